@@ -1,0 +1,42 @@
+"""dplab: the lab bench of a hands-on course on data-parallel training.
+
+Names are loaded on first use, so that ``import dplab.predict`` stays free of torch.
+"""
+
+import importlib
+
+_HOME = {
+    "run": "spawn",
+    "device": "spawn",
+    "RankError": "spawn",
+    "expect_failure": "spawn",
+    "check": "exercises",
+    "hint": "exercises",
+    "solution": "exercises",
+    "progress": "exercises",
+}
+_PACKAGES = {"bench", "demos", "exercises", "measure", "parallel", "predict", "show",
+             "spawn", "workloads"}
+
+__all__ = [*_HOME, "load_ipython_extension"]
+
+
+def __getattr__(name):
+    if name in _PACKAGES:
+        return importlib.import_module(f"dplab.{name}")
+    if name in _HOME:
+        value = getattr(importlib.import_module(f"dplab.{_HOME[name]}"), name)
+        globals()[name] = value
+        return value
+    raise AttributeError(f"module 'dplab' has no attribute {name!r}")
+
+
+def __dir__():
+    return sorted([*__all__, *_PACKAGES])
+
+
+def load_ipython_extension(shell):
+    """``%load_ext dplab``: adds the ``%%ranks`` cell magic and warms the fork server up."""
+    from dplab.spawn.magic import register
+
+    register(shell)
