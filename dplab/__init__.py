@@ -1,6 +1,7 @@
 """dplab: the lab bench of a hands-on course on data-parallel training.
 
-Names are loaded on first use, so that ``import dplab.predict`` stays free of torch.
+Names are loaded on first use, so that ``import dplab.predict`` stays free of torch. The first use
+also starts the process that ranks are forked from, in the background.
 """
 
 import importlib
@@ -27,6 +28,7 @@ def __getattr__(name):
     if name in _HOME:
         value = getattr(importlib.import_module(f"dplab.{_HOME[name]}"), name)
         globals()[name] = value
+        importlib.import_module("dplab.spawn").warm_up()
         return value
     raise AttributeError(f"module 'dplab' has no attribute {name!r}")
 

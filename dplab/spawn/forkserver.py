@@ -1,0 +1,162 @@
+"""The process that ranks are forked from: torch preloaded, one thread, no CUDA.
+
+Started as ``python -m dplab.spawn.forkserver FD PARENT``. On the socket FD come requests: a JSON
+object with the run's folder, and with it the descriptors ``[run socket, rank 0's connection, its
+output, rank 1's connection, ...]``. On the run's socket the server reports how each rank ended
+(rank, and its exit code or minus its signal, two integers); when the other side closes it, the
+server ends what is left of the ranks, with their children, removes the run's folder and closes its
+own end. The kernel's death closes all these sockets.
+"""
+
+import contextlib
+import ctypes
+import gc
+import json
+import os
+import select
+import shutil
+import signal
+import socket
+import struct
+import sys
+
+EXIT_RECORD = struct.Struct("ii")
+_PRELOAD = (
+    "torch", "torch.distributed", "numpy",
+    # the first torch.optim or DDP constructor imports _dynamo: two seconds in every rank
+    "torch._dynamo", "torch.optim", "torch.nn.parallel", "torch.distributed.fsdp",
+    "torch.distributed.tensor", "torch.distributed.optim", "torch.distributed.algorithms.join",
+    "torch.utils.data", "torch.utils.data.distributed",
+    "dplab.spawn.rank",
+)
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+
+
+def prctl(option, value):
+    """Linux's process control; elsewhere nothing."""
+    if sys.platform == "linux":
+        _libc.prctl(option, value, 0, 0, 0)
+
+
+_libc = ctypes.CDLL(None)
+
+
+class _Run:
+    """The ranks of one `dplab.run`. Each leads a process group, which its children belong to.
+
+    A rank is reaped only at the end, so that its number cannot pass to a process of someone else's.
+    """
+
+    def __init__(self, channel, folder):
+        self.channel, self.folder = channel, folder
+        self.ranks = {}  # process id: rank, while it lives
+        self.groups = []
+        self.ending = False
+
+    def report_exits(self):
+        for pid in list(self.ranks):
+            info = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            if info is not None:
+                code = info.si_status if info.si_code == os.CLD_EXITED else -info.si_status
+                with contextlib.suppress(OSError):
+                    self.channel.send(EXIT_RECORD.pack(self.ranks.pop(pid), code))
+
+    def kill(self):
+        self.ending = True
+        for group in self.groups:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(group, signal.SIGKILL)
+
+    def reaped(self):
+        """Reaps what has ended; true once every process of the run is gone."""
+        for group in list(self.groups):
+            try:
+                while os.waitpid(-group, os.WNOHANG)[0]:
+                    pass
+            except ChildProcessError:
+                self.groups.remove(group)
+        return not self.groups
+
+
+def serve(requests: socket.socket, parent: int) -> None:
+    """Serves until the parent is gone."""
+    wake, wake_writer = os.pipe()
+    os.set_blocking(wake_writer, False)
+    os.set_blocking(wake, False)
+    signal.set_wakeup_fd(wake_writer)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    runs = {}
+    while os.getppid() == parent:
+        readable, _, _ = select.select([requests, wake, *runs], [], [], 1.0)
+        if requests in readable:
+            message, descriptors, _, _ = socket.recv_fds(requests, 65536, 253)
+            if not message:
+                break
+            run = _Run(socket.socket(fileno=descriptors[0]), json.loads(message)["folder"])
+            _fork_ranks(run, descriptors[1:], [requests, *runs], (wake, wake_writer))
+            runs[run.channel] = run
+        for channel in [channel for channel in runs if channel in readable]:
+            runs[channel].kill()
+        if wake in readable:
+            os.read(wake, 4096)
+        for run in list(runs.values()):
+            if not run.ending:
+                run.report_exits()
+            elif run.reaped():
+                _forget(runs, run)
+    for run in runs.values():
+        run.kill()
+        shutil.rmtree(run.folder, ignore_errors=True)
+
+
+def _forget(runs, run):
+    shutil.rmtree(run.folder, ignore_errors=True)
+    del runs[run.channel]
+    run.channel.close()
+
+
+def _fork_ranks(run, descriptors, sockets, wakeup):
+    pairs = list(zip(descriptors[::2], descriptors[1::2], strict=True))
+    for rank, (connection, output) in enumerate(pairs):
+        pid = os.fork()
+        if pid == 0:
+            status = 1
+            try:
+                os.setpgid(0, 0)
+                prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+                signal.set_wakeup_fd(-1)
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                signal.signal(signal.SIGINT, signal.default_int_handler)
+                others = {fd for pair in pairs for fd in pair} - {connection, output}
+                for fd in [*others, *wakeup, run.channel.fileno(),
+                           *(sock.fileno() for sock in sockets)]:
+                    os.close(fd)
+                from dplab.spawn.rank import main
+
+                status = main(connection, output)
+            finally:
+                os._exit(status)
+        with contextlib.suppress(OSError):
+            os.setpgid(pid, pid)
+        run.ranks[pid] = rank
+        run.groups.append(pid)
+    for fd in descriptors:
+        os.close(fd)
+
+
+def _main():
+    requests = socket.socket(fileno=int(sys.argv[1]))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for name in _PRELOAD:
+        __import__(name)
+    from dplab.spawn import calls
+
+    calls.install()
+    gc.collect()
+    gc.freeze()
+    serve(requests, int(sys.argv[2]))
+
+
+if __name__ == "__main__":
+    _main()

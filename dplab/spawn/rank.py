@@ -1,0 +1,271 @@
+"""What a rank does, from its first breath to its last.
+
+It takes a job from the kernel, joins the process group, runs the function, answers, and then stays:
+a rank that left at once would close connections that its peers still need. The kernel ends it.
+"""
+
+import contextlib
+import ctypes
+import datetime
+import faulthandler
+import io
+import json
+import linecache
+import multiprocessing
+import os
+import pickle
+import random
+import signal
+import sys
+import threading
+import time
+import traceback
+import types
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+
+from dplab.spawn import backend, calls, transport
+
+LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
+
+
+@dataclass
+class Job:
+    """What the kernel tells every rank; the function and its arguments follow as bytes."""
+
+    rank: int
+    world_size: int
+    backend: str
+    seed: int
+    folder: str
+    timeout: float
+    environment: dict
+    directory: str
+    path: list
+    sources: dict = field(repr=False, default_factory=dict)
+    link: object = None
+
+
+@dataclass
+class Frame:
+    """One line of a traceback or of a stack, outermost first."""
+
+    file: str
+    line: int
+    function: str
+    first: int = 1  # the first line of the function
+
+
+@dataclass
+class Answer:
+    """What a rank says: ``state`` is "ready", "done", "raised", "unpicklable" or "where".
+
+    ``time`` is `time.monotonic`; ``launched`` is the number of the last collective in the default
+    group, and ``waiting`` those launched and not complete, as (number, words); the number is 0
+    outside the default group.
+    """
+
+    state: str
+    time: float
+    text: str = ""
+    kind: str = ""
+    frames: list[Frame] = field(default_factory=list)
+    launched: int = 0
+    waiting: list[tuple[int, str]] = field(default_factory=list)
+
+
+def main(connection: int, output: int) -> int:
+    """Serves one job, given the descriptors of the connection to the kernel and of the output."""
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.close(output)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    sys.stdin = open(0, closefd=False)
+    for name, descriptor in (("stdout", 1), ("stderr", 2)):
+        stream = io.TextIOWrapper(
+            io.FileIO(descriptor, "w", closefd=False), encoding="utf-8",
+            errors="backslashreplace", line_buffering=True, write_through=True)
+        setattr(sys, name, stream)
+    wire = _Wire(Connection(connection))
+    job = pickle.loads(wire.receive())
+    payload = wire.receive()
+    threading.Thread(target=wire.listen, daemon=True).start()
+    try:
+        wire.say(*_work(job, payload, wire))
+    except OSError:  # the kernel has gone
+        return 1
+    while True:
+        signal.pause()
+
+
+class _Wire:
+    """The connection to the kernel. A thread listens on it for questions and for the end."""
+
+    def __init__(self, connection):
+        self._connection = connection
+        self._lock = threading.Lock()
+
+    def receive(self):
+        return self._connection.recv_bytes()
+
+    def say(self, answer, value=None):
+        with self._lock:
+            self._connection.send(answer)
+            if value is not None:
+                self._connection.send_bytes(value)
+
+    def listen(self):
+        """Answers where the main thread is. Ends the rank and its children with the kernel."""
+        try:
+            while self._connection.recv():
+                self.say(_where())
+        except (EOFError, OSError):
+            os.killpg(0, signal.SIGKILL)
+
+
+def _work(job, payload, wire):
+    """Runs the job. Returns the last answer, and with "done" the value as bytes."""
+    try:
+        _settle(job)
+        _join_process_group(job)
+        try:
+            function, args, kwargs = transport.loads(payload)
+        except Exception as error:
+            return Answer("unpicklable", time.monotonic(), "what was sent to the rank could not be "
+                          f"loaded there ({_only(error)})"), None
+        _fill_main(function)
+        wire.say(Answer("ready", time.monotonic()))
+        value = function(*args, **kwargs)
+        _flush()
+        return Answer("done", time.monotonic(), launched=_flight()[0]), transport.dumps(value)
+    except transport.Unpicklable as error:
+        text = str(error).replace("the value", "the returned value", 1)
+        return Answer("unpicklable", time.monotonic(), text), None
+    except SystemExit as error:
+        return Answer("exited", time.monotonic(), f"called sys.exit({error.code!r})",
+                      frames=_frames_of(error)), None
+    except BaseException as error:
+        return Answer("raised", time.monotonic(), _only(error), type(error).__name__,
+                      _frames_of(error), launched=_flight()[0]), None
+    finally:
+        _flush()
+
+
+def _settle(job):
+    """Makes this process look like the kernel: environment, folder, path, sources of cells."""
+    faulthandler.enable(open(crash_file(job.folder, job.rank), "w"), all_threads=False)
+    os.environ.clear()
+    os.environ.update(job.environment)
+    threads = int(job.environment.get("OMP_NUM_THREADS") or 1)
+    os.environ["OMP_NUM_THREADS"] = str(threads)
+    os.chdir(job.directory)
+    sys.path[:] = job.path
+    for file, text in job.sources.items():
+        linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
+    if sys.platform == "linux":
+        # a DataLoader's workers inherit a Dataset that was defined in the notebook
+        multiprocessing.set_start_method("fork", force=True)
+
+    import torch
+
+    torch.set_num_threads(threads)
+    backend.become_rank(job.backend, job.rank)
+    seed_everything(job.seed, job.rank)
+
+
+def seed_everything(seed: int, rank: int) -> None:
+    """Seeds torch, NumPy and `random` with ``1000 * seed + rank``."""
+    import numpy
+    import torch
+
+    number = 1000 * seed + rank
+    random.seed(number)
+    numpy.random.seed(number % 2**32)
+    torch.manual_seed(number)
+
+
+def _join_process_group(job):
+    import torch.distributed as dist
+
+    os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = LOOPBACK
+    calls.record_into(calls.create_log(log_file(job.folder, job.rank)))
+    name = job.backend if job.link is None else job.link.install(job.backend)
+    device = backend.device()
+    dist.init_process_group(
+        name, rank=job.rank, world_size=job.world_size,
+        store=dist.FileStore(os.path.join(job.folder, "store"), job.world_size),
+        timeout=datetime.timedelta(seconds=min(job.timeout + 60, 7 * 86400)),
+        device_id=None if device.type == "cpu" else device)
+
+
+def _fill_main(function):
+    """Lets plain pickle (torch.save, a DataLoader's queue) find the notebook's classes."""
+    main = types.ModuleType("__main__")
+    names = getattr(function, "__globals__", {})
+    main.__dict__.update({name: value for name, value in names.items() if name[:2] != "__"})
+    sys.modules["__main__"] = main
+
+
+def _where():
+    frame = sys._current_frames().get(threading.main_thread().ident)
+    launched, waiting = _flight()
+    return Answer("where", time.monotonic(), frames=_frames(traceback.walk_stack(frame))[::-1],
+                  launched=launched, waiting=waiting)
+
+
+def _flight():
+    """From torch's flight recorder: the last collective launched, and those in flight."""
+    from torch._C import _distributed_c10d as c10d
+
+    trace = json.loads(c10d._dump_fr_trace_json())
+    status = trace.get("pg_status", {}).get("0", {})
+    waiting = [_in_flight(entry) for entry in trace.get("entries", []) if not entry["retired"]]
+    return int(status.get("last_enqueued_collective", 0)), waiting
+
+
+_DTYPES = {"Float": "float32", "Double": "float64", "Half": "float16", "Long": "int64",
+           "Int": "int32", "Short": "int16", "Char": "int8", "Byte": "uint8"}
+
+
+def _in_flight(entry):
+    name = entry["profiling_name"].split(":")[-1].replace("_allgather_base", "all_gather").replace(
+        "_reduce_scatter_base", "reduce_scatter")
+    number = entry["p2p_seq_id" if entry["is_p2p"] else "collective_seq_id"]
+    words = f"{name} number {number}"
+    if entry["input_dtypes"] and name != "barrier":
+        dtype = entry["input_dtypes"][0]
+        words += f" of {_DTYPES.get(dtype, dtype.lower())}{(entry['input_sizes'] or [[]])[0]}"
+    in_default_group = entry["process_group"][0] == "0" and not entry["is_p2p"]
+    return (number if in_default_group else 0), words
+
+
+def _frames_of(error):
+    return _frames(traceback.walk_tb(error.__traceback__))
+
+
+def _frames(walk):
+    return [Frame(frame.f_code.co_filename, line or 0, frame.f_code.co_name,
+                  frame.f_code.co_firstlineno) for frame, line in walk]
+
+
+def _only(error):
+    return "".join(traceback.format_exception_only(error)).strip()[:2000]
+
+
+def _flush():
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    ctypes.CDLL(None).fflush(None)
+
+
+def log_file(folder, rank):
+    return os.path.join(folder, f"calls-{rank}")
+
+
+def crash_file(folder, rank):
+    return os.path.join(folder, f"crash-{rank}")
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1]), int(sys.argv[2])))

@@ -1,0 +1,240 @@
+"""From what the ranks did to words: the text of a RankError."""
+
+import linecache
+import os
+import re
+import signal
+import sys
+
+from dplab.spawn.calls import is_learners
+from dplab.spawn.errors import RankError
+from dplab.spawn.rank import Frame, crash_file
+
+_SIGNALS = {
+    signal.SIGKILL: "was killed (SIGKILL): by a kill -9, or by the system when memory runs out",
+    signal.SIGABRT: "aborted (SIGABRT): C++ code gave up; its last words stand in the output",
+    signal.SIGSEGV: "crashed (SIGSEGV): C code touched memory that is not its own",
+    signal.SIGBUS: "crashed (SIGBUS): C code touched memory that does not exist",
+    signal.SIGFPE: "crashed (SIGFPE): an integer division by zero in C code",
+    signal.SIGTERM: "was told to end (SIGTERM)",
+    signal.SIGINT: "was interrupted (SIGINT)",
+}
+_PEER_LOST = re.compile(r"Connection (closed|reset)|Broken pipe|remote process exited", re.I)
+_WHY = {
+    "operation": "Each waits in a collective that the other never calls.",
+    "dtype": "gloo does not check: it would add the bytes of one type to those of another.",
+    "shape": "A collective needs as many elements from every rank; gloo aborts or hangs here.",
+    "reduce operation": "gloo does not check: every rank would get a different, wrong result.",
+    "root": "Each waits for data from a rank that thinks another one sends it.",
+}
+
+
+def of_mismatch(mismatch, states) -> RankError:
+    what, place = mismatch
+    calls = dict(sorted(place.items()))
+    number = next(iter(calls.values())).number
+    odd = _odd_one_out(calls)
+    head = (f"collective number {number} is not the same on every rank: "
+            f"the {what}s do not agree")
+    lines = [f"  rank {rank} called {call}\n         {_spot(call.file, call.line)}"
+             for rank, call in calls.items()]
+    others = [state for state in states if state.rank not in calls]
+    return _error(head, "\n".join([*lines, "", _WHY[what]]), others, rank=odd, kind="mismatched")
+
+
+def of_unpicklable(state, states) -> RankError:
+    head = f"rank {state.rank} of {len(states)}: {state.answer.text}"
+    body = ("Return plain values, tensors, or objects made of them."
+            if "returned" in state.answer.text else "")
+    return _error(head, body, _others(states, state), rank=state.rank, kind="unpicklable")
+
+
+def of_failure(states, folder) -> RankError:
+    """One rank raised, exited or died: the first is the headline, the rest is listed."""
+    raised = sorted((state for state in states if state.failed and state.answer),
+                    key=lambda state: state.answer.time)
+    died = [state for state in states if state.died]
+    own = [state for state in raised if not _PEER_LOST.search(state.answer.text)]
+    first = (own or died or raised)[0]
+    if first.answer and first.answer.state == "unpicklable":
+        return of_unpicklable(first, states)
+    if first.answer and first.answer.state == "raised":
+        head = f"rank {first.rank} of {len(states)} raised {first.answer.text}"
+        return _error(head, _excerpt(first.answer.frames), _others(states, first),
+                      rank=first.rank, error=first.answer.kind)
+    if first.answer:
+        head = f"rank {first.rank} of {len(states)} {first.answer.text} before it returned"
+        frames = first.answer.frames
+    else:
+        head = f"rank {first.rank} of {len(states)} {_how_it_ended(first)}"
+        frames = _crash_frames(crash_file(folder, first.rank))
+    body = _excerpt(frames)
+    if not body and first.last_call:
+        call = first.last_call
+        body = f"  Its last call was {call}\n         {_spot(call.file, call.line)}"
+    return _error(head, body, _others(states, first), rank=first.rank, kind="died")
+
+
+def of_stuck(states, seconds) -> RankError:
+    """Ranks that give no answer. ``seconds``: how long they had."""
+    busy = [state for state in states if not state.finished]
+    waiting = [state for state in busy if state.where and state.where.waiting]
+    returned = [state for state in states if state.finished]
+    lost = [state for state in busy if state not in waiting]
+    rank, advice = None, "Every rank must call the same collectives in the same order."
+    if waiting and returned:
+        rank = returned[0].rank if len(returned) == 1 else None
+        head = (f"{_names(returned)} returned, and {_names(waiting)} still "
+                f"{_verb(waiting, 'waits', 'wait')} in {waiting[0].where.waiting[0][1]}")
+    elif waiting and lost:
+        rank = lost[0].rank if len(lost) == 1 else None
+        head = (f"{_names(lost)} did not come to {waiting[0].where.waiting[0][1]} "
+                f"within {seconds:g} s, and {_names(waiting)} {_verb(waiting, 'waits', 'wait')}")
+    else:
+        rank = busy[0].rank if len(busy) == 1 else None
+        head = f"{_names(busy)} gave no answer within {seconds:g} s"
+        advice += " A run that needs longer: timeout=SECONDS."
+    return _error(head, "", states, rank=rank, kind="stuck", after=advice)
+
+
+def of_interrupt(states) -> str:
+    return "\n".join(["stopped by you; where the ranks were:", *map(_line, states)])
+
+
+def _error(head, body, others, *, rank, kind="raised", error="", after=""):
+    lines = [_line(state) for state in others]
+    parts = [head]
+    if body:
+        parts += ["", body]
+    if lines:
+        title = "The ranks:" if kind == "stuck" else "The other ranks:"
+        parts += ["", title, *lines]
+    if after:
+        parts += ["", after]
+    return RankError("\n".join(parts), rank=rank, kind=kind, error=error, reports=lines)
+
+
+def _others(states, first):
+    return [state for state in states if state is not first]
+
+
+def _line(state) -> str:
+    """One rank's whereabouts in a line or two."""
+    label = f"  rank {state.rank} "
+    answer = state.answer
+    if answer and answer.state == "done":
+        return label + "had returned"
+    if answer and answer.state in ("raised", "exited", "unpicklable"):
+        if _PEER_LOST.search(answer.text):
+            return label + "lost its connection" + _at(answer.frames)
+        verb = {"raised": "raised ", "unpicklable": "gave no value: "}.get(answer.state, "")
+        return label + verb + (answer.text.splitlines() or [""])[0][:160] + _at(answer.frames)
+    if state.died:
+        return label + _how_it_ended(state)
+    if state.where is None:
+        call = state.last_call
+        return label + "does not answer: it is inside C code" + (
+            f"; its last call was {call}: {_spot(call.file, call.line)}" if call else "")
+    if state.where.waiting:
+        return label + f"waits in {state.where.waiting[0][1]}" + _at(state.where.frames)
+    innermost = state.where.frames[-1] if state.where.frames else None
+    if innermost and state.last_call and innermost.function in ("send", "recv"):
+        return label + f"waits in {state.last_call}" + _at(state.where.frames)
+    if not state.ready:
+        return label + "was still starting"
+    return label + "was running" + _at(state.where.frames)
+
+
+def _how_it_ended(state):
+    if state.exit_code is None:
+        return "ended"
+    if state.exit_code >= 0:
+        return f"left with exit code {state.exit_code} before it returned"
+    number = -state.exit_code
+    if number == signal.SIGKILL and state.out_of_memory:
+        return "was killed by the system (SIGKILL) because memory ran out"
+    if number in _SIGNALS:
+        return _SIGNALS[number]
+    return f"was ended by signal {number} ({signal.strsignal(number)})"
+
+
+def _crash_frames(path) -> list[Frame]:
+    """The stack that Python wrote when a signal struck, outermost first."""
+    try:
+        with open(path) as file:
+            text = file.read()
+    except OSError:
+        return []
+    found = re.findall(r'File "(.+)", line (\d+) in (.+)', text)
+    return [Frame(name, int(line), function, int(line)) for name, line, function in reversed(found)]
+
+
+def learners(frames: list[Frame]) -> list[Frame]:
+    """The learner's frames; where there are none, dplab's own but for the launcher's."""
+    launcher = os.path.join("dplab", "spawn", "")
+    mine = [frame for frame in frames if is_learners(frame.file)]
+    return mine or [frame for frame in frames
+                    if os.path.join("dplab", "") in frame.file and launcher not in frame.file]
+
+
+def _excerpt(frames) -> str:
+    """The learner's frames with their lines; the innermost with the lines before it."""
+    kept = learners(frames)
+    if len(kept) > 6:
+        kept = kept[:2] + kept[-4:]
+    blocks = []
+    for frame in kept:
+        first = max(frame.first, frame.line - 2) if frame is kept[-1] else frame.line
+        shown = [f"  {'→' if number == frame.line else ' '} {number:3d} "
+                 + linecache.getline(frame.file, number).rstrip("\n")
+                 for number in range(first, frame.line + 1)]
+        blocks.append("\n".join([f"  {place(frame.file)}, in {frame.function}", *shown]))
+    return "\n".join(blocks)
+
+
+def _at(frames):
+    kept = learners(frames)
+    return f": {_spot(kept[-1].file, kept[-1].line)}" if kept else ""
+
+
+def _spot(file, line):
+    text = linecache.getline(_whole_name(file), line).strip()
+    return f"{place(file)}, line {line}" + (f": {text}" if text else "")
+
+
+def _whole_name(file):
+    """The file's full name, where a call log kept only its end."""
+    if file in linecache.cache or os.path.exists(file):
+        return file
+    return next((name for name in linecache.cache if name.endswith(file)), file)
+
+
+def place(file: str) -> str:
+    """A source file as the reader knows it: the cell's number, or the file's name."""
+    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+    cells = getattr(getattr(shell, "compile", None), "_filename_map", {})
+    for name, number in cells.items():
+        if name == file or (len(file) >= 80 and name.endswith(file)):
+            return f"cell In[{number}]"
+    return os.path.basename(file)
+
+
+def _odd_one_out(calls):
+    """The one rank whose call differs from all the others', which agree; else None."""
+    for rank, call in calls.items():
+        rest = [other for key, other in calls.items() if key != rank]
+        if (len(rest) > 1 and all(call.disagrees_with(other) for other in rest)
+                and not any(rest[0].disagrees_with(other) for other in rest)):
+            return rank
+    return None
+
+
+def _names(states):
+    ranks = [str(state.rank) for state in states]
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    return "ranks " + ", ".join(ranks[:-1]) + " and " + ranks[-1]
+
+
+def _verb(states, one, many):
+    return one if len(states) == 1 else many

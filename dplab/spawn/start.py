@@ -1,0 +1,171 @@
+"""How ranks come into being: forked from a warm server, or each started on its own.
+
+`warm_up` starts the server in the background; `start_ranks` starts ranks and returns a handle
+that tells how they end and ends what is left of them.
+"""
+
+import atexit
+import contextlib
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+
+from dplab.spawn.forkserver import EXIT_RECORD
+
+MOST_RANKS = 120  # a message between processes carries at most 253 descriptors, a rank needs two
+_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TORCH_FR_BUFFER_SIZE": "256", "DPLAB_INSIDE": "1"}
+_lock = threading.Lock()
+_server = None
+
+
+def forks() -> bool:
+    """Whether ranks are forked. On macOS, forking a process that has used Objective-C may crash."""
+    return sys.platform == "linux" and os.environ.get("DPLAB_START") != "spawn"
+
+
+def warm_up() -> None:
+    """Starts the fork server in the background, unless it runs or this process is itself a rank."""
+    global _server
+    if not forks() or "DPLAB_INSIDE" in os.environ or "TORCHELASTIC_RUN_ID" in os.environ:
+        return
+    with _lock:
+        if _server is None or not _server.alive():
+            _server = _Server()
+
+
+def start_ranks(folder: str, pairs: list[tuple[int, int]]):
+    """Starts one rank for each pair of descriptors (connection, output)."""
+    if not forks():
+        return _Spawned(folder, pairs)
+    for attempt in (1, 2):
+        warm_up()
+        try:
+            return _server.fork(folder, pairs)
+        except OSError:
+            if attempt == 2:
+                raise RuntimeError(_server.last_words()) from None
+    return None
+
+
+class _Server:
+    def __init__(self):
+        self._requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._errors = tempfile.TemporaryFile()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "dplab.spawn.forkserver", str(theirs.fileno()),
+                 str(os.getpid())],
+                env={**os.environ, **_ENVIRONMENT, "PYTHONPATH": _with_dplab()},
+                pass_fds=[theirs.fileno()], start_new_session=True,
+                stdin=subprocess.DEVNULL, stdout=self._errors, stderr=self._errors)
+        self._owner = os.getpid()
+        atexit.register(self.close)
+
+    def alive(self):
+        return self._owner == os.getpid() and self._process.poll() is None
+
+    def fork(self, folder, pairs):
+        channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            descriptors = [theirs.fileno(), *(fd for pair in pairs for fd in pair)]
+            with _lock:
+                socket.send_fds(self._requests, [json.dumps({"folder": folder}).encode()],
+                                descriptors)
+        return _Forked(channel, self)
+
+    def last_words(self):
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(1.0)
+        self._errors.seek(0)
+        words = self._errors.read().decode(errors="replace").strip()[-2000:]
+        return f"the process that ranks are forked from has ended: {words or 'without a word'}"
+
+    def close(self):
+        if self._owner == os.getpid():
+            self._requests.close()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(2.0)
+
+
+class _Forked:
+    """Ranks that the server forked."""
+
+    def __init__(self, channel, server):
+        self.channel = channel
+        self._server = server
+
+    def exits(self) -> list[tuple[int, int]]:
+        """(rank, exit code or minus the signal) of each rank that has ended since the last call."""
+        ended = []
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                record = self.channel.recv(EXIT_RECORD.size, socket.MSG_DONTWAIT)
+                if not record:
+                    raise RuntimeError(self._server.last_words())
+                ended.append(EXIT_RECORD.unpack(record))
+        return ended
+
+    def end(self) -> None:
+        """Ends every rank and its children, and returns when they are gone."""
+        with contextlib.suppress(OSError):
+            self.channel.shutdown(socket.SHUT_WR)
+            self.channel.settimeout(10.0)
+            while self.channel.recv(EXIT_RECORD.size):
+                pass
+        self.channel.close()
+
+
+class _Spawned:
+    """Ranks that were each started as a fresh Python: slower, and safe everywhere."""
+
+    channel = None
+
+    def __init__(self, folder, pairs):
+        self._folder = folder
+        self._ranks = [
+            subprocess.Popen(
+                [sys.executable, "-m", "dplab.spawn.rank", *map(str, pair)],
+                env={**os.environ, **_ENVIRONMENT, "PYTHONPATH": _with_dplab()},
+                pass_fds=pair, start_new_session=True)
+            for pair in pairs]
+        self._running = dict(enumerate(self._ranks))
+
+    def exits(self):
+        ended = []
+        for rank, process in list(self._running.items()):
+            code = _exit_code(process)
+            if code is not None:
+                del self._running[rank]
+                ended.append((rank, code))
+        return ended
+
+    def end(self):
+        for process in self._ranks:
+            if process.returncode is None:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(process.pid, signal.SIGKILL)
+        for process in self._ranks:
+            process.wait()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _exit_code(process):
+    """None while it runs. Where the system can, without reaping: the number stays ours."""
+    if not hasattr(os, "waitid"):
+        return process.poll()
+    info = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    if info is None:
+        return None
+    return info.si_status if info.si_code == os.CLD_EXITED else -info.si_status
+
+
+def _with_dplab():
+    """PYTHONPATH by which a fresh Python finds this very dplab."""
+    here = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    return os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH")]))
