@@ -1,0 +1,86 @@
+"""Exercise of chapter 00: the first collective of one's own."""
+
+import torch
+import torch.distributed as dist
+
+from dplab.exercises.exercise import Exercise, Mistake
+
+
+def global_mean(values):
+    total = torch.stack([values.sum(), torch.tensor(float(len(values)))])
+    dist.all_reduce(total)
+    return total[0] / total[1]
+
+
+def mean_of_means(values):
+    mean = values.mean()
+    dist.all_reduce(mean)
+    return mean / dist.get_world_size()
+
+
+def own_mean(values):
+    return values.mean()
+
+
+def undivided_sum(values):
+    total = values.sum()
+    dist.all_reduce(total)
+    return total
+
+
+def sum_over_ranks(values):
+    total = values.sum()
+    dist.all_reduce(total)
+    return total / dist.get_world_size()
+
+
+def sum_over_own_count(values):
+    total = values.sum()
+    dist.all_reduce(total)
+    return total / len(values)
+
+
+def all_reduced_parts(values):
+    dist.all_reduce(values)
+    return values.mean()
+
+
+class GlobalMean(Exercise):
+    id = "0.1"
+    title = "The mean of numbers that lie on different ranks"
+    name = "global_mean"
+    minutes = 5
+    hints = (
+        "Each rank can compute two numbers on its own: the sum of its values, and how many it has.",
+        "An all-reduce adds a tensor over all ranks. Which two sums give the mean of everything?",
+        "Put both numbers into one tensor of two elements, all-reduce it, and divide.",
+    )
+    solution = staticmethod(global_mean)
+    mistakes = (
+        Mistake(mean_of_means, "You averaged the ranks' means. The ranks hold different numbers of "
+                "values, so the mean of the means is not the mean of all values: a rank with "
+                "few values counts too much."),
+        Mistake(own_mean, "This is each rank's own mean: nothing was communicated."),
+        Mistake(undivided_sum, "This is the sum of all values. Divide it by how many there are on "
+                "all ranks together."),
+        Mistake(sum_over_ranks, "You divided the sum by the number of ranks. It has to be the "
+                "number of values on all ranks together."),
+        Mistake(sum_over_own_count, "You divided the sum over all ranks by this rank's own number "
+                "of values: that number has to be summed over the ranks too."),
+        Mistake(all_reduced_parts, "You all-reduced the values themselves. Their number differs "
+                "from rank to rank, and an all-reduce needs tensors of one size."),
+    )
+
+    def trial(self, attempt):
+        return {"the mean": attempt(_values(dist.get_rank()))}
+
+    def expected(self, world_size):
+        return {"the mean": torch.cat([_values(rank) for rank in range(world_size)]).mean()}
+
+
+def _values(rank):
+    """Rank r holds r + 2 values, all different."""
+    return torch.arange(1.0, rank + 3) ** 2 + 7 * rank
+
+
+EXERCISES = (GlobalMean,)

@@ -1,0 +1,167 @@
+"""What an exercise is, and how an attempt is judged.
+
+The attempt runs on real ranks at several world sizes; each rank returns facts (tensors, counts),
+which are compared with what a single process computes. Where they differ, the known mistakes run on
+the same inputs, and one with the same outcome is the diagnosis.
+"""
+
+import dis
+import inspect
+import textwrap
+import traceback
+import types
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from dplab.exercises.compare import Difference, first_difference, same_outcome
+from dplab.spawn import RankError, run
+
+NOT_ATTEMPTED, PASSED, WRONG, CRASHED = "not attempted", "passed", "wrong", "crashed"
+
+
+@dataclass
+class Mistake:
+    """A short wrong implementation, and the sentence that explains it to who wrote the same."""
+
+    attempt: Callable
+    why: str
+
+
+@dataclass
+class Verdict:
+    """An attempt's outcome. ``why`` is a known mistake's sentence, ``detail`` the evidence."""
+
+    outcome: str
+    why: str = ""
+    detail: str = ""
+    world_sizes: list[int] = field(default_factory=list)
+
+
+class Exercise:
+    """Base of all exercises: data as class attributes, and two methods.
+
+    ``trial(attempt)`` runs on each rank and returns the facts, a dict of tensors and numbers by
+    name; ``expected(world_size)`` runs in one process and returns the right facts, one dict for
+    each rank (or one for all). A fact may be expected as ``AtMost(limit, why)``. What ``prepare()``
+    returns is made once, in the notebook's process, and is ``self.given`` in both.
+    """
+
+    id: str
+    title: str
+    name: str  # of the function or class that the reader writes
+    minutes: int
+    hints: tuple[str, ...]
+    solution: Callable
+    mistakes: tuple[Mistake, ...]
+    stub: Callable | None = None  # where the reader repairs code: that code
+    world_sizes = (1, 2, 3, 4)
+    seconds = 20.0  # that an attempt may take at one world size
+    tolerance = 1e-5  # relative to the largest element of the expected tensor
+
+    def __init__(self):
+        self.given = None
+
+    def prepare(self):
+        return None
+
+    def trial(self, attempt) -> dict:
+        raise NotImplementedError
+
+    def expected(self, world_size: int) -> dict | list[dict]:
+        raise NotImplementedError
+
+    def judge(self, *objects) -> Verdict:
+        """Never raises, but for the reader's own interrupt."""
+        if len(objects) != 1 or not callable(objects[0]):
+            return Verdict(CRASHED, f'Call it as dplab.check("{self.id}", {self.name}): the name '
+                                    "itself, without brackets behind it.")
+        attempt = objects[0]
+        if self.is_untouched(attempt):
+            return Verdict(NOT_ATTEMPTED)
+        try:
+            return self._judge(attempt)
+        except Exception:
+            return Verdict(CRASHED, "The check itself failed; this is a fault of the course.",
+                           traceback.format_exc(limit=-3))
+
+    def is_untouched(self, attempt) -> bool:
+        """Whether this is still the stub: it raises NotImplementedError, or is the broken code."""
+        if self.stub is not None:
+            return _words_of(attempt) == _words_of(self.stub)
+        return "NotImplementedError" in _names_in(attempt)
+
+    def _judge(self, attempt):
+        self.given = self.prepare()
+        for world_size in self.world_sizes:
+            expected = self._expected(world_size)
+            got = self._observe(attempt, world_size)
+            difference = got if isinstance(got, RankError) else first_difference(
+                expected, got, self.tolerance)
+            if difference is not None:
+                return self._diagnose(attempt, difference, got, expected, world_size)
+        return Verdict(PASSED, world_sizes=list(self.world_sizes))
+
+    def _observe(self, attempt, world_size):
+        """The ranks' facts, or the RankError in place of them."""
+        try:
+            return run(self.trial, world_size, attempt, timeout=self.seconds, backend="gloo")
+        except RankError as error:
+            return error
+
+    def _diagnose(self, attempt, difference, got, expected, world_size):
+        where = f"on {world_size} rank{'s' * (world_size > 1)}"
+        crashed = isinstance(got, RankError)
+        if crashed and difference.kind == "unpicklable" and difference.rank is None:
+            return Verdict(CRASHED, "", str(difference))
+        detail = str(difference) if crashed else f"{where}, {difference}"
+        alike = self._alike(self.mistakes, got, expected, world_size)
+        for larger in self.world_sizes:
+            if larger > world_size and len({mistake.why for mistake in alike}) > 1:
+                got = self._observe(attempt, larger)
+                alike = self._alike(alike, got, self._expected(larger), larger) or alike
+        if alike:
+            return Verdict(WRONG, alike[0].why, detail)
+        return Verdict(CRASHED if crashed else WRONG, f"{where}:" if crashed else "", detail)
+
+    def _alike(self, mistakes, got, expected, world_size):
+        """The mistakes that end as the attempt did."""
+        return [mistake for mistake in mistakes if same_outcome(
+            got, self._observe(mistake.attempt, world_size), expected, self.tolerance)]
+
+    def _expected(self, world_size):
+        expected = self.expected(world_size)
+        return [expected] * world_size if isinstance(expected, dict) else expected
+
+    def solution_source(self) -> str:
+        source = textwrap.dedent(inspect.getsource(self.solution))
+        return source.replace(self.solution.__name__, self.name)
+
+
+def _names_in(attempt) -> set[str]:
+    names = set()
+    for code in _codes(attempt):
+        names.update(code.co_names)
+    return names
+
+
+def _words_of(attempt):
+    """The names and constants in the order of use: what code says, whoever compiled it."""
+    return [item.argval for code in _codes(attempt) for item in dis.get_instructions(code)
+            if item.opname.startswith(("LOAD_", "STORE_"))
+            and not isinstance(item.argval, types.CodeType)]
+
+
+def _codes(attempt):
+    """The code objects of a function, or of every method of a class."""
+    functions = [attempt]
+    if isinstance(attempt, type):
+        functions = [value for value in vars(attempt).values()
+                     if isinstance(value, types.FunctionType)]
+    found = [function.__code__ for function in functions if hasattr(function, "__code__")]
+    for code in found:
+        found.extend(each for each in code.co_consts if isinstance(each, types.CodeType))
+    return found
+
+
+__all__ = ["CRASHED", "NOT_ATTEMPTED", "PASSED", "WRONG", "Difference", "Exercise", "Mistake",
+           "Verdict"]

@@ -1,0 +1,108 @@
+"""The meters: bytes on the wire by the kernel's counters, and the log of calls."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dplab import RankError, run
+from dplab.measure import CallLog, WireMeter
+
+MIB = 2**20
+
+
+def metered_all_reduce(nbytes):
+    tensor = torch.full((nbytes // 4,), float(dist.get_rank()))
+    dist.all_reduce(tensor)  # connections are made on first use
+    with WireMeter() as wire:
+        dist.all_reduce(tensor)
+    return wire.bytes_per_rank
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_a_ring_all_reduce_moves_what_arithmetic_says(ranks):
+    size = 64 * MIB
+    measured = run(metered_all_reduce, ranks, size, backend="gloo")
+    assert len(set(measured)) == 1, "every rank reports the same"
+    assert measured[0] == pytest.approx(2 * (ranks - 1) / ranks * size, rel=0.02)
+
+
+def test_the_meter_counts_only_its_block():
+    def quiet():
+        dist.all_reduce(torch.ones(4 * MIB))
+        with WireMeter() as wire:
+            pass
+        return wire.bytes_per_rank
+
+    assert run(quiet, 2, backend="gloo")[0] < 100_000
+
+
+def test_one_rank_sends_nothing():
+    assert run(metered_all_reduce, 1, 16 * MIB, backend="gloo")[0] < 100_000
+
+
+def test_an_unknown_interface_is_named():
+    def metered():
+        WireMeter("no-such-interface")
+
+    with pytest.raises(RankError, match=r"no-such-interface.*this machine has .*lo"):
+        run(metered, 1)
+
+
+def calls_of_every_kind():
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    dist.all_reduce(torch.ones(2))  # before the block: not logged
+    with CallLog() as log:
+        dist.all_reduce(torch.ones(3, 5), op=dist.ReduceOp.MAX)
+        dist.broadcast(torch.ones(7, dtype=torch.float64), src=1)
+        dist.all_gather([torch.empty(2) for _ in range(ranks)], torch.ones(2))
+        output = torch.empty(4)
+        dist.reduce_scatter(output, [torch.ones(4) for _ in range(ranks)])
+        handle = dist.isend(torch.full((rank + 1,), 1.0), (rank + 1) % ranks)
+        dist.recv(torch.empty((rank - 1) % ranks + 1), (rank - 1) % ranks)
+        handle.wait()
+        dist.barrier()
+    dist.all_reduce(torch.ones(2))
+    return log.calls, log.count(), log.count("all_reduce"), log.bytes("broadcast"), str(log)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_the_log_holds_every_call_with_its_facts(ranks):
+    for rank, result in enumerate(run(calls_of_every_kind, ranks, backend="gloo")):
+        calls, count, all_reduces, broadcast_bytes, text = result
+        facts = [(call.operation, call.shape, call.dtype, call.reduce_operation, call.bytes)
+                 for call in calls]
+        assert facts == [
+            ("all_reduce", (3, 5), "float32", "MAX", 60),
+            ("broadcast", (7,), "float64", "", 56),
+            ("all_gather", (2,), "float32", "", 8),
+            ("reduce_scatter", (4,), "float32", "SUM", 16),
+            ("send", (rank + 1,), "float32", "", 4 * (rank + 1)),
+            ("recv", ((rank - 1) % ranks + 1,), "float32", "", 4 * ((rank - 1) % ranks + 1)),
+            ("barrier", (), "", "", 0),
+        ]
+        assert [call.number for call in calls] == [2, 3, 4, 5, 1, 2, 6]
+        assert calls[1].peer == 1
+        assert calls[4].peer == (rank + 1) % ranks
+        assert calls[5].peer == (rank - 1) % ranks
+        assert [call.time for call in calls] == sorted(call.time for call in calls)
+        assert (count, all_reduces, broadcast_bytes) == (7, 1, 56)
+        assert "all_reduce of float32[3, 5], MAX" in text
+
+
+def test_the_log_works_under_plain_torchrun(tmp_path):
+    script = tmp_path / "plain.py"
+    script.write_text(
+        "import torch, torch.distributed as dist\n"
+        "from dplab.measure import CallLog\n"
+        "dist.init_process_group('gloo')\n"
+        "with CallLog() as log:\n"
+        "    dist.all_reduce(torch.ones(6))\n"
+        "assert (log.count('all_reduce'), log.bytes()) == (1, 24), str(log)\n"
+        "dist.destroy_process_group()\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+         str(script)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
