@@ -1,0 +1,31 @@
+"""Figures from plain data, in one style. Loads neither torch nor anything else of dplab.
+
+Names are loaded on first use, so that the palette is at hand without matplotlib.
+"""
+
+import importlib
+
+_HOME = {
+    "RANK_COLORS": "palette",
+    "rank_color": "palette",
+    "CourseFigure": "theme",
+    "save_beside": "theme",
+    "style": "theme",
+    "subplots": "theme",
+    "to_svg": "theme",
+    "use_style": "theme",
+    "Canvas": "diagram",
+    "gap_between": "curves",
+    "loss_curves": "curves",
+    "time_shares": "shares",
+}
+
+__all__ = list(_HOME)
+
+
+def __getattr__(name):
+    if name not in _HOME:
+        raise AttributeError(f"module 'dplab.show' has no attribute {name!r}")
+    module = importlib.import_module(f"dplab.show.{_HOME[name]}")
+    value = globals()[name] = getattr(module, name)
+    return value

@@ -1,0 +1,176 @@
+"""Losses per step, drawn so that curves that coincide are all seen."""
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+
+from matplotlib.ticker import MaxNLocator
+
+from dplab.show.labels import spread, text_height, text_width, wrap
+from dplab.show.palette import RANK_COLORS, rank_color
+from dplab.show.theme import INK, MUTED, CourseFigure, style
+
+SIZE = 10.5
+TITLE_SIZE = 12
+LEADER = 22
+THINNEST = 1.6
+ROUNDING = 1e-5
+REFERENCE = "#87919C"
+
+
+def loss_curves(
+    curves: Mapping[str, Sequence[float]],
+    *,
+    title: str,
+    xlabel: str = "step",
+    ylabel: str = "loss",
+    yscale: str = "linear",
+    note: str | None = None,
+    colors: Mapping[str, str] | None = None,
+    width: float = 7.5,
+    height: float = 3.6,
+    alt: str | None = None,
+) -> CourseFigure:
+    """Draws one line per curve; of curves that coincide, each later one lies thinner on top.
+
+    ``curves`` maps a label to its losses, shape (steps,), any real numbers; lengths may differ,
+    and step 0 comes first. A curve named "rank r" has that rank's colour, else the first is grey
+    and the others follow the palette. A value that is not finite leaves a hole, and the label
+    says from which step on. ``note`` stands below the title; by default it is the largest gap
+    between the curves, if they coincide. ``width`` and ``height`` are in inches. Raises
+    ValueError when there is no curve, or an empty one.
+    """
+    data = {label: [float(value) for value in values] for label, values in curves.items()}
+    if not data or not all(data.values()):
+        raise ValueError("loss_curves needs at least one curve, and a value in each")
+    colors = _colors(list(data), colors or {})
+    texts = {label: wrap(_label(label, values), SIZE, 180) for label, values in data.items()}
+    covering = _covering(list(data.values()))
+    if note is None:
+        note = gap_between(data) if covering[0] == len(data) - 1 else ""
+
+    heights = [text_height(text, SIZE) for text in texts.values()]
+    plot_height = max(72 * height - 100, sum(heights) + 3 * len(heights))
+    left, right, bottom = 66, LEADER + 12 + max(text_width(t, SIZE) for t in texts.values()), 46
+    plot_width = 72 * width - left - right
+    title = wrap(title, TITLE_SIZE, 72 * width - 24, "bold")
+    head = 12 + text_height(title, TITLE_SIZE) + (text_height(note, SIZE) if note else 0) + 14
+    full_height = bottom + plot_height + head
+
+    with style():
+        figure = CourseFigure(figsize=(width, full_height / 72), alt=alt or "")
+        axes = figure.add_axes((
+            left / (72 * width), bottom / full_height,
+            plot_width / (72 * width), plot_height / full_height,
+        ))
+        step = min(3.4, 13 / max(*covering, 1))
+        for covers, (label, values) in zip(covering, data.items(), strict=True):
+            size = THINNEST + step * covers
+            axes.plot(
+                range(len(values)), [v if math.isfinite(v) else math.nan for v in values],
+                color=colors[label], linewidth=size, label=label,
+                marker="o" if len(values) == 1 else None, markersize=size + 4,
+            )
+        axes.set_yscale(yscale)
+        axes.set_xlabel(xlabel)
+        axes.set_ylabel(ylabel)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+        axes.margins(x=0.01)
+        axes.set(xlim=axes.get_xlim(), ylim=_limits(axes))
+        _direct_labels(axes, data, texts, colors, plot_width, plot_height)
+
+        figure.text(12 / (72 * width), 1 - 12 / full_height, title, size=TITLE_SIZE,
+                    weight="bold", va="top", parse_math=False, linespacing=1.25)
+        if note:
+            below = 16 + text_height(title, TITLE_SIZE)
+            figure.text(12 / (72 * width), 1 - below / full_height, note, size=SIZE,
+                        color=MUTED, va="top", parse_math=False)
+    if alt is None:
+        ends = "; ".join(_end(label, values) for label, values in data.items())
+        figure.alt = f"{title}. {ylabel} per {xlabel}: {ends}. {note}".strip().replace("\n", " ")
+    return figure
+
+
+def gap_between(curves: Mapping[str, Sequence[float]]) -> str:
+    """The largest distance between two curves at one step, in words; "" where it has no value."""
+    columns = list(curves.values())
+    if len(columns) < 2 or len({len(column) for column in columns}) > 1:
+        return ""
+    gap = max(max(values) - min(values) for values in zip(*columns, strict=True))
+    if not all(math.isfinite(value) for column in columns for value in column):
+        return ""
+    if gap == 0:
+        return "All curves are identical, bit for bit"
+    return f"Largest gap between two curves at any step: {gap:.2g}"
+
+
+def _limits(axes) -> tuple[float, float]:
+    """The y limits, kept so wide that rounding errors alone do not fill the plot."""
+    low, high = axes.get_ylim()
+    size = max(abs(low), abs(high))
+    if axes.get_yscale() == "linear" and high - low < ROUNDING * size:
+        return (low + high) / 2 - 0.05 * size, (low + high) / 2 + 0.05 * size
+    return low, high
+
+
+def _covering(columns: list[list[float]]) -> list[int]:
+    """For each curve how many later ones coincide with it: mostly within 1% of the range."""
+    finite = [value for column in columns for value in column if math.isfinite(value)]
+    low, high = min(finite, default=0.0), max(finite, default=0.0)
+    near = max(0.01 * (high - low), ROUNDING * max(abs(low), abs(high)))
+
+    def coincide(one, other):
+        gaps = [abs(a - b) for a, b in zip(one, other, strict=False)]
+        return 2 * sum(gap <= near for gap in gaps) > len(gaps)
+
+    return [sum(coincide(one, other) for other in columns[index + 1:])
+            for index, one in enumerate(columns)]
+
+
+def _colors(labels: list[str], chosen: Mapping[str, str]) -> dict[str, str]:
+    series = [REFERENCE, *RANK_COLORS] if len(labels) > 1 else list(RANK_COLORS)
+    colors = {}
+    for index, label in enumerate(labels):
+        rank = re.fullmatch(r"rank (\d+)", label)
+        default = rank_color(int(rank[1])) if rank else series[index % len(series)]
+        colors[label] = chosen.get(label, default)
+    return colors
+
+
+def _label(label: str, values: list[float]) -> str:
+    broken = [step for step, value in enumerate(values) if not math.isfinite(value)]
+    return f"{label}\n(not finite from step {broken[0]})" if broken else label
+
+
+def _end(label: str, values: list[float]) -> str:
+    return f"{label} from {values[0]:.3g} to {values[-1]:.3g}"
+
+
+def _direct_labels(axes, data, texts, colors, plot_width, plot_height):
+    """Names each curve at the right edge and ties the name to the curve's last finite point."""
+    to_points = axes.transData + axes.transAxes.inverted()
+    ends = {}
+    for label, values in data.items():
+        finite = [step for step, value in enumerate(values) if math.isfinite(value)]
+        if finite and (axes.get_yscale() == "linear" or values[finite[-1]] > 0):
+            x, y = to_points.transform((finite[-1], values[finite[-1]]))
+            ends[label] = (x * plot_width, y * plot_height)
+    # Curves that end within a line's height of each other keep the order of `curves`, top down.
+    labels = list(data)[::-1]
+    wished = [round(ends.get(label, (0, 0))[1] / 4) * 4 for label in labels]
+    sizes = [text_height(texts[label], SIZE) for label in labels]
+    places = spread(wished, sizes, 0, plot_height, gap=2)
+    for label, y in zip(labels, places, strict=True):
+        if label in ends:
+            start = ends[label]
+            axes.plot(
+                [start[0] / plot_width, 1 + LEADER / plot_width],
+                [start[1] / plot_height, y / plot_height],
+                transform=axes.transAxes, color=colors[label], linewidth=1,
+                linestyle=(0, (1, 1.5)), clip_on=False, label="_leader", zorder=1.5,
+            )
+        axes.text(
+            1 + (LEADER + 4) / plot_width, y / plot_height, texts[label],
+            transform=axes.transAxes, va="center", size=SIZE, parse_math=False, linespacing=1.25,
+            color=INK if colors[label] == REFERENCE else colors[label],
+        )

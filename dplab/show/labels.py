@@ -1,0 +1,84 @@
+"""Where labels go so that none covers another. All lengths are in points."""
+
+from collections.abc import Sequence
+
+from matplotlib.font_manager import FontProperties
+from matplotlib.textpath import text_to_path
+
+LINE_SPACING = 1.25
+CAP_HEIGHT = 0.73
+"""Height of a capital or a digit over the font size, by which one line is centred."""
+
+
+def text_width(text: str, size: float, weight: str = "normal") -> float:
+    """Width of the widest line of ``text`` in points, as the SVG will have it."""
+    font = FontProperties(family="DejaVu Sans", size=size, weight=weight)
+    return max(
+        text_to_path.get_text_width_height_descent(line or " ", font, ismath=False)[0]
+        for line in text.split("\n")
+    )
+
+
+def text_height(text: str, size: float) -> float:
+    """Height of all lines of ``text`` in points."""
+    return (text.count("\n") + 1) * size * LINE_SPACING
+
+
+def wrap(text: str, size: float, width: float, weight: str = "normal") -> str:
+    """``text`` broken at spaces into lines of at most ``width`` points (a longer word stays)."""
+    lines = []
+    for paragraph in text.split("\n"):
+        line = ""
+        for word in paragraph.split(" "):
+            longer = f"{line} {word}" if line else word
+            if line and text_width(longer, size, weight) > width:
+                lines.append(line)
+                longer = word
+            line = longer
+        lines.append(line)
+    return "\n".join(lines)
+
+
+def spread(centers: Sequence[float], sizes: Sequence[float], low: float, high: float,
+           gap: float = 0.0) -> list[float]:
+    """Centres as near to ``centers`` as can be, in the same order, that do not overlap.
+
+    Label i takes ``sizes[i]``, neighbours keep ``gap`` between them, all stay in [low, high].
+    Least squares: subtracting what lies before each label leaves an isotonic regression, solved
+    by pooling adjacent violators. Raises ValueError where there is not enough room.
+    """
+    room = high - low - sum(sizes) - gap * (len(sizes) - 1)
+    if room < 0:
+        raise ValueError(f"labels need {-room:.1f} pt more than there are")
+    order = sorted(range(len(centers)), key=lambda i: centers[i])
+    offsets, used = {}, low
+    for i in order:
+        offsets[i] = used + sizes[i] / 2
+        used += sizes[i] + gap
+
+    blocks: list[tuple[float, int]] = []
+    for i in order:
+        total, count = centers[i] - offsets[i], 1
+        while blocks and blocks[-1][0] / blocks[-1][1] >= total / count:
+            before = blocks.pop()
+            total, count = total + before[0], count + before[1]
+        blocks.append((total, count))
+
+    shifts = [total / count for total, count in blocks for _ in range(count)]
+    placed = [0.0] * len(centers)
+    for i, shift in zip(order, shifts, strict=True):
+        placed[i] = offsets[i] + min(max(shift, 0.0), room)
+    return placed
+
+
+def flow(widths: Sequence[float], width: float, gap: float) -> list[list[int]]:
+    """Indices in reading order, broken into rows that are at most ``width`` points wide."""
+    rows: list[list[int]] = [[]]
+    used = 0.0
+    for i, own in enumerate(widths):
+        if rows[-1] and used + gap + own > width:
+            rows.append([])
+            used = 0.0
+        used += own + (gap if rows[-1] else 0.0)
+        rows[-1].append(i)
+    return rows

@@ -1,0 +1,338 @@
+"""The plots show the numbers they are given, and their labels can be read."""
+
+import itertools
+import math
+import random
+import subprocess
+import sys
+
+import matplotlib
+import numpy as np
+import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import to_rgb
+
+from dplab import show
+from dplab.show.labels import flow, spread, text_width, wrap
+from dplab.show.shares import OTHER_COLORS, PART_COLORS, number
+
+STEPS = range(40)
+LOSSES = [2.3 * math.exp(-step / 15) + 0.1 * math.sin(step) + 0.3 for step in STEPS]
+
+
+def linear(color):
+    channels = np.array(to_rgb(color))
+    return np.where(channels <= 0.04045, channels / 12.92, ((channels + 0.055) / 1.055) ** 2.4)
+
+
+def contrast_with_white(color):
+    return 1.05 / (linear(color) @ [0.2126, 0.7152, 0.0722] + 0.05)
+
+
+def oklab(light):
+    """Perceptual coordinates (Ottosson 2020) of linear RGB, shape (..., 3)."""
+    to_cones = np.array([[0.41222, 0.53633, 0.05145], [0.21190, 0.68070, 0.10740],
+                         [0.08830, 0.28172, 0.62998]])
+    to_lab = np.array([[0.21045, 0.79362, -0.00407], [1.97800, -2.42859, 0.45059],
+                       [0.02590, 0.78277, -0.80868]])
+    return np.cbrt(light @ to_cones.T) @ to_lab.T
+
+
+COLOR_VISION = {  # Machado, Oliveira, Fernandes 2009, severity 1.0, on linear RGB
+    "usual": np.eye(3),
+    "protanopia": np.array([[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216],
+                            [-0.003882, -0.048116, 1.051998]]),
+    "deuteranopia": np.array([[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413],
+                              [-0.011820, 0.042940, 0.968881]]),
+    "tritanopia": np.array([[1.255528, -0.076749, -0.178779], [-0.078411, 0.930809, 0.147602],
+                            [0.004733, 0.691367, 0.303900]]),
+}
+
+
+@pytest.mark.parametrize("vision", COLOR_VISION)
+@pytest.mark.parametrize("palette", [show.RANK_COLORS, (*PART_COLORS.values(), *OTHER_COLORS)],
+                         ids=["ranks", "parts"])
+def test_colors_stay_apart(palette, vision):
+    light = np.array([linear(color) for color in palette])
+    seen = oklab(np.clip(light @ COLOR_VISION[vision].T, 0, 1))
+    least = 0.09 if palette is show.RANK_COLORS else 0.08
+    for (one, a), (other, b) in itertools.combinations(zip(palette, seen, strict=True), 2):
+        assert np.linalg.norm(a - b) > least, (one, other)
+
+
+def test_rank_colors_can_be_read_on_white_and_carry_white_text():
+    assert len(set(show.RANK_COLORS)) == 8
+    for color in show.RANK_COLORS:
+        assert contrast_with_white(color) >= 4.5, color
+
+
+def test_a_rank_keeps_its_color():
+    assert [show.rank_color(rank) for rank in range(8)] == list(show.RANK_COLORS)
+    assert show.rank_color(11) == show.rank_color(3)
+
+
+def test_show_loads_no_torch_and_nothing_else_of_dplab():
+    code = ("import sys, dplab.show; cheap = 'matplotlib' not in sys.modules; "
+            "dplab.show.loss_curves, dplab.show.time_shares; assert cheap; print(*sys.modules)")
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    loaded = set(out.stdout.split())
+    assert "dplab.show.curves" in loaded
+    assert not {name for name in loaded if name.split(".")[0] == "torch"}
+    assert not {name for name in loaded
+                if name.startswith("dplab.") and not name.startswith("dplab.show")}
+    assert "matplotlib.pyplot" not in loaded
+
+
+def labels_of(figure):
+    texts = [*figure.texts, *(text for axes in figure.axes for text in axes.texts)]
+    texts += [axis.label for axes in figure.axes for axis in (axes.xaxis, axes.yaxis)
+              if axis.get_visible()]
+    renderer = FigureCanvasAgg(figure).get_renderer()
+    figure.draw(renderer)
+    return {text: text.get_window_extent(renderer) for text in texts if text.get_text()}
+
+
+def assert_readable(figure):
+    boxes = labels_of(figure)
+    paper = figure.bbox
+    for text, box in boxes.items():
+        assert text.get_fontsize() >= 10, text
+        assert paper.x0 <= box.x0 and box.x1 <= paper.x1, text
+        assert paper.y0 <= box.y0 and box.y1 <= paper.y1, text
+    for one, other in itertools.combinations(boxes, 2):
+        assert not boxes[one].overlaps(boxes[other]), (one, other)
+
+
+def lines_of(figure):
+    return {line.get_label(): line for line in figure.axes[0].lines
+            if not line.get_label().startswith("_")}
+
+
+HARD_CURVES = {
+    "one": {"one process": LOSSES},
+    "coincide": {"one process": LOSSES, "DDP": LOSSES, "FSDP": [v + 1e-7 for v in LOSSES]},
+    "sixteen the same": {f"configuration {i}": LOSSES for i in range(16)},
+    "end at the top": {f"run {i}": [float(s) for s in STEPS] for i in range(6)},
+    "cross": {"up": [0.0, 1.0], "down": [1.0, 0.0], "flat": [0.5, 0.5]},
+    "one step": {"a": [1.0], "b": [1.0], "c": [1.0 + 1e-9]},
+    "constant": {"a": [3.0] * 5, "b": [3.0] * 5},
+    "long names": {"the sum of the gradients instead of their mean, four ranks " * 2: LOSSES,
+                   "another configuration with quite a long description": LOSSES},
+    "dollars": {"$5 per hour": LOSSES, "$_{x": LOSSES},
+    "diverges": {"mean": LOSSES, "sum": [2.0**step if step < 30 else math.inf for step in STEPS],
+                 "never": [math.nan] * 40},
+    "lengths": {"long": LOSSES, "short": LOSSES[:5], "shorter": LOSSES[:2]},
+}
+
+
+@pytest.mark.parametrize("curves", HARD_CURVES.values(), ids=HARD_CURVES)
+@pytest.mark.parametrize("yscale", ["linear", "log"])
+def test_curves_are_drawn_as_given_with_labels_apart(curves, yscale):
+    figure = show.loss_curves(curves, title="A finding that needs more than one line " * 3,
+                              yscale=yscale)
+    lines = lines_of(figure)
+    assert list(lines) == list(curves)
+    for label, values in curves.items():
+        finite = [v if math.isfinite(v) else math.nan for v in values]
+        np.testing.assert_array_equal(lines[label].get_xdata(), np.arange(len(values)))
+        np.testing.assert_array_equal(lines[label].get_ydata(), finite)
+    shown = "".join(text.get_text() for text in figure.axes[0].texts).replace("\n", "")
+    assert all(label.replace(" ", "") in shown.replace(" ", "") for label in curves)
+    assert_readable(figure)
+
+
+def test_a_leader_starts_where_its_curve_ends():
+    figure = show.loss_curves({"high": [3.0, 2.0], "low": [3.0, 1.0]}, title="Two ends")
+    axes = figure.axes[0]
+    leaders = [line for line in axes.lines if line.get_label() == "_leader"]
+    starts = [line.get_transform().transform(line.get_xydata())[0] for line in leaders]
+    ends = axes.transData.transform([(1, 1.0), (1, 2.0)])
+    np.testing.assert_allclose(sorted(map(tuple, starts)), sorted(map(tuple, ends)), atol=0.01)
+    assert {line.get_color() for line in leaders} == {
+        line.get_color() for line in lines_of(figure).values()}
+
+
+def test_coinciding_curves_show_a_margin_of_each_one_and_others_are_thin():
+    same = show.loss_curves({"a": LOSSES, "b": LOSSES, "c": LOSSES}, title="Same")
+    widths = [line.get_linewidth() for line in lines_of(same).values()]
+    assert all(lower - upper >= 3 for lower, upper in itertools.pairwise(widths))
+    apart = show.loss_curves({f"rank {r}": [v + r for v in LOSSES] for r in range(4)}, title="")
+    assert {line.get_linewidth() for line in lines_of(apart).values()} == {1.6}
+    assert len({line.get_color() for line in lines_of(same).values()}) == 3
+
+
+def test_labels_of_curves_that_end_together_stand_in_their_order():
+    figure = show.loss_curves({"a": LOSSES, "b": LOSSES, "c": LOSSES}, title="Same")
+    heights = {text.get_text(): text.get_position()[1] for text in figure.axes[0].texts}
+    assert heights["a"] > heights["b"] > heights["c"]
+
+
+def test_curves_named_after_a_rank_have_its_color():
+    lines = lines_of(show.loss_curves({"rank 2": [2, 1], "rank 0": [3, 1], "mean": [2.5, 1]},
+                                      title="", colors={"mean": "#000000"}))
+    colors = {label: line.get_color() for label, line in lines.items()}
+    assert colors == {"rank 2": show.rank_color(2), "rank 0": show.rank_color(0),
+                      "mean": "#000000"}
+
+
+def test_the_gap_is_the_largest_at_any_step():
+    assert show.gap_between({"a": [1.0, 5.0, 2.0], "b": [1.0, 4.75, 2.1]}).endswith(" 0.25")
+    assert "identical" in show.gap_between({"a": [1.0, 5.0], "b": [1.0, 5.0]})
+    assert show.gap_between({"a": [1.0, math.nan], "b": [1.0, 5.0]}) == ""
+    assert show.gap_between({"a": [1.0], "b": [1.0, 5.0]}) == ""
+
+
+def test_a_curve_that_diverges_says_when():
+    figure = show.loss_curves({"ok": [2.0] * 5, "sum": [2, 9, 99, math.inf, math.nan]}, title="")
+    texts = [text.get_text() for text in figure.axes[0].texts]
+    assert "ok" in texts and any("sum" in t and "step 3" in t for t in texts)
+
+
+@pytest.mark.parametrize("curves", [{}, {"a": [1.0], "b": []}])
+def test_no_curve_is_an_error(curves):
+    with pytest.raises(ValueError, match="at least one"):
+        show.loss_curves(curves, title="")
+
+
+HARD_ROWS = {
+    "usual": {"1 rank": {"forward": 12.0, "backward": 25.0, "optimizer": 2.2},
+              "4 ranks": {"forward": 12.2, "backward": 25.3, "communication": 18.4,
+                          "optimizer": 2.1}},
+    "tiny": {"a": {"forward": 1e-4, "backward": 2e-3, "communication": 1000, "optimizer": 3e-3}},
+    "all tiny but one row": {"a": {"forward": 1e6},
+                             "b": {name: 1.5 for name in (*PART_COLORS, "x", "y", "z")}},
+    "zeros": {"nothing": {"forward": 0, "backward": 0}, "all": {"forward": 0, "backward": 0}},
+    "many": {f"configuration {i}": {f"a part with a long name {k}": 0.01 + (k == i) * 50
+                                    for k in range(6)} for i in range(6)},
+    "big numbers": {"a": {"forward": 123456789.0, "backward": 98765.4, "communication": 1.0,
+                          "optimizer": 2.0, "x": 3.0}},
+    "long names": {"a configuration that one describes in many words, and then in more": {
+        "forward": 1.0, "backward": 2.0}, "$b$": {"forward": 3.0}},
+    "tall names": {f"configuration {i}, which takes four lines to describe " * 3: {"forward": i}
+                   for i in (1.0, 2.0, 3.0)},
+    "ten parts": {"a": {name: 1000.0 if name == "forward" else 1.0
+                        for name in (*PART_COLORS, "p", "q", "r", "s", "t", "u")}},
+}
+
+
+@pytest.mark.parametrize("rows", HARD_ROWS.values(), ids=HARD_ROWS)
+@pytest.mark.parametrize("width", [7.5, 5.5])
+def test_bars_are_as_long_as_their_values_with_labels_apart(rows, width):
+    figure = show.time_shares(rows, title="A finding", width=width)
+    bars = [bar for bar in figure.axes[0].patches if not bar.get_label().startswith("_")]
+    parts = list(dict.fromkeys(part for row in rows.values() for part in row))
+    expected = [(part, row[part]) for row in rows.values() for part in parts if row.get(part)]
+    assert [(bar.get_label(), bar.get_width()) for bar in bars] == expected
+    for before, after in itertools.pairwise(bars):
+        same_row = before.get_y() == after.get_y()
+        start = before.get_x() + before.get_width() if same_row else 0
+        assert after.get_x() == pytest.approx(start)
+    texts = [text.get_text() for text in figure.axes[0].texts]
+    for part, value in expected:
+        assert part in texts and number(value) in texts
+    for row in rows.values():
+        assert f"{number(sum(row.values()))} ms" in texts
+    assert_readable(figure)
+    assert_no_text_on_another_bar(figure, bars)
+
+
+def assert_no_text_on_another_bar(figure, bars):
+    """A text may stand inside one bar, and else touches none."""
+    for text, box in labels_of(figure).items():
+        for bar in bars:
+            area = bar.get_window_extent()
+            inside = area.x0 <= box.x0 and box.x1 <= area.x1
+            crossing = box.x0 < area.x1 and area.x0 < box.x1
+            middle = (box.y0 + box.y1) / 2
+            assert inside or not (crossing and area.y0 < middle < area.y1), (text, bar)
+
+
+@pytest.mark.parametrize("rows", [{}, {"a": {"b": -1.0}}, {"a": {"b": math.nan}},
+                                  {"a": {f"part {i}": 1.0 for i in range(7)}}])
+def test_bars_that_cannot_be_drawn_are_an_error(rows):
+    with pytest.raises(ValueError, match="time_shares"):
+        show.time_shares(rows, title="")
+
+
+def test_numbers_keep_three_digits():
+    values = (0, 0.0012, 0.0345, 1, 23.45, 999.9, 123456)
+    assert [number(v) for v in values] == [
+        "0", "0.0012", "0.0345", "1.00", "23.4", "1,000", "123,456"]
+
+
+def test_spread_keeps_labels_apart_in_order_and_near():
+    draw = random.Random(0)
+    for _ in range(300):
+        sizes = [draw.uniform(1, 20) for _ in range(draw.randint(1, 9))]
+        centers = [draw.choice([draw.uniform(-20, 220), 50.0]) for _ in sizes]
+        high = sum(sizes) + 2 * len(sizes) + draw.uniform(0, 100)
+        placed = spread(centers, sizes, 0, high, gap=2)
+        order = sorted(range(len(sizes)), key=lambda i: centers[i])
+        for i, j in itertools.pairwise(order):
+            assert placed[j] - placed[i] >= (sizes[i] + sizes[j]) / 2 + 2 - 1e-9
+        for place, size in zip(placed, sizes, strict=True):
+            assert place - size / 2 >= -1e-9 and place + size / 2 <= high + 1e-9
+
+
+def test_spread_moves_only_what_it_must():
+    assert spread([10, 50, 90], [10, 10, 10], 0, 100) == pytest.approx([10, 50, 90])
+    assert spread([50, 50, 90], [10, 10, 10], 0, 100) == pytest.approx([45, 55, 90])
+    assert spread([0, 0], [10, 10], 0, 100) == pytest.approx([5, 15])
+    with pytest.raises(ValueError, match="pt more"):
+        spread([0, 0], [60, 60], 0, 100)
+
+
+def test_flow_and_wrap_stay_within_their_width():
+    assert flow([40, 40, 40, 90, 200], 100, 10) == [[0, 1], [2], [3], [4]]
+    text = "every rank sees other data and takes the same step"
+    lines = wrap(text, 10, 120).split("\n")
+    assert len(lines) > 1 and " ".join(lines) == text
+    assert all(text_width(line, 10) <= 120 for line in lines)
+
+
+def figures():
+    curve = show.loss_curves({"a": [2, 1], "b": [2, 1]}, title="Falls", alt="Two falling lines")
+    bars = show.time_shares({"a": {"forward": 1.0}}, title="Bars")
+    plot, axes = show.subplots(title="Own", xlabel="ranks", ylabel="time [ms]")
+    axes.plot([1, 2], [3, 4])
+    return {"curve": curve, "bars": bars, "plot": plot}
+
+
+@pytest.mark.parametrize("name", ["curve", "bars", "plot"])
+def test_svg_is_the_same_each_time_and_opaque(name):
+    first, again = figures()[name], figures()[name]
+    svg = show.to_svg(first)
+    with matplotlib.rc_context({"svg.fonttype": "none", "savefig.transparent": True,
+                                "font.size": 30}):
+        assert show.to_svg(again) == svg
+    text = svg.decode()
+    assert "<text" not in text and "<title>" in text and "<dc:date>" not in text
+    assert first.get_facecolor() == (1, 1, 1, 1)
+    canvas = FigureCanvasAgg(first)
+    canvas.draw()
+    assert (np.asarray(canvas.buffer_rgba())[..., 3] == 255).all()
+
+
+def test_a_notebook_shows_one_svg_with_its_text_alternative(monkeypatch):
+    shown = []
+    monkeypatch.setattr("IPython.display.display", lambda *a, **k: shown.append((a, k)))
+    figures()["curve"]._ipython_display_()
+    [((bundle,), options)] = shown
+    assert bundle["image/svg+xml"].startswith("<?xml") and bundle["text/plain"]
+    assert options == {"raw": True, "metadata": {"image/svg+xml": {"alt": "Two falling lines"}}}
+
+
+def test_text_alternatives_name_the_numbers():
+    bars = show.time_shares({"4 ranks": {"forward": 12.5, "communication": 3.0}}, title="Slow")
+    assert bars.alt == "Slow. 4 ranks: forward 12.5, communication 3.00, together 15.5 ms."
+    curve = show.loss_curves({"a": [2.0, 1.0], "b": [2.0, 1.0]}, title="Falls")
+    assert "a from 2 to 1" in curve.alt and "identical" in curve.alt
+
+
+def test_style_is_put_back():
+    with matplotlib.rc_context({"font.size": 31}):
+        with show.style():
+            assert matplotlib.rcParams["font.size"] == 10.5
+        assert matplotlib.rcParams["font.size"] == 31
+        show.use_style()
+        assert matplotlib.rcParams["font.size"] == 10.5
