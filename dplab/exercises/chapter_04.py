@@ -29,37 +29,42 @@ def broadcast_weights(model):
         dist.broadcast(tensor.data, src=0)
 
 
-def broadcast_trainable(model):
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            dist.broadcast(parameter.data, src=0)
+def _broadcast(tensors_of, src=lambda: 0, only_rank_0=False):
+    """A broadcast with one thing wrong."""
+
+    def attempt(model):
+        if only_rank_0 and dist.get_rank() != 0:
+            return
+        for tensor in tensors_of(model):
+            dist.broadcast(tensor, src=src())
+
+    return attempt
 
 
-def broadcast_parameters(model):
-    for parameter in model.parameters():
-        dist.broadcast(parameter.data, src=0)
+def _trainable(model):
+    return [parameter.data for parameter in model.parameters() if parameter.requires_grad]
 
 
-def broadcast_from_everyone(model):
-    for tensor in model.state_dict().values():
-        dist.broadcast(tensor, src=dist.get_rank())
+def _parameters(model):
+    return [parameter.data for parameter in model.parameters()]
 
 
-def broadcast_on_rank_0(model):
-    if dist.get_rank() == 0:
-        for tensor in model.state_dict().values():
-            dist.broadcast(tensor, src=0)
+def _state(model):
+    return model.state_dict().values()
 
 
-def broadcast_copies(model):
-    for tensor in model.state_dict().values():
-        dist.broadcast(tensor.clone(), src=0)
+def _copies(model):
+    return [tensor.clone() for tensor in _state(model)]
+
+
+def _mean_of(tensor):
+    tensor /= dist.get_world_size()
+    dist.all_reduce(tensor)
 
 
 def average_weights(model):
     for parameter in model.parameters():
-        parameter.data /= dist.get_world_size()
-        dist.all_reduce(parameter.data)
+        _mean_of(parameter.data)
 
 
 class BroadcastWeights(Exercise):
@@ -76,16 +81,16 @@ class BroadcastWeights(Exercise):
     )
     solution = staticmethod(broadcast_weights)
     mistakes = (
-        Mistake(broadcast_trainable, "You broadcast the trainable parameters only. Frozen "
+        Mistake(_broadcast(_trainable), "You broadcast the trainable parameters only. Frozen "
                 "parameters and buffers differ between ranks too, and the forward pass uses them."),
-        Mistake(broadcast_parameters, "You broadcast the parameters and left out the buffers: "
+        Mistake(_broadcast(_parameters), "You broadcast the parameters and left out the buffers: "
                 "BatchNorm's running statistics still differ."),
-        Mistake(broadcast_from_everyone, "Every rank named itself as the source. All ranks must "
-                "name the same one, `src=0`: the others receive in the same call."),
-        Mistake(broadcast_on_rank_0, "Only rank 0 calls broadcast. A collective is called by every "
-                "rank: the others must call it too, to receive."),
-        Mistake(broadcast_copies, "You broadcast into copies: the received values never reach the "
-                "model. Broadcast the tensor itself, or copy it back."),
+        Mistake(_broadcast(_state, src=dist.get_rank), "Every rank named itself as the source. All "
+                "ranks must name the same one, `src=0`: the others receive in the same call."),
+        Mistake(_broadcast(_state, only_rank_0=True), "Only rank 0 calls broadcast. A collective "
+                "is called by every rank: the others must call it too, to receive."),
+        Mistake(_broadcast(_copies), "You broadcast into copies: the received values never reach "
+                "the model. Broadcast the tensor itself, or copy it back."),
         Mistake(average_weights, "You averaged the weights of all ranks. The ranks agree then, but "
                 "not on rank 0's model, and an average of random weights is a poor start."),
     )
@@ -109,55 +114,36 @@ def average_gradients(model):
             dist.all_reduce(parameter.grad)
 
 
-def sum_gradients(model):
-    for parameter in model.parameters():
-        if parameter.grad is not None:
-            dist.all_reduce(parameter.grad)
+def _on_each(change, frozen_too=False):
+    """An attempt that does one thing to every parameter that has a gradient."""
+
+    def attempt(model):
+        for parameter in model.parameters():
+            if frozen_too or parameter.grad is not None:
+                change(parameter)
+
+    return attempt
 
 
-def divide_twice(model):
-    for parameter in model.parameters():
-        if parameter.grad is not None:
-            dist.all_reduce(parameter.grad, op=dist.ReduceOp.AVG)
-            parameter.grad /= dist.get_world_size()
+def _sum(parameter):
+    dist.all_reduce(parameter.grad)
 
 
-def divide_only(model):
-    for parameter in model.parameters():
-        if parameter.grad is not None:
-            parameter.grad /= dist.get_world_size()
+sum_gradients = _on_each(_sum)
 
 
-def all_reduce_weights(model):
-    for parameter in model.parameters():
-        parameter.data /= dist.get_world_size()
-        dist.all_reduce(parameter.data)
+def _divide(parameter):
+    parameter.grad /= dist.get_world_size()
 
 
-def all_reduce_trainable_weights(model):
-    for parameter in model.parameters():
-        if parameter.grad is not None:
-            parameter.data /= dist.get_world_size()
-            dist.all_reduce(parameter.data)
+def _average_and_divide(parameter):
+    dist.all_reduce(parameter.grad, op=dist.ReduceOp.AVG)
+    _divide(parameter)
 
 
-def reduce_to_rank_0(model):
-    for parameter in model.parameters():
-        if parameter.grad is not None:
-            parameter.grad /= dist.get_world_size()
-            dist.reduce(parameter.grad, dst=0)
-
-
-def divide_frozen_too(model):
-    for parameter in model.parameters():
-        parameter.grad /= dist.get_world_size()
-        dist.all_reduce(parameter.grad)
-
-
-def reduce_frozen_too(model):
-    for parameter in model.parameters():
-        dist.all_reduce(parameter.grad)
-        parameter.grad /= dist.get_world_size()
+def _reduce_to_rank_0(parameter):
+    _divide(parameter)
+    dist.reduce(parameter.grad, dst=0)
 
 
 _FROZEN = ("A parameter's gradient is `None`: it is frozen, or the loss does not depend on it. "
@@ -183,16 +169,16 @@ class AverageGradients(Exercise):
     mistakes = (
         Mistake(sum_gradients, "You summed and did not divide by the world size: each step is as "
                 "many times too long as there are ranks."),
-        Mistake(divide_twice, "You divided twice: `ReduceOp.AVG` has divided by the world size "
-                "already."),
-        Mistake(divide_only, "You divided, but nothing was communicated: each rank still has the "
-                "gradient of its own part."),
-        Mistake(all_reduce_weights, _WEIGHTS),
-        Mistake(all_reduce_trainable_weights, _WEIGHTS),
-        Mistake(reduce_to_rank_0, "`reduce` gives the result to rank 0 alone. Every rank takes the "
-                "step, so every rank needs the mean: `all_reduce`."),
-        Mistake(divide_frozen_too, _FROZEN),
-        Mistake(reduce_frozen_too, _FROZEN),
+        Mistake(_on_each(_average_and_divide), "You divided twice: `ReduceOp.AVG` has divided by "
+                "the world size already."),
+        Mistake(_on_each(_divide), "You divided, but nothing was communicated: each rank still has "
+                "the gradient of its own part."),
+        Mistake(average_weights, _WEIGHTS),
+        Mistake(_on_each(lambda parameter: _mean_of(parameter.data)), _WEIGHTS),
+        Mistake(_on_each(_reduce_to_rank_0), "`reduce` gives the result to rank 0 alone. Every "
+                "rank takes the step, so every rank needs the mean: `all_reduce`."),
+        Mistake(_on_each(_divide, frozen_too=True), _FROZEN),
+        Mistake(_on_each(_sum, frozen_too=True), _FROZEN),
     )
 
     def trial(self, attempt):
@@ -275,7 +261,7 @@ def train_by_hand(model, optimizer, images, labels, batches):
         optimizer.step()
 
 
-def _loop(*, broadcast=True, part="own", average="mean", zero=True):
+def _loop(*, broadcast=True, part="own", average="mean", zero="each step"):
     """The training loop with one thing wrong."""
 
     def attempt(model, optimizer, images, labels, batches):
@@ -285,13 +271,13 @@ def _loop(*, broadcast=True, part="own", average="mean", zero=True):
         for batch in batches:
             shares = {"own": batch[rank::world_size], "all": batch,
                       "first": batch[: len(batch) // world_size]}
-            if zero:
+            if zero == "each step" or (zero == "once" and batch is batches[0]):
                 optimizer.zero_grad()
             F.cross_entropy(model(images[shares[part]]), labels[shares[part]]).backward()
-            if average == "mean":
-                average_gradients(model)
-            elif average == "sum":
-                sum_gradients(model)
+            if zero == "too late":
+                optimizer.zero_grad()
+            if average != "none":
+                {"mean": average_gradients, "sum": sum_gradients}[average](model)
             optimizer.step()
 
     return attempt
@@ -317,7 +303,7 @@ class TrainByHand(_OnDigits):
                 "averaged."),
         Mistake(_loop(average="sum"), "The gradients were summed and not divided by the world "
                 "size: each step was too long."),
-        Mistake(_loop(zero=False), "The gradients of all steps so far add up: `zero_grad` is "
+        Mistake(_loop(zero="never"), "The gradients of all steps so far add up: `zero_grad` is "
                 "missing."),
         Mistake(_loop(part="all"), "Every rank computed the whole batch. The weights come out "
                 "right, but nothing is faster: each rank has to take its own part."),
@@ -352,25 +338,9 @@ def train_steps_broken(model, optimizer, images, labels, batches):
         optimizer.step()
 
 
-def zero_once(model, optimizer, images, labels, batches):
-    optimizer.zero_grad()
-    train_steps_broken(model, optimizer, images, labels, batches)
-
-
-def zero_too_late(model, optimizer, images, labels, batches):
-    for batch in batches:
-        loss = F.cross_entropy(model(images[batch]), labels[batch])
-        loss.backward()
-        optimizer.zero_grad()
-        optimizer.step()
-
-
-def all_reduce_again(model, optimizer, images, labels, batches):
-    for batch in batches:
-        loss = F.cross_entropy(model(images[batch]), labels[batch])
-        loss.backward()
-        sum_gradients(model)
-        optimizer.step()
+def _within_ddp(**wrong):
+    """The loop where the model is DDP's and the batches are this rank's parts already."""
+    return _loop(**{"broadcast": False, "part": "all", "average": "none", **wrong})
 
 
 class SpotTheBug(_OnDigits):
@@ -386,12 +356,12 @@ class SpotTheBug(_OnDigits):
     solution = staticmethod(train_steps)
     stub = staticmethod(train_steps_broken)
     mistakes = (
-        Mistake(zero_once, "The gradients are cleared before the first step only: from the second "
-                "step on they add up."),
-        Mistake(zero_too_late, "The gradients are cleared between `backward` and `step`, so the "
-                "optimizer sees zeros and the model never changes."),
-        Mistake(all_reduce_again, "DDP has averaged the gradients already; and they still add up "
-                "from step to step."),
+        Mistake(_within_ddp(zero="once"), "The gradients are cleared before the first step only: "
+                "from the second step on they add up."),
+        Mistake(_within_ddp(zero="too late"), "The gradients are cleared between `backward` and "
+                "`step`, so the optimizer sees zeros and the model never changes."),
+        Mistake(_within_ddp(zero="never", average="sum"), "DDP has averaged the gradients already; "
+                "and they still add up from step to step."),
     )
 
     def trial(self, attempt):
