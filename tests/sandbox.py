@@ -1,0 +1,34 @@
+"""The pytest plugin, named in pyproject.toml, that all tests and all notebooks run under.
+
+It is no conftest.py, since `pytest chapters` would not load one that lies here.
+"""
+
+import os
+import tempfile
+from pathlib import Path
+
+import pytest
+from nbval.plugin import IPyNbCell
+
+HOME = pytest.StashKey[Path]()
+
+
+def pytest_configure(config):
+    folder = tempfile.TemporaryDirectory(prefix="dplab-", ignore_cleanup_errors=True)
+    config.add_cleanup(folder.cleanup)
+    config.stash[HOME] = Path(folder.name)
+    os.environ["DPLAB_LIVE"] = "0"
+
+
+@pytest.hookimpl(tryfirst=True)  # before nbval starts the kernel, which inherits the environment
+def pytest_runtest_setup(item):
+    """Gives each notebook and each test file a home, and so a progress, of its own."""
+    home = item.config.stash[HOME] / item.path.stem
+    home.mkdir(exist_ok=True)
+    os.environ["DPLAB_HOME"] = str(home)
+
+
+def pytest_itemcollected(item):
+    """Gives cells a number: nbval takes a cell without one for a cell that never ran."""
+    if isinstance(item, IPyNbCell):
+        item.cell.execution_count = 1

@@ -1,0 +1,256 @@
+"""The chapters: how the .ipynb files are written, and that stub, solution and check agree."""
+
+import json
+import re
+import tempfile
+from pathlib import Path
+
+import notebooks
+import pytest
+from nbformat.warnings import DuplicateCellId
+
+CHAPTERS = Path(__file__).resolve().parents[1] / "chapters"
+PATHS = sorted(CHAPTERS.glob("*.ipynb"))
+
+VERDICT = "Exercise {id}: {outcome}"  # how the plain text of each check begins
+MOST_LINES, MOST_LINES_OF_EXERCISE = 15, 30
+
+READABLE_ID = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
+RANDOM_ID = re.compile(r"(?=.*\d)[0-9a-f-]{8,}")
+CHECK = re.compile(r"""\bcheck\(\s*["'](\d+\.\d+)["']""")
+HERE = [re.escape(str(path)[1:]) for path in (Path.home(), Path.cwd(), Path(tempfile.gettempdir()))
+        if path.parent != path]
+MACHINE_PATH = re.compile(
+    rf"(?<![\w/+.~])/(?:home|root|Users|work|tmp|mnt|opt|var/folders|{'|'.join(HERE)})/\S+"
+    r"|/\S+/site-packages/\S*")
+ADDRESS = re.compile(r"\bat 0x[0-9a-f]{6,}")
+MARKDOWN_PICTURE = re.compile(r"!\[([^\]]*)\]")
+HTML_PICTURE = re.compile(r"<img\b[^>]*>", re.IGNORECASE)
+ALT_TEXT = re.compile(r"""\balt\s*=\s*(["'])\s*[^"'\s]""", re.IGNORECASE)
+CODE_IN_MARKDOWN = re.compile(r"^```.*?^```|`[^`\n]+`", re.DOTALL | re.MULTILINE)
+# Whole seconds and minutes are limits and reading times; what is measured has a fraction,
+# a smaller unit, a rate or a comparison.
+TIMING = re.compile(
+    r"""(?<![\w.])\d[\d.,]*[ \u00a0\u202f]?
+    (?: (?:ms|ns|[µμ]s|(?:milli|micro|nano)seconds?)\b
+      | [kKMGT]?i?(?:B|bit|b)(?:/s|ps)\b
+      | [×x][ \u00a0](?:faster|slower)\b )
+    | (?<![\w.])\d+[.,]\d+[ \u00a0\u202f]?(?:s|sec|seconds?|min|minutes?)\b""", re.VERBOSE)
+# (the notebook's name, the text as it stands there): why it is no timing
+NO_TIMING = {}
+
+each_notebook = pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
+
+
+def code_cells(notebook, tag=None):
+    return [cell for cell in notebook.cells if cell.cell_type == "code"
+            and (tag is None or tag in cell.metadata.get("tags", []))]
+
+
+def markdown(notebook):
+    return [cell for cell in notebook.cells if cell.cell_type == "markdown"]
+
+
+def texts(cell, *kinds):
+    """What the cell put out, as text: its streams, errors, and data whose type is among `kinds`."""
+    for output in cell.outputs:
+        if output.output_type == "error":
+            yield "\n".join(output.traceback)
+        elif output.output_type == "stream":
+            yield output.text
+        else:
+            yield from (text for kind, text in output.data.items() if kind.startswith(kinds))
+
+
+def verdicts(notebook, outcome):
+    """Asserts that every check in the notebook came to this outcome."""
+    for cell in code_cells(notebook, "check"):
+        expected = VERDICT.format(id=CHECK.search(cell.source)[1], outcome=outcome)
+        shown = list(texts(cell, "text/plain"))
+        assert any(text.startswith(expected) for text in shown), f"{cell.id} shows {shown}"
+
+
+def exercise_ids(notebook):
+    return [cell.metadata.get("dplab", {}).get("exercise")
+            for cell in code_cells(notebook, "exercise")]
+
+
+def has_exercises(path):
+    return bool(code_cells(notebooks.read(path), "exercise"))
+
+
+@each_notebook
+def test_file_is_normalised(path):
+    normal = notebooks.normalise(notebooks.read(path))
+    assert path.read_text(encoding="utf-8") == normal, f"python tests/notebooks.py refresh {path}"
+
+
+@each_notebook
+def test_no_execution_counts(path):
+    for cell in code_cells(notebooks.read(path)):
+        assert cell.execution_count is None, cell.id
+        assert all(output.get("execution_count") is None for output in cell.outputs), cell.id
+
+
+@each_notebook
+def test_outputs_are_there_and_without_errors(path):
+    cells = code_cells(notebooks.read(path))
+    assert not cells or any(cell.outputs for cell in cells)
+    errors = [cell.id for cell in cells
+              for output in cell.outputs if output.output_type == "error"]
+    assert not errors
+
+
+@each_notebook
+def test_outputs_show_nothing_of_the_machine(path):
+    for cell in code_cells(notebooks.read(path)):
+        for text in texts(cell, "text/", "image/svg", "application/json"):
+            found = MACHINE_PATH.findall(str(text)) + ADDRESS.findall(str(text))
+            assert not found, f"{cell.id} shows {found}"
+
+
+@each_notebook
+def test_cell_ids_are_unique_and_readable(path):
+    ids = [cell["id"] for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]]
+    assert not {name for name in ids if ids.count(name) > 1}
+    assert not [name for name in ids
+                if not READABLE_ID.fullmatch(name) or RANDOM_ID.fullmatch(name)]
+
+
+@each_notebook
+def test_code_cells_are_short(path):
+    for cell in code_cells(notebooks.read(path)):
+        lines = [line for line in map(str.strip, cell.source.splitlines())
+                 if line and not line.startswith("#")]
+        exercise = "exercise" in cell.metadata.get("tags", [])
+        assert len(lines) <= (MOST_LINES_OF_EXERCISE if exercise else MOST_LINES), cell.id
+
+
+@each_notebook
+def test_pictures_have_alt_text(path):
+    notebook = notebooks.read(path)
+    pages = [(cell.id, CODE_IN_MARKDOWN.sub("", cell.source)) for cell in markdown(notebook)]
+    for name, text in pages:
+        assert all(alt.strip() for alt in MARKDOWN_PICTURE.findall(text)), name
+    pages += [(cell.id, text) for cell in code_cells(notebook) for text in texts(cell, "text/html")]
+    for name, text in pages:
+        assert all(ALT_TEXT.search(tag) for tag in HTML_PICTURE.findall(text)), name
+
+
+@each_notebook
+def test_prose_quotes_no_timing(path):
+    quoted = {match[0]: cell.id for cell in markdown(notebooks.read(path))
+              for match in TIMING.finditer(CODE_IN_MARKDOWN.sub("", cell.source))}
+    excused = {text for name, text in NO_TIMING if name == path.stem}
+    assert not {text: cell for text, cell in quoted.items() if text not in excused}
+    assert not excused - quoted.keys(), "no longer there"
+
+
+@pytest.mark.parametrize(("text", "is_timing"), [
+    ("it takes 12 ms", True), ("in 3.4 s", True), ("at 25 GB/s", True), ("25GB/s", True),
+    ("about 800 µs", True), ("2.5× faster", True), ("10 Gbps", True), ("1,234.5 seconds", True),
+    ("after 60 s it gives up", False), ("about 40 minutes", False), ("8 ranks", False),
+    ("3.5 GB per rank", False), ("torch 2.13", False), ("a 4× larger batch", False),
+])
+def test_what_counts_as_a_timing(text, is_timing):
+    assert bool(TIMING.search(text)) == is_timing
+
+
+@each_notebook
+def test_each_exercise_has_one_stub_and_then_one_check(path):
+    notebook = notebooks.read(path)
+    order = []
+    for cell in code_cells(notebook):
+        tags = cell.metadata.get("tags", [])
+        checked = CHECK.findall(cell.source)
+        assert ("check" in tags) == bool(checked), f"{cell.id}: the tag `check` is for checks"
+        assert len(checked) <= 1, f"{cell.id}: one check in a cell"
+        order += [("check", name) for name in checked]
+        if "exercise" in tags:
+            order.append(("stub", cell.metadata.get("dplab", {}).get("exercise")))
+    stubs = exercise_ids(notebook)
+    assert sorted(order) == sorted((kind, name) for name in stubs for kind in ("check", "stub"))
+    assert len(set(stubs)) == len(stubs)
+    for name in stubs:
+        assert name.split(".")[0] == str(int(path.stem.split("_")[0])), "not of this chapter"
+        assert order.index(("stub", name)) < order.index(("check", name))
+
+
+@each_notebook
+def test_checks_of_an_untouched_chapter_say_not_attempted(path):
+    verdicts(notebooks.read(path), "not attempted")
+
+
+@pytest.mark.parametrize("path", list(filter(has_exercises, PATHS)), ids=lambda path: path.stem)
+def test_checks_pass_with_the_solutions_in_place(path):
+    from dplab.exercises import solution_source
+
+    solved = notebooks.swap(notebooks.read(path), solution_source)
+    verdicts(notebooks.execute(solved, CHAPTERS), "passed")
+
+
+DRAFT = '''\
+# %% [markdown] id=the-question
+# # Title
+#
+# #hashes, ![a picture](x.svg)
+#! # %% is no header here
+
+# %% id=magics
+#! %load_ext autoreload
+#! !true
+#! # %% is no header here
+#! #! neither is this lost
+print("one")
+
+# %% id=stub tags=exercise,slow exercise=4.1
+def answer():
+    """Up to you."""
+
+# %% id=check-4-1 tags=check
+print(f"Exercise 4.1: {answer()}")
+'''
+
+
+def test_percent_format_and_notebook_turn_into_each_other():
+    notebook = notebooks.from_percent(DRAFT)
+    question, magics, stub, _ = notebook.cells
+    assert question.source == "# Title\n\n#hashes, ![a picture](x.svg)\n%% is no header here"
+    assert magics.source.splitlines()[:2] == ["%load_ext autoreload", "!true"]
+    assert magics.source.splitlines()[2:4] == ["# %% is no header here", "#! neither is this lost"]
+    assert stub.metadata == {"tags": ["exercise", "slow"], "dplab": {"exercise": "4.1"}}
+    assert notebooks.to_percent(notebook) == DRAFT
+
+
+@pytest.mark.parametrize("draft", [
+    "x = 1\n", "# %%\nx = 1\n", "# %% [md] id=a\n", "# %% id=a tag=b\n",
+    "# %% [markdown] id=a\nno hash\n",
+])
+def test_a_draft_with_a_mistake_is_refused(draft):
+    with pytest.raises(ValueError, match=r"line \d"):
+        notebooks.from_percent(draft)
+
+
+def test_an_id_that_is_there_twice_is_refused(tmp_path):
+    with pytest.raises(DuplicateCellId):
+        notebooks.from_percent(DRAFT.replace("id=stub", "id=magics"))
+    path = tmp_path / "04_sample.ipynb"
+    text = notebooks.normalise(notebooks.from_percent(DRAFT))
+    path.write_text(text.replace('"id": "stub"', '"id": "magics"'), encoding="utf-8")
+    with pytest.raises(DuplicateCellId):
+        notebooks.read(path)
+
+
+def test_refresh_gives_the_same_bytes_twice_and_swap_puts_solutions_in(tmp_path):
+    path = tmp_path / "04_sample.ipynb"
+    path.write_text(notebooks.normalise(notebooks.from_percent(DRAFT)), encoding="utf-8")
+    notebooks.refresh(path)
+    first = path.read_bytes()
+    notebooks.refresh(path)
+    assert path.read_bytes() == first
+    sample = notebooks.read(path)
+    assert list(texts(sample.cells[-1])) == ["Exercise 4.1: None\n"]
+
+    solutions = {"4.1": "def answer():\n    return 'passed'\n"}
+    solved = notebooks.execute(notebooks.swap(sample, solutions.get), tmp_path)
+    assert list(texts(solved.cells[-1])) == ["Exercise 4.1: passed\n"]
