@@ -1,0 +1,1 @@
+"""The models, data and published configurations that chapters and benches share."""

@@ -1,0 +1,116 @@
+"""Data-parallel training by hand, in the simplest form that is correct.
+
+Every rank holds a whole copy of the model, and all copies start equal because rank 0 broadcasts
+its own. Each rank computes gradients from its own part of the batch, and an all-reduce turns them
+into their mean over the ranks. Equal parameters, equal gradients and equal optimizers make equal
+parameters again, so the copies never part.
+
+PyTorch's DistributedDataParallel does the same, in buckets and during backward (Li et al., 2020,
+https://arxiv.org/abs/2006.15704); here each gradient travels by itself, after backward.
+"""
+
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+
+def broadcast_module(module: nn.Module) -> None:
+    """Overwrites all parameters (frozen ones too) and buffers, in place, with those of rank 0."""
+    broadcast_tensors(module.parameters())
+    broadcast_tensors(module.buffers())
+
+
+def broadcast_tensors(tensors) -> None:
+    """Overwrites each tensor, of any shape, dtype and strides, with that of rank 0."""
+    for tensor in tensors:
+        # `.data`, because autograd may have saved this buffer for a backward that is still to
+        # come, and would take an ordinary in-place write for an error.
+        message = tensor.data.contiguous()
+        dist.broadcast(message, src=0)
+        tensor.data.copy_(message)
+
+
+@torch.no_grad()
+def average_gradients(module: nn.Module) -> None:
+    """Replaces each gradient by its mean over all ranks. Call it on every rank, after backward.
+
+    A rank that has no gradient for a parameter, because it did not use it, counts as zeros and
+    receives the mean too. Where no rank has one, it stays ``None``. This is what DDP does with
+    ``find_unused_parameters=True``. Raises NotImplementedError if a gradient is sparse.
+    """
+    _refuse_sparse_gradients(module)
+    world_size = dist.get_world_size()
+    # parameters() yields a tied parameter once, so it is reduced once.
+    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+
+    for parameter, is_used in zip(parameters, _used_on_any_rank(parameters), strict=True):
+        if not is_used:
+            continue
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        # The message is in row-major order on every rank, whatever the gradient's strides.
+        message = parameter.grad.contiguous()
+        # Scaled before the sum, as in DDP: the sum of N large numbers could overflow.
+        message.mul_(1 / world_size)
+        dist.all_reduce(message, op=dist.ReduceOp.SUM)
+        parameter.grad.copy_(message)
+
+
+def _used_on_any_rank(parameters: list[nn.Parameter]) -> list[bool]:
+    """For each parameter, whether at least one rank has a gradient for it.
+
+    Every rank must launch the same all-reduces. What one rank sees cannot decide which, so all
+    ranks ask each other first.
+    """
+    if not parameters:
+        return []
+    flags = [parameter.grad is not None for parameter in parameters]
+    used = torch.tensor(flags, dtype=torch.int32, device=parameters[0].device)
+    dist.all_reduce(used, op=dist.ReduceOp.MAX)
+    return [flag == 1 for flag in used.tolist()]
+
+
+def _refuse_sparse_gradients(module: nn.Module) -> None:
+    for name, parameter in module.named_parameters():
+        if parameter.grad is not None and parameter.grad.layout != torch.strided:
+            raise NotImplementedError(f"the gradient of {name!r} is sparse, and only dense ones "
+                                      "can be averaged: build that layer with sparse=False")
+
+
+class ManualDDP(nn.Module):
+    """A replica of ``module`` on every rank, kept equal to the others by hand.
+
+    ``module`` lies on this rank's device; its values on rank 0 are the ones that count. In
+    training mode, each forward first takes over rank 0's buffers, such as BatchNorm's running
+    statistics. Between ``backward()`` and ``optimizer.step()``, call ``finish_gradient_sync()``.
+    """
+
+    def __init__(self, module: nn.Module):
+        super().__init__()
+        self.module = module
+        self._is_syncing = True
+        broadcast_module(module)
+
+    def forward(self, *args, **kwargs):
+        if self.training and self._is_syncing:
+            broadcast_tensors(self.module.buffers())
+        return self.module(*args, **kwargs)
+
+    def finish_gradient_sync(self) -> None:
+        """Averages the gradients over the ranks; does nothing inside ``no_sync()``."""
+        if self._is_syncing:
+            average_gradients(self.module)
+
+    @contextmanager
+    def no_sync(self):
+        """Inside, nothing is communicated and gradients add up on each rank.
+
+        The next ``finish_gradient_sync()`` outside averages what has accumulated.
+        """
+        was_syncing, self._is_syncing = self._is_syncing, False
+        try:
+            yield
+        finally:
+            self._is_syncing = was_syncing

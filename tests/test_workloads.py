@@ -1,0 +1,89 @@
+"""The digits: what they are, that they never change, and that the classifier learns them."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from dplab.workloads.digits import (
+    TEST_SIZE,
+    TRAIN_SIZE,
+    accuracy,
+    digits_classifier,
+    load_digits,
+)
+
+
+def test_digits_have_the_documented_shapes_and_ranges():
+    digits = load_digits()
+    assert digits.train_images.shape == (TRAIN_SIZE, 8, 8) == (1439, 8, 8)
+    assert digits.test_images.shape == (TEST_SIZE, 8, 8) == (358, 8, 8)
+    for images, labels in (digits[:2], digits[2:]):
+        assert images.dtype == torch.float32 and labels.dtype == torch.int64
+        assert images.min() == 0.0 and images.max() == 1.0
+        assert labels.shape == images.shape[:1]
+        assert labels.bincount().min() > 0.07 * len(labels)
+    assert all(TRAIN_SIZE % ranks for ranks in range(2, 1439))
+
+
+def test_the_split_is_fixed_and_loses_no_digit():
+    before = torch.random.get_rng_state()
+    digits, again = load_digits(), load_digits()
+    assert torch.equal(before, torch.random.get_rng_state())
+    assert all(torch.equal(a, b) for a, b in zip(digits, again, strict=True))
+    assert digits.train_labels[:10].tolist() == FIRST_LABELS
+    both = torch.cat([digits.train_images, digits.test_images]).flatten(1)
+    assert len(both.unique(dim=0)) == 1797  # no two of the digits are equal
+
+    again.train_images.zero_()
+    assert load_digits().train_images.any()
+
+
+FIRST_LABELS = [6, 5, 5, 7, 9, 9, 8, 4, 6, 8]
+
+
+def test_the_classifier_is_seeded_without_touching_the_callers_random_state():
+    torch.manual_seed(7)
+    before = torch.random.get_rng_state()
+    zero, same, other = digits_classifier(), digits_classifier(0), digits_classifier(1)
+    assert torch.equal(before, torch.random.get_rng_state())
+    assert torch.equal(zero[1].weight, same[1].weight)
+    assert not torch.allclose(zero[1].weight, other[1].weight)
+    assert sum(p.numel() for p in zero.parameters()) == 16_903
+    assert zero(torch.rand(3, 8, 8)).shape == (3, 10)
+
+
+@pytest.fixture
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def test_the_classifier_reaches_97_percent(one_thread):
+    digits = load_digits()
+    model = digits_classifier()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    generator = torch.Generator().manual_seed(0)
+    assert accuracy(model, *digits[2:]) < 0.3
+    for _ in range(300):
+        chosen = torch.randint(TRAIN_SIZE, (240,), generator=generator)
+        optimizer.zero_grad()
+        F.cross_entropy(model(digits.train_images[chosen]), digits.train_labels[chosen]).backward()
+        optimizer.step()
+    assert accuracy(model, *digits[2:]) > 0.97
+    assert model.training
+
+
+def test_accuracy_counts_in_eval_mode_and_restores_the_mode():
+    class Echo(torch.nn.Module):
+        def forward(self, x):
+            assert not self.training and not torch.is_grad_enabled()
+            return x
+
+    logits = torch.tensor([[0.0, 2.0], [3.0, 1.0], [0.5, 0.4]])
+    model = Echo()
+    assert abs(accuracy(model, logits, torch.tensor([1, 0, 1])) - 2 / 3) < 1e-6
+    assert model.training
+    assert accuracy(model.eval(), logits, torch.tensor([1, 0, 0])) == 1.0
+    assert not model.training
