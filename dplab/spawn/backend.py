@@ -27,7 +27,7 @@ def validate(backend: str, world_size: int) -> None:
     """ValueError for a forced backend that this machine cannot offer."""
     import torch
 
-    if not torch.distributed.is_backend_available(backend):
+    if not isinstance(backend, str) or not torch.distributed.is_backend_available(backend):
         raise ValueError(f"this PyTorch has no backend {backend!r}; gloo works everywhere")
     kind = _DEVICE_OF.get(backend, "cpu")
     if kind != "cpu":

@@ -15,8 +15,8 @@ import threading
 import time
 from dataclasses import dataclass
 
-_SLOT = 256
-_SLOTS = 4096
+_SLOT = 512
+_SLOTS = 2048
 _HEADER = 64
 LOG_BYTES = _HEADER + _SLOT * _SLOTS
 
@@ -134,7 +134,8 @@ class CallRecorder:
         text = "\t".join((
             call.operation, str(call.number), call.group[-40:], str(call.group_size),
             "x".join(map(str, call.shape[:8])), call.dtype, call.reduce_operation,
-            str(call.bytes), str(call.peer), repr(call.time), call.file[-80:], str(call.line)))
+            str(call.bytes), str(call.peer), repr(call.time), str(call.line),
+            call.file.encode(errors="replace")[-160:].decode(errors="ignore")))
         raw = text.encode(errors="replace")[: _SLOT - 2]
         at = _HEADER + (self._count % _SLOTS) * _SLOT
         self._memory[at : at + 2 + len(raw)] = struct.pack("H", len(raw)) + raw
@@ -150,8 +151,11 @@ class CallReader:
         self._read = 0
         self.last = None
 
+    def close(self):
+        self._memory.close()
+
     def new_calls(self) -> list[Call]:
-        """The calls since the last time (of a burst, the last 4096)."""
+        """The calls since the last time (of a burst, the last 2048)."""
         (count,) = struct.unpack("Q", self._memory[:8])
         calls = [self._slot(index) for index in range(max(self._read, count - _SLOTS + 1), count)]
         self._read = count
@@ -163,8 +167,8 @@ class CallReader:
         at = _HEADER + (index % _SLOTS) * _SLOT
         (length,) = struct.unpack("H", self._memory[at : at + 2])
         text = self._memory[at + 2 : at + 2 + length].decode(errors="replace")
-        (operation, number, group, size, shape, dtype, reduce_operation, nbytes, peer, when, file,
-         line) = text.split("\t")
+        (operation, number, group, size, shape, dtype, reduce_operation, nbytes, peer, when, line,
+         file) = text.split("\t", 11)
         return Call(operation, int(number), group, int(size),
                     tuple(int(n) for n in shape.split("x") if n), dtype, reduce_operation,
                     int(nbytes), int(peer), float(when), file, int(line))
@@ -267,11 +271,14 @@ def _peer(args):
 
 _LIBRARIES = tuple(os.path.join(folder, "") for folder in (
     os.path.dirname(os.path.dirname(os.path.abspath(__file__))), os.path.dirname(os.__file__)))
+_TYPED_IN = ("<ipython-input", "<stdin>")  # the cells of a terminal's IPython, Python's own prompt
 
 
 def is_learners(file: str) -> bool:
     """Whether a source file is the learner's own: not dplab's, torch's or Python's."""
-    return not (file.startswith(_LIBRARIES) or "site-packages" in file or file.startswith("<"))
+    if file.startswith("<"):
+        return file.startswith(_TYPED_IN)
+    return not (file.startswith(_LIBRARIES) or "site-packages" in file)
 
 
 def _learner_line():

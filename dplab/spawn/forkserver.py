@@ -87,7 +87,7 @@ def serve(requests: socket.socket, parent: int) -> None:
     signal.signal(signal.SIGCHLD, lambda *_: None)
     prctl(_PR_SET_CHILD_SUBREAPER, 1)
     runs = {}
-    while os.getppid() == parent:
+    while True:
         readable, _, _ = select.select([requests, wake, *runs], [], [], 1.0)
         if requests in readable:
             message, descriptors, _, _ = socket.recv_fds(requests, 65536, 253)
@@ -96,6 +96,8 @@ def serve(requests: socket.socket, parent: int) -> None:
             run = _Run(socket.socket(fileno=descriptors[0]), json.loads(message)["folder"])
             _fork_ranks(run, descriptors[1:], [requests, *runs], (wake, wake_writer))
             runs[run.channel] = run
+        elif os.getppid() != parent:  # only after its last requests: their folders must go
+            break
         for channel in [channel for channel in runs if channel in readable]:
             runs[channel].kill()
         if wake in readable:

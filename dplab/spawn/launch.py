@@ -9,6 +9,8 @@ from dplab.spawn.errors import RankError
 from dplab.spawn.start import MOST_RANKS
 from dplab.spawn.supervise import Supervisor
 
+_LARGEST_SEED = 2**32
+
 
 def run(fn, world_size, *args, timeout=60.0, backend=None, link=None, seed=0, **kwargs) -> list:
     """Runs ``fn(*args, **kwargs)`` on ``world_size`` ranks; returns their values in rank order.
@@ -37,14 +39,15 @@ def run(fn, world_size, *args, timeout=60.0, backend=None, link=None, seed=0, **
         raise RuntimeError("this process is a rank already: run() starts ranks from the notebook, "
                            "not from inside a rank")
     try:
-        payload = transport.dumps((fn, args, kwargs))
+        payload = transport.dumps((fn, args, kwargs, link))
     except transport.Unpicklable as error:
-        text = str(error).replace("the value[0]", "the function").replace(
-            "the value[1]", "args").replace("the value[2]", "kwargs")
+        text = str(error)
+        for index, name in enumerate(("the function", "args", "kwargs", "link")):
+            text = text.replace(f"the value[{index}]", name, 1)
         raise RankError(f"{text}, so it cannot be sent to the ranks.\nMake it inside the function "
                         "instead, or pass what it is made from.", kind="unpicklable") from None
     return Supervisor(
-        payload, world_size, timeout=timeout, seed=seed, link=link,
+        payload, world_size, timeout=timeout, seed=seed,
         backend=backends.choose_backend(world_size, backend)).run()
 
 
@@ -59,7 +62,8 @@ def _validate(fn, world_size, timeout, backend, seed):
     if (isinstance(timeout, bool) or not isinstance(timeout, numbers.Real)
             or math.isnan(timeout) or timeout <= 0):
         raise ValueError(f"timeout must be a positive number of seconds, not {timeout!r}")
-    if isinstance(seed, bool) or not isinstance(seed, numbers.Integral) or seed < 0:
-        raise ValueError(f"seed must be an integer of at least 0, not {seed!r}")
+    if (isinstance(seed, bool) or not isinstance(seed, numbers.Integral)
+            or not 0 <= seed <= _LARGEST_SEED):
+        raise ValueError(f"seed must be an integer from 0 to {_LARGEST_SEED}, not {seed!r}")
     if backend is not None:
         backends.validate(backend, world_size)

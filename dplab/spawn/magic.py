@@ -31,7 +31,7 @@ def register(shell) -> None:
         back as the list ``_``. ``--fails``: the failure is meant, and shown without raising.
         """
         options = parser.parse_args(line.split())
-        body = _Body(shell, f"%%ranks {line}\n{cell}")
+        body = _Body(shell, line, cell)
         if options.fails:
             with expect_failure():
                 run(body, options.world_size, timeout=options.timeout)
@@ -45,12 +45,12 @@ def register(shell) -> None:
 class _Body:
     """A cell's code with the names of the notebook that it uses, to be called on a rank."""
 
-    def __init__(self, shell, source):
-        line_by_line = source.split("\n", 1)[1]
-        tree = ast.increment_lineno(ast.parse(line_by_line), 1)
-        self.file = shell.compile.cache(source, shell.execution_count, raw_code=source)
+    def __init__(self, shell, line, cell):
+        source = f"%%ranks {line}\n{cell}"
+        self.file = shell.compile.cache(source, len(shell.user_ns["In"]) - 1, raw_code=source)
+        tree = ast.parse("\n" + cell, self.file)  # the magic's own line is the cell's first
         last = tree.body[-1] if tree.body else None
-        hidden = line_by_line.rstrip().endswith(";")
+        hidden = cell.rstrip().endswith(";")
         self.result = None
         if isinstance(last, ast.Expr) and not hidden:
             tree.body.pop()

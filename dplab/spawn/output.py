@@ -6,54 +6,63 @@ import re
 import sys
 import time
 
+from dplab.show.palette import rank_color
+
 KEPT = 16_000  # bytes kept of a rank's output, from its start and again from its end
+_KEPT_IN_STREAM = 1_000_000  # bytes from a rank's start that a terminal or a file shows
 _REFRESH = 0.2  # seconds between two live refreshes
-_OVERWRITTEN = re.compile(rb"[^\n]*\r(?=[^\r\n])")  # what a carriage return wrote over: tqdm's bar
 # what gloo and C++ say of a failure, with addresses and times; the report says it in words
 _GLOO_WORDS = re.compile(
-    r"terminate called after throwing an instance of 'gloo|\s*what\(\):\s+\[enforce fail at"
-    r"|\[[EW]\d{4} .*ProcessGroupGloo")
+    r"terminate called after throwing an instance of '(gloo|$)"  # $: it was cut off there
+    r"|\s*what\(\):\s*(\[enforce fail at|$)|\[[EW]\d{4} .*ProcessGroupGloo")
 _CURSOR = re.compile(r"\x1b\[[0-9;?]*[A-HJKSTfhlsu]")
-_COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#B8860B", "#56B4E9", "#7F3C8D", "#666666")
 
 
 class RankText:
     """The start and the end of what one rank wrote, however much it was."""
 
-    def __init__(self):
-        self._head, self._tail, self._line = b"", b"", b""
+    def __init__(self, start=KEPT):
+        self._room = start  # bytes that the start may still take in
+        self._start, self._end, self._line = bytearray(), b"", b""
         self._dropped = 0
 
     def feed(self, data: bytes) -> bytes:
-        """Takes in what was read; returns the lines that became complete."""
-        data = self._line + data
+        """Takes in what was read; returns the lines that became complete and are in the start."""
+        data = _without_overwritten(self._line + data)
         cut = data.rfind(b"\n") + 1
-        lines, self._line = data[:cut], data[cut:]
-        lines = _OVERWRITTEN.sub(b"", lines)
-        self._line = _OVERWRITTEN.sub(b"", self._line)[-KEPT:]
-        self._keep(lines)
-        return lines
+        lines, self._line = data[:cut], self._last_of(data[cut:])
+        cut = len(lines) if len(lines) <= self._room else lines.rfind(b"\n", 0, self._room) + 1
+        self._start += lines[:cut]
+        self._room = self._room - cut if cut == len(lines) else 0
+        self._end = self._last_of(self._end + lines[cut:])
+        return lines[:cut]
 
-    def _keep(self, lines):
-        if not self._tail and len(self._head) + len(lines) <= KEPT:
-            self._head += lines
-            return
-        both = self._tail + lines
-        if not self._tail:
-            room = KEPT - len(self._head)
-            cut = both.rfind(b"\n", 0, room) + 1
-            self._head, both = self._head + both[:cut], both[cut:]
-        cut = both.find(b"\n", len(both) - KEPT) + 1 if len(both) > KEPT else 0
+    def _last_of(self, data):
+        if len(data) <= KEPT:
+            return data
+        cut = data.find(b"\n", len(data) - KEPT - 1, -1) + 1 or len(data) - KEPT
         self._dropped += cut
-        self._tail = both[cut:]
+        return data[cut:]
+
+    def end(self) -> list[str]:
+        """The lines after the start, with a notice where some are left out."""
+        notice = f"… {_size(self._dropped)} not shown …\n".encode() if self._dropped else b""
+        return _lines(notice + self._end + self._line)
 
     def lines(self) -> list[str]:
-        notice = b""
-        if self._dropped:
-            notice = f"… {_size(self._dropped)} not shown …\n".encode()
-        raw = self._head + notice + self._tail + self._line
-        text = _CURSOR.sub("", raw.decode("utf-8", "replace"))
-        return [line.rstrip("\r") for line in text.split("\n")[: None if self._line else -1]]
+        return _lines(bytes(self._start)) + self.end()
+
+
+def _without_overwritten(data):
+    """Each line without what a carriage return wrote over: of tqdm's bar, the last state."""
+    if b"\r" not in data:
+        return data
+    return b"\n".join(line[line.rstrip(b"\r").rfind(b"\r") + 1:] for line in data.split(b"\n"))
+
+
+def _lines(data):
+    text = _CURSOR.sub("", data.decode("utf-8", "replace"))
+    return [line.rstrip("\r") for line in text.removesuffix("\n").split("\n")] if text else []
 
 
 def _size(count):
@@ -70,23 +79,23 @@ def show(world_size: int):
 
 
 class _Stream:
-    """Lines go out as they come."""
+    """Lines go out as they come; of very much output, the last lines at the end."""
 
     def __init__(self, world_size):
-        self._texts = [RankText() for _ in range(world_size)]
+        self._texts = [RankText(_KEPT_IN_STREAM) for _ in range(world_size)]
 
     def feed(self, rank, data):
-        self._write(rank, self._texts[rank].feed(data))
+        self._write(rank, _lines(self._texts[rank].feed(data)))
 
     def refresh(self):
         pass
 
     def close(self, failed=False):
         for rank, text in enumerate(self._texts):
-            self._write(rank, text.feed(b"\n") if text._line else b"")
+            self._write(rank, text.end())
 
     def _write(self, rank, lines):
-        for line in lines.decode("utf-8", "replace").splitlines():
+        for line in lines:
             sys.stdout.write(f"[rank {rank}] {line}\n")
         if lines:
             sys.stdout.flush()
@@ -136,6 +145,7 @@ class _Cell:
         return "\n".join(f"[rank {rank}] {line}" for rank, line in self._lines())
 
     def _html(self):
-        rows = [f'<span style="color:{_COLORS[rank % len(_COLORS)]};font-weight:600">rank {rank}'
-                f"</span> │ {html.escape(line)}" for rank, line in self._lines()]
+        rows = [f'<span style="background:{rank_color(rank)};color:#fff;border-radius:3px;'
+                f'padding:0 5px">rank {rank}</span> {html.escape(line)}'
+                for rank, line in self._lines()]
         return '<pre style="line-height:1.35">' + "\n".join(rows) + "</pre>"

@@ -15,6 +15,7 @@ import multiprocessing
 import os
 import pickle
 import random
+import shutil
 import signal
 import sys
 import threading
@@ -43,7 +44,6 @@ class Job:
     directory: str
     path: list
     sources: dict = field(repr=False, default_factory=dict)
-    link: object = None
 
 
 @dataclass
@@ -89,7 +89,7 @@ def main(connection: int, output: int) -> int:
     wire = _Wire(Connection(connection))
     job = pickle.loads(wire.receive())
     payload = wire.receive()
-    threading.Thread(target=wire.listen, daemon=True).start()
+    threading.Thread(target=wire.listen, args=[job.folder], daemon=True).start()
     try:
         wire.say(*_work(job, payload, wire))
     except OSError:  # the kernel has gone
@@ -114,12 +114,13 @@ class _Wire:
             if value is not None:
                 self._connection.send_bytes(value)
 
-    def listen(self):
+    def listen(self, folder):
         """Answers where the main thread is. Ends the rank and its children with the kernel."""
         try:
             while self._connection.recv():
                 self.say(_where())
         except (EOFError, OSError):
+            shutil.rmtree(folder, ignore_errors=True)
             os.killpg(0, signal.SIGKILL)
 
 
@@ -127,12 +128,12 @@ def _work(job, payload, wire):
     """Runs the job. Returns the last answer, and with "done" the value as bytes."""
     try:
         _settle(job)
-        _join_process_group(job)
         try:
-            function, args, kwargs = transport.loads(payload)
+            function, args, kwargs, link = transport.loads(payload)
         except Exception as error:
             return Answer("unpicklable", time.monotonic(), "what was sent to the rank could not be "
                           f"loaded there ({_only(error)})"), None
+        _join_process_group(job, link)
         _fill_main(function)
         wire.say(Answer("ready", time.monotonic()))
         value = function(*args, **kwargs)
@@ -184,12 +185,12 @@ def seed_everything(seed: int, rank: int) -> None:
     torch.manual_seed(number)
 
 
-def _join_process_group(job):
+def _join_process_group(job, link):
     import torch.distributed as dist
 
     os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = LOOPBACK
     calls.record_into(calls.create_log(log_file(job.folder, job.rank)))
-    name = job.backend if job.link is None else job.link.install(job.backend)
+    name = job.backend if link is None else link.install(job.backend)
     device = backend.device()
     dist.init_process_group(
         name, rank=job.rank, world_size=job.world_size,
@@ -201,6 +202,7 @@ def _join_process_group(job):
 def _fill_main(function):
     """Lets plain pickle (torch.save, a DataLoader's queue) find the notebook's classes."""
     main = types.ModuleType("__main__")
+    main.__dict__.update({cls.__name__: cls for cls in transport.classes_by_value()})
     names = getattr(function, "__globals__", {})
     main.__dict__.update({name: value for name, value in names.items() if name[:2] != "__"})
     sys.modules["__main__"] = main
@@ -265,7 +267,3 @@ def log_file(folder, rank):
 
 def crash_file(folder, rank):
     return os.path.join(folder, f"crash-{rank}")
-
-
-if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1]), int(sys.argv[2])))

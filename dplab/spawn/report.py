@@ -51,11 +51,11 @@ def of_unpicklable(state, states) -> RankError:
 
 def of_failure(states, folder) -> RankError:
     """One rank raised, exited or died: the first is the headline, the rest is listed."""
-    raised = sorted((state for state in states if state.failed and state.answer),
-                    key=lambda state: state.answer.time)
-    died = [state for state in states if state.died]
-    own = [state for state in raised if not _PEER_LOST.search(state.answer.text)]
-    first = (own or died or raised)[0]
+    failed = sorted((state for state in states if state.failed),
+                    key=lambda state: state.failed_at)
+    own = [state for state in failed
+           if not (state.answer and _PEER_LOST.search(state.answer.text))]
+    first = (own or failed)[0]
     if first.answer and first.answer.state == "unpicklable":
         return of_unpicklable(first, states)
     if first.answer and first.answer.state == "raised":
@@ -131,6 +131,8 @@ def _line(state) -> str:
         return label + verb + (answer.text.splitlines() or [""])[0][:160] + _at(answer.frames)
     if state.died:
         return label + _how_it_ended(state)
+    if not state.ready:
+        return label + "was still starting"
     if state.where is None:
         call = state.last_call
         return label + "does not answer: it is inside C code" + (
@@ -140,8 +142,6 @@ def _line(state) -> str:
     innermost = state.where.frames[-1] if state.where.frames else None
     if innermost and state.last_call and innermost.function in ("send", "recv"):
         return label + f"waits in {state.last_call}" + _at(state.where.frames)
-    if not state.ready:
-        return label + "was still starting"
     return label + "was running" + _at(state.where.frames)
 
 
@@ -214,7 +214,7 @@ def place(file: str) -> str:
     shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
     cells = getattr(getattr(shell, "compile", None), "_filename_map", {})
     for name, number in cells.items():
-        if name == file or (len(file) >= 80 and name.endswith(file)):
+        if name == file or (len(file) >= 40 and name.endswith(file)):
             return f"cell In[{number}]"
     return os.path.basename(file)
 

@@ -16,10 +16,12 @@ import sys
 import tempfile
 import threading
 
+from dplab.spawn import backend
 from dplab.spawn.forkserver import EXIT_RECORD
 
 MOST_RANKS = 120  # a message between processes carries at most 253 descriptors, a rank needs two
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TORCH_FR_BUFFER_SIZE": "256", "DPLAB_INSIDE": "1"}
+_RANK = "import sys; from dplab.spawn.rank import main; sys.exit(main(*map(int, sys.argv[1:])))"
 _lock = threading.Lock()
 _server = None
 
@@ -32,7 +34,8 @@ def forks() -> bool:
 def warm_up() -> None:
     """Starts the fork server in the background, unless it runs or this process is itself a rank."""
     global _server
-    if not forks() or "DPLAB_INSIDE" in os.environ or "TORCHELASTIC_RUN_ID" in os.environ:
+    if (not forks() or "DPLAB_INSIDE" in os.environ or backend.in_rank()
+            or backend.under_torchrun()):
         return
     with _lock:
         if _server is None or not _server.alive():
@@ -77,7 +80,7 @@ class _Server:
             with _lock:
                 socket.send_fds(self._requests, [json.dumps({"folder": folder}).encode()],
                                 descriptors)
-        return _Forked(channel, self)
+        return _Forked(channel, self, folder)
 
     def last_words(self):
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -96,9 +99,9 @@ class _Server:
 class _Forked:
     """Ranks that the server forked."""
 
-    def __init__(self, channel, server):
+    def __init__(self, channel, server, folder):
         self.channel = channel
-        self._server = server
+        self._server, self._folder = server, folder
 
     def exits(self) -> list[tuple[int, int]]:
         """(rank, exit code or minus the signal) of each rank that has ended since the last call."""
@@ -111,14 +114,16 @@ class _Forked:
                 ended.append(EXIT_RECORD.unpack(record))
         return ended
 
-    def end(self) -> None:
-        """Ends every rank and its children, and returns when they are gone."""
+    def end(self, patience: float) -> None:
+        """Ends every rank and its children; returns when they are gone, or after that many
+        seconds."""
         with contextlib.suppress(OSError):
             self.channel.shutdown(socket.SHUT_WR)
-            self.channel.settimeout(10.0)
+            self.channel.settimeout(patience)
             while self.channel.recv(EXIT_RECORD.size):
                 pass
         self.channel.close()
+        shutil.rmtree(self._folder, ignore_errors=True)  # a dead server could not
 
 
 class _Spawned:
@@ -130,7 +135,7 @@ class _Spawned:
         self._folder = folder
         self._ranks = [
             subprocess.Popen(
-                [sys.executable, "-m", "dplab.spawn.rank", *map(str, pair)],
+                [sys.executable, "-c", _RANK, *map(str, pair)],
                 env={**os.environ, **_ENVIRONMENT, "PYTHONPATH": _with_dplab()},
                 pass_fds=pair, start_new_session=True)
             for pair in pairs]
@@ -145,7 +150,7 @@ class _Spawned:
                 ended.append((rank, code))
         return ended
 
-    def end(self):
+    def end(self, patience):
         for process in self._ranks:
             if process.returncode is None:
                 with contextlib.suppress(ProcessLookupError, PermissionError):

@@ -21,6 +21,7 @@ _GRACE = 0.15  # seconds that other ranks have to fail too, after the first did
 _ANSWER = 0.5  # seconds that a rank has to say where it is
 _PROBE = 0.4  # seconds between two questions to ranks that are late
 _START = 120.0  # seconds that ranks have to start
+_NEWS = 0.05  # seconds by which the news of a death may come after the errors that it causes
 
 
 @dataclass
@@ -34,6 +35,7 @@ class RankState:
     value: object = field(default=None, repr=False)
     where: Answer | None = None
     exit_code: int | None = None
+    ended_at: float = 0.0  # `time.monotonic`, of the exit
     out_of_memory: bool = False
     last_call: calls.Call | None = None
 
@@ -48,6 +50,10 @@ class RankState:
     @property
     def failed(self):
         return self.died or (self.answer is not None and not self.finished)
+
+    @property
+    def failed_at(self):
+        return self.ended_at if self.died else self.answer.time
 
 
 class Supervisor:
@@ -81,7 +87,7 @@ class Supervisor:
             self._stop(failed=failure is not None)
         if failure is not None:
             raise failure
-        return [transport.loads(state.value) for state in self._states]
+        return [self._value_of(state) for state in self._states]
 
     def _start(self):
         self._connections, pairs = [], []
@@ -108,6 +114,15 @@ class Supervisor:
             with contextlib.suppress(OSError):
                 connection.send(Job(rank=rank, **common))
                 connection.send_bytes(self._payload)
+
+    def _value_of(self, state):
+        data, state.value = state.value, None  # large values are not held twice
+        try:
+            return transport.loads(data)
+        except Exception as error:
+            state.answer.text = ("the returned value could not be loaded here "
+                                 f"({type(error).__name__}: {error})")
+            raise report.of_unpicklable(state, self._states) from None
 
     def _watch(self):
         """Until every rank is done, or the run has failed. Returns the error, or None."""
@@ -185,9 +200,9 @@ class Supervisor:
         return found
 
     def _ask_where(self):
-        """Asks every rank that is still at work where it is, and waits a little for answers."""
+        """Asks every rank that is at work where it is, and waits a little for answers."""
         asked = [state for state in self._states
-                 if state.answer is None and state.exit_code is None]
+                 if state.ready and state.answer is None and state.exit_code is None]
         for state in asked:
             state.where = None
             with contextlib.suppress(OSError):
@@ -232,16 +247,19 @@ class Supervisor:
     def _exits(self):
         for rank, code in self._handle.exits():
             self._states[rank].exit_code = code
+            self._states[rank].ended_at = time.monotonic() - _NEWS
 
     def _stop(self, failed):
         """Ends the ranks, then reads what they still had to say."""
+        patience = 10.0 if any(state.ready for state in self._states) else 0.3
         if hasattr(self, "_handle"):
             if self._handle.channel is not None:
                 self._selector.unregister(self._handle.channel)
-            self._handle.end()
+            # a server that is still loading ends the ranks as soon as it has started them
+            self._handle.end(patience)
         else:
             shutil.rmtree(self._folder, ignore_errors=True)
-        deadline = time.monotonic() + 1.0
+        deadline = time.monotonic() + min(patience, 1.0)
         while self._readers() and time.monotonic() < deadline:
             for key, _ in self._selector.select(0.05):
                 if key.data[0] == self._read:
@@ -251,8 +269,8 @@ class Supervisor:
         for key in self._readers():
             os.close(key.fd)
         self._selector.close()
-        for connection in self._connections:
-            connection.close()
+        for part in (*self._connections, *self._logs):
+            part.close()
         self._display.close(failed=failed)
 
     def _readers(self):

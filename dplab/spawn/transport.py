@@ -65,6 +65,12 @@ def loads(data):
     return pickle.loads(data)
 
 
+def classes_by_value() -> list[type]:
+    """The classes that came here by value: those of the notebook, also where only an argument
+    brought them along."""
+    return list(cloudpickle.cloudpickle._DYNAMIC_CLASS_TRACKER_BY_ID.values())
+
+
 def find_culprit(value, path="the value", depth=4) -> str:
     """The smallest part of ``value`` that fails to pickle, as words: where it is, and its type."""
     for name, part in _parts(value, path) if depth else ():

@@ -1,0 +1,169 @@
+"""A real IPython kernel for tests of the launcher, and a look at the processes it leaves."""
+
+import contextlib
+import os
+import queue
+import re
+import signal
+import sys
+import time
+from dataclasses import dataclass, field
+
+import cloudpickle
+import psutil
+from jupyter_client.manager import KernelManager
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+_ANSI = re.compile(r"\x1b\[[0-9;]*m")
+
+
+@dataclass
+class Reply:
+    """What a cell showed."""
+
+    status: str = "running"
+    seconds: float = 0.0
+    text: str = ""  # stdout, stderr, the last state of each display, the value, in this order
+    error: str = ""
+    value: str = ""
+    displays: dict = field(default_factory=dict)
+
+
+class Kernel:
+    """``with Kernel() as kernel: kernel.run("1 + 1").value``"""
+
+    def __init__(self, **environment):
+        self._manager = KernelManager(kernel_name="python3")
+        self._manager.start_kernel(env={**os.environ, "DPLAB_LIVE": "0", **environment})
+        self._client = self._manager.blocking_client()
+        self._client.start_channels()
+        self._client.wait_for_ready(timeout=60)
+        self.process = psutil.Process(self._manager.provisioner.pid)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        left = descendants(self.process)
+        with contextlib.suppress(Exception):
+            self._client.stop_channels()
+        self._manager.shutdown_kernel(now=True)
+        wait_until_gone(left, 20)
+
+    def start(self, code):
+        """Sends a cell, and returns at once."""
+        self._message = self._client.execute(code)
+        self._started = time.monotonic()
+
+    def finish(self, timeout=60) -> Reply:
+        """Waits for the cell that `start` sent."""
+        reply, values, streams = Reply(), [], []
+        while True:
+            left = self._started + timeout - time.monotonic()
+            try:
+                message = self._client.get_iopub_msg(timeout=max(left, 0.01))
+            except queue.Empty:
+                raise TimeoutError(f"the cell still runs after {timeout} s: {reply}") from None
+            if message["parent_header"].get("msg_id") != self._message:
+                continue
+            kind, content = message["msg_type"], message["content"]
+            if kind == "stream":
+                streams.append(content["text"])
+            elif kind in ("display_data", "update_display_data"):
+                key = content.get("transient", {}).get("display_id", len(reply.displays))
+                reply.displays[key] = content["data"]
+            elif kind == "execute_result":
+                values.append(content["data"]["text/plain"])
+            elif kind == "error":
+                reply.error = _ANSI.sub("", "\n".join(content["traceback"]))
+            elif kind == "status" and content["execution_state"] == "idle":
+                break
+        reply.seconds = time.monotonic() - self._started
+        reply.status = self._client.get_shell_msg(timeout=30)["content"]["status"]
+        reply.value = "".join(values)
+        shown = [data["text/plain"] for data in reply.displays.values()]
+        reply.text = "\n".join(["".join(streams), *shown, reply.value])
+        return reply
+
+    def run(self, code, timeout=60) -> Reply:
+        self.start(code)
+        return self.finish(timeout)
+
+    def until_displayed(self, text, timeout=30):
+        """The first display whose text contains ``text``, while the cell still runs."""
+        deadline = time.monotonic() + timeout
+        while True:
+            message = self._client.get_iopub_msg(timeout=max(deadline - time.monotonic(), 0.01))
+            data = message["content"].get("data", {})
+            if text in data.get("text/plain", ""):
+                return data
+
+    def interrupt(self):
+        """What the ■ button does."""
+        self._manager.interrupt_kernel()
+
+    def kill(self):
+        os.kill(self.process.pid, signal.SIGKILL)
+
+    def ranks(self, count):
+        """Waits until the fork server has at least ``count`` descendants; returns all of them."""
+        return wait_for(lambda: (found := descendants(self.process, below_server=True))
+                        and len(found) >= count and found)
+
+
+def descendants(process, below_server=False):
+    """A process's descendants, or those of its fork server alone."""
+    try:
+        found = process.children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
+    if not below_server:
+        return found
+    servers = [child for child in found if is_server(child)]
+    return [rank for server in servers for rank in descendants(server)]
+
+
+def is_server(process):
+    with contextlib.suppress(psutil.Error):
+        return process.status() != psutil.STATUS_ZOMBIE and (
+            "dplab.spawn.forkserver" in process.cmdline())
+    return False
+
+
+def server_of(process=None):
+    """The fork server of a process (by default of this one)."""
+    # a rank has its server's command line: the server is the child
+    return next(child for child in (process or psutil.Process()).children() if is_server(child))
+
+
+def wait_for(condition, timeout=30):
+    """The condition's value as soon as it is true."""
+    deadline = time.monotonic() + timeout
+    while not (value := condition()):
+        assert time.monotonic() < deadline, f"not true after {timeout} s"
+        time.sleep(0.02)
+    return value
+
+
+def wait_until_gone(processes, timeout):
+    """Asserts that all have ended (a zombie has) within ``timeout``; returns the seconds."""
+    def alive(process):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+        return False
+
+    started = time.monotonic()
+    wait_for(lambda: not any(alive(process) for process in processes), timeout)
+    return time.monotonic() - started
+
+
+def no_ranks_left():
+    """Asserts that this process's fork server has no process below it."""
+    server = server_of()
+    assert not server.children(recursive=True)
+
+
+def folder_of_this_rank():
+    """The private folder of the run that the calling rank belongs to."""
+    with open("/proc/self/maps") as maps:
+        return next(os.path.dirname(line.split()[-1]) for line in maps if "/calls-" in line)

@@ -1,0 +1,277 @@
+"""`RankError`: ranks that wait for each other, calls that do not agree; and no false alarm."""
+
+import ctypes
+import sys
+import time
+
+import cloudpickle
+import pytest
+import torch
+import torch.distributed as dist
+from kernel import no_ranks_left
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+
+from dplab import RankError, run
+
+# functions of this file travel as those of a notebook do: by value
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+both_sizes = pytest.mark.parametrize("ranks", [2, 4])
+SOON = 15  # seconds, on the slowest of days
+
+
+def failure(fn, ranks, *args, **options) -> RankError:
+    """The error of a run that fails before its timeout of 60 s, or within 15 s of another one."""
+    started = time.monotonic()
+    with pytest.raises(RankError) as caught:
+        run(fn, ranks, *args, **options)
+    assert time.monotonic() - started < SOON
+    no_ranks_left()
+    assert run(lambda: dist.get_rank(), ranks) == list(range(ranks))
+    return caught.value
+
+
+def gather(x):
+    parts = [torch.empty(2) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, x)
+
+
+def odd(ordinary, other):
+    """What rank 1 does differently."""
+    return other if dist.get_rank() == 1 else ordinary
+
+
+MISMATCHES = {
+    "operation": (lambda x: dist.all_reduce(x) if odd(1, 0) else gather(x),
+                  "all_reduce of float32[2], SUM", "all_gather of float32[2]"),
+    "barrier": (lambda x: dist.all_reduce(x) if odd(1, 0) else dist.barrier(),
+                "all_reduce of float32[2], SUM", "barrier"),
+    "shape": (lambda x: dist.all_reduce(odd(x, torch.ones(3))),
+              "all_reduce of float32[2], SUM", "all_reduce of float32[3], SUM"),
+    "dtype": (lambda x: dist.all_reduce(odd(x, x.double())),
+              "all_reduce of float32[2], SUM", "all_reduce of float64[2], SUM"),
+    "reduce operation": (lambda x: dist.all_reduce(x, odd(dist.ReduceOp.SUM, dist.ReduceOp.MAX)),
+                         "all_reduce of float32[2], SUM", "all_reduce of float32[2], MAX"),
+    "root": (lambda x: dist.broadcast(x, odd(0, 1)),
+             "broadcast of float32[2], root 0", "broadcast of float32[2], root 1"),
+}
+DIFFERS = {"barrier": "operation"}
+
+
+@both_sizes
+@pytest.mark.parametrize("what", MISMATCHES)
+def test_calls_that_do_not_agree(ranks, what):
+    call, most, one = MISMATCHES[what]
+
+    def work():
+        x = torch.arange(2.0) + dist.get_rank()
+        dist.all_reduce(x)
+        call(x)
+
+    error = failure(work, ranks)
+    assert error.kind == "mismatched"
+    assert error.rank == (1 if ranks == 4 else None)  # of two, either may be wrong
+    head, *rest = str(error).splitlines()
+    assert head == ("collective number 2 is not the same on every rank: "
+                    f"the {DIFFERS.get(what, what)}s do not agree")
+    assert f"  rank 1 called {one}" in rest
+    assert f"  rank 0 called {most}" in rest
+    if what != "operation":  # the gather has a line of its own
+        assert sum("test_disagreement.py, line" in line for line in rest) >= 2
+
+
+def test_garbage_is_found_when_every_rank_returns():
+    def work():
+        dist.all_reduce(torch.ones(2), odd(dist.ReduceOp.MAX, dist.ReduceOp.MIN))
+        return "fine"
+
+    error = failure(work, 2)
+    assert error.kind == "mismatched" and "MIN" in str(error) and "MAX" in str(error)
+
+
+@both_sizes
+def test_a_rank_that_returns_early_is_found_before_the_timeout(ranks):
+    def work():
+        total = torch.ones(3, 2)
+        dist.all_reduce(total)
+        if dist.get_rank() == 1:
+            return
+        dist.all_reduce(total)
+
+    error = failure(work, ranks)
+    assert (error.kind, error.rank) == ("stuck", 1)
+    assert "still wait" in str(error) and "all_reduce number 2 of float32[3, 2]" in str(error)
+    assert error.reports[1] == "  rank 1 had returned"
+    for rank in {*range(ranks)} - {1}:
+        assert error.reports[rank].startswith(f"  rank {rank} waits in all_reduce number 2")
+        assert error.reports[rank].endswith("dist.all_reduce(total)")
+
+
+@both_sizes
+def test_a_rank_that_loops_for_ever(ranks):
+    def work():
+        if dist.get_rank() == 1:
+            while True:
+                pass
+        dist.barrier()
+
+    error = failure(work, ranks, timeout=2)
+    assert (error.kind, error.rank) == ("stuck", 1)
+    assert str(error).startswith("rank 1 did not come to barrier number 1 within 2 s")
+    assert "rank 1 was running: test_disagreement.py" in error.reports[1]
+    assert error.reports[0].startswith("  rank 0 waits in barrier number 1")
+    assert error.reports[0].endswith("dist.barrier()")
+
+
+def test_a_rank_deep_in_c_code():
+    def work():
+        if dist.get_rank() == 1:
+            ctypes.PyDLL(None).sleep(100)  # holds the interpreter's lock
+        dist.barrier()
+
+    error = failure(work, 2, timeout=2)
+    assert (error.kind, error.rank) == ("stuck", 1)
+    assert "rank 1 does not answer: it is inside C code" in error.reports[1]
+
+
+@both_sizes
+def test_everyone_waits_to_receive(ranks):
+    def work():
+        neighbour = (dist.get_rank() + 1) % dist.get_world_size()
+        dist.recv(torch.empty(4), neighbour)
+
+    error = failure(work, ranks, timeout=2)
+    assert (error.kind, error.rank) == ("stuck", None)
+    for rank, report in enumerate(error.reports):
+        assert f"rank {rank} waits in recv" in report
+        assert report.endswith("dist.recv(torch.empty(4), neighbour)")
+
+
+def test_uneven_inputs_stop_inside_ddp():
+    def work():
+        model = DistributedDataParallel(nn.Linear(3, 2))
+        for _ in range(2 + dist.get_rank()):
+            model(torch.ones(4, 3)).sum().backward()
+
+    error = failure(work, 2)
+    assert (error.kind, error.rank) == ("stuck", 0)
+    assert "rank 0 returned, and rank 1 still waits in all_reduce number" in str(error)
+    assert "backward()" in error.reports[1]
+
+
+def objects():
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    everyone, mine, sent = [None] * ranks, [None], [{"n": "x" * 99}, 2]
+    dist.all_gather_object(everyone, "y" * (10 + 1000 * rank))
+    dist.gather_object(rank, [None] * ranks if rank == 0 else None)
+    dist.scatter_object_list(mine, [i for i in range(ranks)] if rank == 0 else None)
+    dist.broadcast_object_list(sent if rank == 0 else [None, None])
+    return [len(one) for one in everyone], mine
+
+
+def scatters_and_exchanges():
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    part = torch.empty(3)
+    dist.scatter(part, [torch.full((3,), float(i)) for i in range(ranks)] if rank == 1 else None, 1)
+    dist.gather(part, [torch.empty(3) for _ in range(ranks)] if rank == 0 else None)
+    inputs = [torch.full((rank + 1,), float(to)) for to in range(ranks)]
+    outputs = [torch.empty(source + 1) for source in range(ranks)]
+    dist.all_to_all_single(torch.cat(outputs), torch.cat(inputs), list(range(1, ranks + 1)),
+                           [rank + 1] * ranks)
+    dist.reduce_scatter_tensor(part, torch.ones(3 * ranks))
+    dist.all_gather_into_tensor(torch.empty(3 * ranks), part)
+    dist.reduce(part, 1)
+    dist.all_reduce(torch.ones(4) if rank else torch.ones(2, 2))
+
+
+def subgroups():
+    halves = [dist.new_group([0]), dist.new_group([1])]
+    alone = dist.new_group([0])
+    rank = dist.get_rank()
+    for _ in range(1 + 3 * rank):
+        dist.all_reduce(torch.ones(2 + rank), group=halves[rank])
+    if rank == 0:
+        dist.broadcast(torch.ones(7).double(), 0, group=alone)
+    dist.barrier()
+
+
+def grid():
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "columns"))
+    row = mesh.get_local_rank("rows")
+    for _ in range(1 + row):
+        dist.all_reduce(torch.ones(3 + row), group=mesh.get_group("columns"))
+    dist.barrier()
+
+
+def point_to_point():
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    x = torch.full((3 + rank,), float(rank))
+    left, right = (rank - 1) % ranks, (rank + 1) % ranks
+    got = torch.empty(3 + left)
+    for request in dist.batch_isend_irecv([dist.P2POp(dist.isend, x, right),
+                                           dist.P2POp(dist.irecv, got, left)]):
+        request.wait()
+    if rank == 0:
+        dist.send(x, 1)
+        time.sleep(1.5)  # the others have returned long before
+    elif rank == 1:
+        dist.recv(torch.empty(3), 0)
+    return got.tolist()
+
+
+def waited_later():
+    works = [dist.all_reduce(torch.ones(1000 + n), async_op=True) for n in range(20)]
+    time.sleep(1.2 * dist.get_rank())
+    for work in reversed(works):
+        work.wait()
+
+
+def trains_with(wrap):
+    def work():
+        torch.manual_seed(dist.get_rank())
+        model = nn.Sequential(nn.Linear(5, 7), nn.ReLU(), nn.Linear(7, 3))
+        model, optimizer = wrap(model)
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.rand(4 + dist.get_rank(), 5)).square().mean().backward()
+            optimizer.step()
+    return work
+
+
+def ddp(model):
+    model = DistributedDataParallel(model)
+    return model, torch.optim.SGD(model.parameters(), 0.1)
+
+
+def sharded(model):
+    fully_shard(model[0])
+    fully_shard(model)
+    return model, torch.optim.AdamW(model.parameters())
+
+
+def zero(model):
+    model = DistributedDataParallel(model)
+    return model, ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=0.1)
+
+
+def thousands():
+    total = torch.ones(1)
+    for step in range(5000):
+        dist.all_reduce(total.fill_(step % 7) if step % 2 else torch.ones(step % 5 + 1))
+        if step % 1000 == 0:
+            dist.barrier()
+
+
+@pytest.mark.parametrize(("fn", "ranks"), [
+    (objects, 2), (objects, 4), (scatters_and_exchanges, 2), (scatters_and_exchanges, 4),
+    (subgroups, 2), (grid, 4), (point_to_point, 2), (point_to_point, 4), (waited_later, 2),
+    (trains_with(ddp), 2), (trains_with(sharded), 2), (trains_with(sharded), 4),
+    (trains_with(zero), 2), (thousands, 2),
+], ids=lambda value: getattr(value, "__qualname__", value))
+def test_no_false_alarm(fn, ranks):
+    assert len(run(fn, ranks)) == ranks
+    no_ranks_left()

@@ -1,0 +1,274 @@
+"""`RankError`: a rank raises, dies, leaves, or cannot be sent something."""
+
+import ctypes
+import os
+import pickle
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import cloudpickle
+import pytest
+import torch
+import torch.distributed as dist
+from kernel import no_ranks_left
+
+import dplab
+from dplab import RankError, run
+
+# functions of this file travel as those of a notebook do: by value
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+both_sizes = pytest.mark.parametrize("ranks", [2, 4])
+SOON = 15  # seconds, on the slowest of days; the timeout of these runs is 60
+
+
+def failure(fn, ranks, *args, **options) -> RankError:
+    """The error of a run that fails soon, and after which the next run works."""
+    started = time.monotonic()
+    with pytest.raises(RankError) as caught:
+        run(fn, ranks, *args, **options)
+    assert time.monotonic() - started < SOON
+    no_ranks_left()
+    assert run(lambda: dist.get_rank(), ranks) == list(range(ranks))
+    return caught.value
+
+
+def only_learners_frames(error):
+    text = str(error)
+    assert os.path.basename(__file__) in text
+    for line in text.splitlines():
+        assert not line.strip().startswith(("launch.py", "rank.py", "supervise.py", "calls.py",
+                                            "distributed_c10d.py", "c10d_logger.py")), text
+
+
+@both_sizes
+@pytest.mark.parametrize("culprit", [0, 1])
+def test_one_rank_raises_while_the_others_wait(ranks, culprit):
+    def work():
+        total = torch.full((3, 5), float(dist.get_rank()))
+        dist.all_reduce(total)
+        step(total)
+        dist.all_reduce(total)
+
+    def step(total):
+        if dist.get_rank() == culprit:
+            raise ValueError(f"the mean is {total.mean().item():.1f}")
+
+    error = failure(work, ranks)
+    assert (error.rank, error.kind, error.error) == (culprit, "raised", "ValueError")
+    head, *rest = str(error).splitlines()
+    mean = sum(range(ranks))
+    assert head == f"rank {culprit} of {ranks} raised ValueError: the mean is {mean:.1f}"
+    assert any("→" in line and "raise ValueError" in line for line in rest)
+    assert any(line.strip() == "test_failures.py, in work" for line in rest)
+    only_learners_frames(error)
+    assert len(error.reports) == ranks - 1
+    for rank, report in zip(set(range(ranks)) - {culprit}, error.reports, strict=True):
+        assert f"rank {rank} waits in all_reduce number 2 of float32[3, 5]" in report
+        assert report.endswith("dist.all_reduce(total)")
+
+
+@both_sizes
+def test_the_first_of_several_errors_is_the_headline(ranks, tmp_path):
+    def work(first):
+        dist.barrier()
+        kind = [KeyError, ValueError, ZeroDivisionError, IndexError][dist.get_rank()]
+        if dist.get_rank() == 1:
+            open(first, "w").close()
+            raise kind("the first")
+        while not os.path.exists(first):
+            time.sleep(0.001)
+        time.sleep(0.02)
+        raise kind(f"from rank {dist.get_rank()}")
+
+    for attempt in range(5):  # on a slow day the others may not come to raise
+        error = failure(work, ranks, str(tmp_path / str(attempt)))
+        assert str(error).startswith(f"rank 1 of {ranks} raised ValueError: the first")
+        assert error.rank == 1
+        if all("raised" in report for report in error.reports):
+            break
+    names = ["KeyError", "ZeroDivisionError", "IndexError"]
+    for report, name in zip(error.reports, names, strict=False):
+        assert f"raised {name}" in report and "raise kind(f" in report
+
+
+DEATHS = {
+    "killed": (lambda: os.kill(os.getpid(), signal.SIGKILL), r"was killed \(SIGKILL\)"),
+    "terminated": (lambda: os.kill(os.getpid(), signal.SIGTERM), r"was told to end \(SIGTERM\)"),
+    "sys.exit": (lambda: sys.exit(3), r"called sys.exit\(3\) before it returned"),
+    "os._exit": (lambda: os._exit(4), "left with exit code 4 before it returned"),
+    "os._exit(0)": (lambda: os._exit(0), "left with exit code 0 before it returned"),
+    "segfault": (lambda: ctypes.string_at(0), r"crashed \(SIGSEGV\)"),
+    "abort": (lambda: os.abort(), r"aborted \(SIGABRT\)"),
+}
+NO_LINE = {"killed", "terminated", "os._exit", "os._exit(0)"}  # Python has no chance to tell it
+
+
+@both_sizes
+@pytest.mark.parametrize("how", DEATHS)
+def test_one_rank_dies_while_the_others_wait(ranks, how):
+    die, says = DEATHS[how]
+
+    def work():
+        total = torch.ones(4)
+        dist.all_reduce(total)
+        if dist.get_rank() == 1:
+            die()
+        dist.all_reduce(total)
+
+    error = failure(work, ranks)
+    assert (error.rank, error.kind) == (1, "died")
+    with pytest.raises(RankError, match=rf"^rank 1 of {ranks} {says}"):
+        raise error
+    spot = "dist.all_reduce(total)" if how in NO_LINE else "die()"
+    assert spot in str(error).split("The other ranks")[0]
+    only_learners_frames(error)
+    for rank, report in zip(set(range(ranks)) - {1}, error.reports, strict=True):
+        assert f"rank {rank} " in report
+        assert "dist.all_reduce(total)" in report
+
+
+def test_a_death_is_not_blamed_on_the_error_that_it_causes(tmp_path):
+    def work(sign):
+        dist.barrier()
+        if dist.get_rank() == 1:
+            open(sign, "w").close()
+            os._exit(9)
+        while not os.path.exists(sign):
+            time.sleep(0.001)
+        time.sleep(0.05)
+        raise ValueError("later, on another rank")
+
+    assert failure(work, 2, str(tmp_path / "sign")).rank == 1
+
+
+def test_out_of_memory():
+    def torch_gives_up():
+        dist.barrier()
+        if dist.get_rank() == 1:
+            torch.empty(1 << 50)
+        dist.barrier()
+
+    def python_gives_up():
+        dist.barrier()
+        if dist.get_rank() == 1:
+            resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30))
+            bytearray(1 << 40)
+        dist.barrier()
+
+    error = failure(torch_gives_up, 2)
+    assert (error.rank, error.kind, error.error) == (1, "raised", "RuntimeError")
+    assert "memory" in str(error).splitlines()[0]
+    error = failure(python_gives_up, 2)
+    assert (error.rank, error.kind, error.error) == (1, "raised", "MemoryError")
+
+
+class Odd(Exception):
+    def __init__(self, one, two):
+        self.lock = threading.Lock()
+
+    def __str__(self):
+        raise RuntimeError("no text")
+
+
+@pytest.mark.parametrize(("make", "says"), [
+    (lambda: Odd(1, 2), "test_failures.Odd: <exception str() failed>"),
+    (lambda: ValueError("é→\n" + "long " * 10_000), "ValueError: é→"),
+    (lambda: KeyboardInterrupt(), "KeyboardInterrupt"),
+    (lambda: AssertionError(), "AssertionError"),
+])
+def test_odd_exceptions(make, says):
+    def work():
+        if dist.get_rank() == 0:
+            raise make()
+        dist.barrier()
+
+    error = failure(work, 2)
+    assert str(error).startswith(f"rank 0 of 2 raised {says}")
+    assert len(str(error)) < 4000
+
+
+def test_run_inside_a_rank():
+    error = failure(lambda: dplab.run(lambda: 1, 2), 2)
+    assert "RuntimeError: this process is a rank already" in str(error)
+
+
+def used(lock):
+    return lambda: lock
+
+
+@pytest.mark.parametrize(("fn", "arguments", "options", "culprit"), [
+    (used(threading.Lock()), (), {}, "`lock`, used by <lambda>(), a _thread.lock, cannot"),
+    (used({"x": [1, threading.Lock()]}), (), {}, "`lock`, used by <lambda>()['x'][1]"),
+    (print, (1, {"a": threading.Lock()}), {}, "args[1]['a'], a _thread.lock, cannot"),
+    (print, (), {"x": (number for number in "12")}, "kwargs['x'], a generator, cannot"),
+    (print, (), {"link": threading.Lock()}, "link, a _thread.lock, cannot"),
+], ids=["closure", "inside", "args", "kwargs", "link"])
+def test_what_cannot_be_sent_is_named(fn, arguments, options, culprit):
+    error = failure(fn, 2, *arguments, **options)
+    assert (error.kind, error.rank) == ("unpicklable", None)
+    assert culprit in str(error)
+
+
+@both_sizes
+def test_a_value_that_cannot_come_back_is_named(ranks):
+    def work():
+        dist.barrier()
+        return {"model": [1, threading.Lock() if dist.get_rank() == 1 else 2]}
+
+    error = failure(work, ranks)
+    assert (error.kind, error.rank) == ("unpicklable", 1)
+    assert str(error).startswith(f"rank 1 of {ranks}: the returned value['model'][1], a "
+                                 "_thread.lock, cannot be pickled")
+    assert error.reports[0] == "  rank 0 had returned"
+
+
+class Sulks:
+    """Pickles on a rank, but does not come to life elsewhere."""
+
+    def __reduce__(self):
+        return exec, ("raise ImportError('not here')",)
+
+
+def test_what_arrives_and_cannot_be_loaded():
+    error = failure(print, 2, Sulks())
+    assert error.kind == "unpicklable" and "ImportError: not here" in str(error)
+    error = failure(lambda: Sulks() if dist.get_rank() == 1 else None, 2)
+    assert (error.kind, error.rank) == ("unpicklable", 1)
+    assert "ImportError: not here" in str(error)
+
+
+def test_a_rank_error_can_be_pickled():
+    error = failure(lambda: 1 // dist.get_rank(), 2)
+    again = pickle.loads(pickle.dumps(error))
+    assert (str(again), again.rank, again.kind, again.error, again.reports) == (
+        str(error), 0, "raised", "ZeroDivisionError", error.reports)
+
+
+def test_a_meant_failure_is_shown_and_kept(capsys):
+    with dplab.expect_failure() as meant:
+        run(lambda: 1 // dist.get_rank(), 2)
+    assert (meant.rank, meant.kind) == (0, "raised")
+    assert str(meant) == str(meant.error)
+    assert capsys.readouterr().out.startswith("RankError: rank 0 of 2 raised ZeroDivisionError")
+
+
+def test_a_meant_failure_that_does_not_come():
+    with pytest.raises(AssertionError, match="meant to fail"), dplab.expect_failure():
+        run(lambda: 1, 2)
+    with pytest.raises(ValueError, match="other"), dplab.expect_failure():
+        raise ValueError("other")
+
+
+def test_the_cells_of_a_terminal_ipython_are_the_learners_too():
+    code = """
+from IPython.core.interactiveshell import InteractiveShell
+shell = InteractiveShell.instance()
+shell.run_cell("from dplab import run\\ndef work():\\n    return 1 // 0\\n", store_history=True)
+shell.run_cell("run(work, 2)", store_history=True)"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
+    assert "cell In[1], in work" in done.stdout and "return 1 // 0" in done.stdout, done

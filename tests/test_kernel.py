@@ -1,0 +1,266 @@
+"""The launcher in a real notebook kernel: the magic, the ■ button, the kernel's death."""
+
+import json
+import os
+import time
+
+import pytest
+from kernel import Kernel, descendants, is_server, wait_for, wait_until_gone
+
+SOON = 15  # seconds, on the slowest of days
+SETUP = """
+%load_ext dplab
+import os, sys, threading, time
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+import dplab
+from dplab import RankError, run
+"""
+FOLDER = """
+def folder():
+    with open("/proc/self/maps") as maps:
+        return next(os.path.dirname(line.split()[-1]) for line in maps if "/calls-" in line)
+"""
+COLLECTIVE = "def hang():\n    dist.barrier()\n    if dist.get_rank(): dist.barrier()\n    else: "
+LOOP = "\n        while True: pass"
+WAIT = "\n        dist.recv(torch.ones(1), 1)"
+CHILDREN = """
+class Slow(Dataset):
+    def __len__(self): return 8
+    def __getitem__(self, index):
+        time.sleep(1000)
+def hang():
+    list(DataLoader(Slow(), num_workers=2))
+"""
+
+
+@pytest.fixture(scope="module")
+def shared():
+    with Kernel() as kernel:
+        assert kernel.run(SETUP + FOLDER).status == "ok"
+        yield kernel
+
+
+@pytest.fixture
+def kernel(shared):
+    """A kernel that other tests use too; afterwards no rank is left, and the next run works."""
+    yield shared
+    assert not descendants(shared.process, below_server=True)
+    assert shared.run("run(lambda: dist.get_rank(), 4)").value == "[0, 1, 2, 3]"
+
+
+def says(reply, *parts):
+    for part in parts:
+        assert part in reply.text + reply.error, reply
+    return reply
+
+
+def test_classes_of_the_notebook(kernel):
+    kernel.run("""
+class Net(nn.Module):
+    def __init__(self, size):
+        super().__init__()
+        self.layer = nn.Linear(size, size)
+    def forward(self, x): return self.layer(x)
+
+class Squares(Dataset):
+    def __len__(self): return 5
+    def __getitem__(self, index): return torch.tensor(index ** 2)
+
+def work(net, path):
+    torch.save(net, f"{path}-{dist.get_rank()}")
+    again = torch.load(f"{path}-{dist.get_rank()}", weights_only=False)
+    return again, torch.cat(list(DataLoader(Squares(), num_workers=2))).tolist()
+""")
+    reply = kernel.run("""
+import tempfile
+net = Net(3)
+net(torch.ones(2, 3)).sum().backward()  # the kernel's own threads
+with tempfile.TemporaryDirectory() as path:
+    values = run(work, 2, net, path + "/net")
+[(type(back) is Net, torch.equal(back.layer.weight, net.layer.weight), squares)
+ for back, squares in values]""")
+    assert reply.value == "[(True, True, [0, 1, 4, 9, 16]), (True, True, [0, 1, 4, 9, 16])]", reply
+
+
+def test_backward_with_threads_before_a_run(kernel):
+    reply = kernel.run("""
+torch.set_num_threads(4)
+big = torch.rand(512, 512, requires_grad=True)
+(big @ big).relu().sum().backward()
+def train():
+    x = torch.rand(256, 256, requires_grad=True)
+    (x @ x).sum().backward()
+    dist.all_reduce(x.grad)
+    return x.grad.isfinite().all().item()
+run(train, 4)""")
+    assert reply.value == "[True, True, True, True]", reply
+
+
+def test_ranks_cell(kernel):
+    kernel.run("scale, unused = 10, threading.Lock()\ndef helper(x): return x * scale")
+    reply = kernel.run("""%%ranks 2
+mine = torch.tensor([float(helper(dist.get_rank() + 1))])
+dist.all_reduce(mine)
+print(f"I have {mine.item()}")
+dist.get_rank(), mine.item()""")
+    assert reply.value == "[(0, 30.0), (1, 30.0)]", reply
+    says(reply, "[rank 0] I have 30.0\n[rank 1] I have 30.0")
+    assert kernel.run("_").value == reply.value
+    assert kernel.run("'mine' in globals()").value == "False"
+
+
+@pytest.mark.parametrize("last", ["dist.get_rank();", "print('x')", "y = 1"])
+def test_ranks_cell_without_a_value(kernel, last):
+    assert kernel.run(f"%%ranks 2\n{last}").value == ""
+
+
+@pytest.mark.parametrize("how", ["%%ranks 2", "run"])
+def test_failure_names_the_cell_and_the_line(kernel, how):
+    body = "x = dist.get_rank()\nif x == 1:\n    1 // 0\ndist.barrier()"
+    if how == "run":
+        kernel.run("def work():\n    " + body.replace("\n", "\n    "))
+        defined = kernel.run("len(In) - 2").value
+        reply = kernel.run("run(work, 2)")
+        line = 4
+    else:
+        reply = kernel.run(f"{how}\n{body}")
+        defined = kernel.run("len(In) - 2").value
+        line = 4
+    assert reply.status == "error"
+    says(reply, "RankError: rank 1 of 2 raised ZeroDivisionError", f"cell In[{defined}], in",
+         f"→   {line} ", "1 // 0", f"rank 0 waits in barrier number 1: cell In[{defined}], line ",
+         "dist.barrier()")
+    assert "dplab" not in reply.error and "Traceback" not in reply.error, reply.error
+
+
+def test_fails_shows_and_does_not_raise(kernel):
+    reply = says(kernel.run("%%ranks 2 --fails\n1 // dist.get_rank()"), "RankError: rank 0 of 2")
+    assert reply.status == "ok"
+    reply = says(kernel.run("%%ranks 2 --fails\n1"), "AssertionError", "meant to fail")
+    assert reply.status == "error"
+
+
+def test_timeout_option(kernel):
+    reply = kernel.run("%%ranks 2 --timeout 1.5\nwhile dist.get_rank(): pass\ndist.barrier()")
+    says(reply, "rank 1 did not come to barrier number 1 within 1.5 s")
+    assert reply.seconds < SOON
+
+
+@pytest.mark.parametrize(("line", "text"), [
+    ("", "the following arguments are required: N"), ("two", "invalid int value: 'two'"),
+    ("2 --timeout soon", "invalid float value"), ("2 --quick", "--quick"), ("0", "1 to 120"),
+    ("2 --timeout 0", "positive number of seconds"),
+])
+def test_bad_options(kernel, line, text):
+    reply = says(kernel.run(f"%%ranks {line}\n1"), "ValueError", text)
+    assert reply.status == "error"
+
+
+def test_syntax_error_in_the_cell(kernel):
+    reply = says(kernel.run("%%ranks 2\nx = 1\ny = = 2\n"), "SyntaxError", "y = = 2", "line 3")
+    assert reply.status == "error"
+
+
+@pytest.mark.parametrize("how", [LOOP, WAIT, None], ids=["loop", "collective", "workers"])
+def test_interrupt(kernel, how):
+    kernel.run(COLLECTIVE + how if how else CHILDREN)
+    kernel.start("run(hang, 4)")
+    kernel.ranks(4 if how else 12)
+    time.sleep(0.5)
+    pressed = time.monotonic()
+    kernel.interrupt()
+    reply = kernel.finish()
+    assert time.monotonic() - pressed < SOON
+    assert reply.status == "error"
+    says(reply, "stopped by you", *[f"rank {rank} " for rank in range(4)], "cell In[")
+    assert "dplab" not in reply.error
+    if how:
+        says(reply, "rank 1 waits in barrier number 2")
+
+
+def test_interrupt_while_the_server_still_loads():
+    with Kernel() as kernel:
+        kernel.run("import torch")
+        kernel.start("from dplab import run\nrun(lambda: 1, 2)")
+        wait_for(lambda: maps_of(kernel.process))
+        pressed = time.monotonic()
+        kernel.interrupt()
+        reply = kernel.finish()
+        assert time.monotonic() - pressed < SOON
+        says(reply, "stopped by you", "rank 0 was still starting", "rank 1 was still starting")
+        assert kernel.run("run(lambda: 1, 2)").value == "[1, 1]"
+
+
+@pytest.mark.parametrize("doing", ["idle", "loading", "loop", "collective", "workers"])
+def test_the_kernel_is_killed(doing, tmp_path):
+    with Kernel() as kernel:
+        if doing == "loading":
+            kernel.start("from dplab import run\nrun(print, 2)")
+            wait_for(lambda: any(map(is_server, descendants(kernel.process))))
+            folders = wait_for(lambda: maps_of(kernel.process))
+        else:
+            code = {"loop": COLLECTIVE + LOOP, "collective": COLLECTIVE + WAIT,
+                    "workers": CHILDREN, "idle": "def hang(): pass"}[doing]
+            kernel.run(SETUP + FOLDER + code)
+            path = tmp_path / "folders"
+            kernel.run(f"run(lambda: None, 2)\npath = {str(path)!r}")
+            kernel.run("""
+def work():
+    open(f"{path}-{dist.get_rank()}", "w").write(folder())
+    hang()""")
+            kernel.start("run(work, 2)")
+            if doing == "idle":
+                kernel.finish()
+            else:
+                kernel.ranks({"workers": 6}.get(doing, 2))
+                time.sleep(0.5)
+            folders = {path.with_name(f"folders-{rank}").read_text() for rank in range(2)}
+        below = descendants(kernel.process)
+        assert any(map(is_server, below))
+        kernel.kill()
+        assert wait_until_gone([kernel.process, *below], SOON) < SOON
+        wait_for(lambda: not any(map(os.path.exists, folders)), 5)
+
+
+def maps_of(process):
+    return {os.path.dirname(area.path) for area in process.memory_maps() if "/calls-" in area.path}
+
+
+def test_output_is_one_display_in_rank_order(kernel):
+    reply = kernel.run("""%%ranks 4
+time.sleep(0.2 * (3 - dist.get_rank()))
+print("first from", dist.get_rank())
+time.sleep(0.1)
+print("second from", dist.get_rank())""")
+    assert len(reply.displays) == 1
+    assert reply.text.strip().splitlines() == [
+        f"[rank {rank}] {which} from {rank}" for rank in range(4) for which in ("first", "second")]
+
+
+def test_very_much_output_is_cut(kernel):
+    reply = kernel.run("""%%ranks 2
+for number in range(700_000):
+    print(f"{number:7d} " + "x" * 66)""", timeout=120)
+    (data,) = reply.displays.values()
+    assert len(json.dumps(data)) < 400_000
+    lines = reply.text.strip().splitlines()
+    for rank in range(2):
+        of_rank = [line for line in lines if line.startswith(f"[rank {rank}]")]
+        assert of_rank[0].startswith(f"[rank {rank}]       0 x")
+        assert of_rank[-1].startswith(f"[rank {rank}]  699999 x")
+        assert sum("MB not shown" in line for line in of_rank) == 1
+    assert reply.seconds < 100
+
+
+def test_live_output_while_a_rank_works():
+    with Kernel(DPLAB_LIVE="1") as kernel:
+        kernel.run(SETUP)
+        kernel.start("def work():\n    print('hello <b>')\n    time.sleep(1000)\nrun(work, 2)")
+        kernel.ranks(2)
+        shown = kernel.until_displayed("hello")
+        assert "hello &lt;b&gt;" in shown["text/html"]
+        kernel.interrupt()
+        assert kernel.finish().status == "error"

@@ -1,0 +1,240 @@
+"""What the launcher leaves behind: no process, descriptor, folder or socket, run after run."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from socket import AF_INET
+
+import cloudpickle
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+from kernel import (
+    descendants,
+    folder_of_this_rank,
+    no_ranks_left,
+    server_of,
+    wait_for,
+    wait_until_gone,
+)
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
+
+from dplab import RankError, run
+from dplab.spawn import calls
+
+# functions of this file travel as those of a notebook do: by value
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def traces(process):
+    """What may grow: descriptors, mappings of logs, children."""
+    with open(f"/proc/{process.pid}/maps") as maps:
+        logs = sum("/calls-" in line for line in maps)
+    return process.num_fds(), logs, len(process.children(recursive=True))
+
+
+def total(x):
+    tensor = torch.tensor([float(x + dist.get_rank())])
+    dist.all_reduce(tensor)
+    return tensor.item(), folder_of_this_rank()
+
+
+def test_hundreds_of_runs_leave_nothing():
+    run(total, 2, 0)
+    me, server = psutil.Process(), server_of()
+    before, folders = (traces(me), traces(server)), set()
+    for number in range(60):
+        values = run(total, 2, number)
+        assert [value for value, _ in values] == [2 * number + 1.0] * 2
+        folders.add(values[0][1])
+    for _ in range(300):  # no collective: the ranks return while their peers still connect
+        assert run(int, 2, "7") == [7, 7]
+    assert len(folders) == 60
+    assert not [folder for folder in folders if os.path.exists(folder)]
+    assert server_of() == server
+    assert (traces(me), traces(server)) == before
+
+
+def test_failures_leave_nothing_either():
+    def work(how):
+        dist.barrier()
+        if dist.get_rank() == 1:
+            how()
+        dist.barrier()
+
+    run(total, 2, 0)
+    me, server = psutil.Process(), server_of()
+    before = traces(me), traces(server)
+    for how in (lambda: 1 // 0, lambda: os._exit(1), lambda: os.abort(), lambda: None) * 3:
+        try:
+            run(work, 2, how)
+        except RankError as error:
+            del error
+    assert (traces(me), traces(server)) == before
+
+
+def test_grandchildren_are_ended_too():
+    class Slow(torch.utils.data.Dataset):
+        def __len__(self):
+            return 4
+
+        def __getitem__(self, index):
+            time.sleep(1000)
+
+    def work():
+        if dist.get_rank() == 0:
+            list(DataLoader(Slow(), num_workers=2))
+        subprocess.Popen(["sleep", "1000"])
+        while len(psutil.Process().children()) < 1:
+            time.sleep(0.01)
+        time.sleep(0.3)
+        raise ValueError
+
+    found = []
+    watcher = threading.Thread(target=lambda: found.extend(wait_for(
+        lambda: len(below := server_of().children(recursive=True)) >= 5 and below)))
+    watcher.start()
+    with pytest.raises(RankError):
+        run(work, 2)
+    watcher.join()
+    assert wait_until_gone(found, 5) < 5
+    no_ranks_left()
+
+
+def test_ranks_listen_on_the_loopback_alone(monkeypatch):
+    # where the notebook asks for another interface, and where the host's name leads to one
+    outward = [name for name, addresses in psutil.net_if_addrs().items() for address in addresses
+               if address.family == AF_INET and not address.address.startswith("127.")]
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", (outward or ["none0"])[0])
+
+    def work():
+        model = DistributedDataParallel(nn.Linear(2, 2))
+        group = dist.new_group([0, 1])
+        model(torch.ones(1, 2)).sum().backward()
+        dist.all_reduce(torch.ones(3), group=group)
+        dist.barrier()
+        family = [psutil.Process(), *psutil.Process().parents()[:1]]  # itself and the server
+        return [(socket.status, socket.laddr.ip, socket.raddr.ip if socket.raddr else None)
+                for process in family for socket in process.net_connections("inet")]
+
+    sockets = [socket for value in run(work, 2) for socket in value]
+    assert any(status == psutil.CONN_LISTEN for status, _, _ in sockets)
+    assert {address for _, *both in sockets for address in both} <= {
+        "127.0.0.1", "::1", "::ffff:127.0.0.1", None}
+
+
+def test_the_server_is_restarted_after_its_death():
+    run(total, 2, 0)
+    server = server_of()
+    server.kill()
+    wait_for(lambda: server.status() == psutil.STATUS_ZOMBIE)
+    assert [value for value, _ in run(total, 2, 3)] == [7.0, 7.0]
+    assert server_of() != server
+
+
+def test_the_server_dies_during_a_run(tmp_path):
+    def work(path):
+        open(f"{path}/{dist.get_rank()}", "w").write(f"{os.getpid()} {folder_of_this_rank()}")
+        time.sleep(1000)
+
+    def kill():
+        wait_for(lambda: len(texts := [p.read_text() for p in tmp_path.iterdir()]) == 2
+                 and all(texts))
+        server_of().kill()
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    with pytest.raises(RuntimeError, match="process that ranks are forked from has ended"):
+        run(work, 2, str(tmp_path))
+    killer.join()
+    for path in tmp_path.iterdir():
+        pid, folder = path.read_text().split()
+        wait_for(lambda pid=pid: not psutil.pid_exists(int(pid)), 5)
+        assert not os.path.exists(folder)
+    assert [value for value, _ in run(total, 2, 3)] == [7.0, 7.0]
+
+
+def python(code, *, timeout=100, **environment):
+    return subprocess.run(
+        [sys.executable, "-c", code], text=True, capture_output=True, timeout=timeout, cwd=ROOT,
+        env={**os.environ, **environment})
+
+
+def test_a_server_that_cannot_start_says_why(tmp_path):
+    # torch loads it, and only the server imports it: the parent's torch is there already
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch/__init__.py").write_text("raise ImportError('this torch is broken')\n")
+    done = python(f"""
+import os, torch
+from dplab.spawn import run
+os.environ["PYTHONPATH"] = {str(tmp_path)!r}
+import dplab.spawn.start as start
+start._with_dplab = lambda: os.environ["PYTHONPATH"]
+run(print, 2)""")
+    assert done.returncode == 1
+    assert "RuntimeError: the process that ranks are forked from has ended" in done.stderr
+    assert "ImportError: this torch is broken" in done.stderr
+
+
+@pytest.mark.parametrize(("code", "started", "environment"), [
+    ("import dplab", 0, {}), ("import dplab.predict", 0, {}), ("import dplab.spawn", 0, {}),
+    ("from dplab import run", 1, {}), ("import dplab; dplab.device", 1, {}),
+    ("from dplab import run", 0, {"TORCHELASTIC_RUN_ID": "job"}),
+    ("from dplab import run", 0, {"DPLAB_START": "spawn"}),
+])
+def test_what_starts_the_server(code, started, environment):
+    done = python(f"{code}\nimport psutil\nprint(len(psutil.Process().children()))", **environment)
+    assert done.stdout.strip() == str(started), done.stderr
+
+
+def test_the_server_ends_with_its_parent():
+    done = python("from dplab import run; run(int, 2); import psutil\n"
+                  "print(psutil.Process().children()[0].pid)")
+    assert not psutil.pid_exists(int(done.stdout)), done.stderr
+
+
+@pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGTERM])
+def test_a_script_that_is_killed_leaves_nothing(sign, tmp_path):
+    code = f"""
+import time
+from dplab import run
+run(lambda: (open({str(tmp_path / 'sign')!r}, "w").close(), time.sleep(1000)), 3)"""
+    script = psutil.Popen([sys.executable, "-c", code], cwd=ROOT)
+    wait_for((tmp_path / "sign").exists, 60)
+    below = descendants(script)
+    folders = {os.path.dirname(area.path) for area in script.memory_maps() if "calls-" in area.path}
+    assert len(below) == 4 and len(folders) == 1
+    script.send_signal(sign)
+    script.wait(20)
+    assert wait_until_gone(below, 15) < 15
+    wait_for(lambda: not any(map(os.path.exists, folders)), 5)
+
+
+def test_the_call_log_holds_any_call(tmp_path):
+    group = type("Group", (), {"group_name": "a" * 64, "size": lambda self: 1000})()
+    path = str(tmp_path / "calls")
+    recorder, reader = calls.CallRecorder(calls.create_log(path)), calls.CallReader(path)
+    tensor = torch.empty((10**4,) * 2 + (1,) * 7, device="meta", dtype=torch.complex128)
+    name = str(tmp_path / ("漢字" * 60 + ".py"))
+    code = compile("all_reduce(group, 'reduce_scatter', [tensor] * 9, 'PREMUL_SUM', 999)",
+                   name, "exec")
+    for _ in range(10_000):
+        exec(code, {"all_reduce": lambda *call: recorder.record(*call), "group": group,
+                    "tensor": tensor})
+    found = reader.new_calls()
+    assert 2000 < len(found) <= 2048
+    assert [call.number for call in found] == list(range(10_001 - len(found), 10_001))
+    last = found[-1]
+    assert (last.operation, last.dtype, last.reduce_operation, last.peer, last.line) == (
+        "reduce_scatter", "complex128", "PREMUL_SUM", 999, 1)
+    assert last.bytes == 9 * 16 * 10**8
+    assert name.endswith(last.file) and last.file.endswith("漢字.py")

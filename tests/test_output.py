@@ -1,0 +1,142 @@
+"""What the ranks write: in a terminal or file, whole and labelled; in Python, C and children."""
+
+import os
+import resource
+import subprocess
+import sys
+import time
+
+import cloudpickle
+import pytest
+import torch
+import torch.distributed as dist
+from kernel import no_ranks_left
+from tqdm import tqdm
+
+from dplab import RankError, run
+from dplab.spawn.output import KEPT, RankText
+
+# functions of this file travel as those of a notebook do: by value
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+
+@pytest.fixture
+def shown(capsys):
+    """The lines that the ranks wrote, one list for each rank."""
+    def lines(ranks=2):
+        text = capsys.readouterr().out
+        assert all(line.startswith("[rank ") for line in text.splitlines()), text
+        return [[line.removeprefix(f"[rank {rank}] ") for line in text.split("\n")
+                 if line.startswith(f"[rank {rank}] ")] for rank in range(ranks)]
+    yield lines
+    no_ranks_left()
+
+
+def test_every_way_to_write(shown):
+    def work():
+        rank = dist.get_rank()
+        print("print", rank)
+        print("unicode é→漢字🎈", flush=True)
+        print("to stderr", file=sys.stderr)
+        os.write(1, b"to the descriptor\n")
+        os.write(1, b"not utf-8: \xff\xfe\n")
+        os.system("echo from a shell")
+        subprocess.run([sys.executable, "-c", "print('from a child')"], check=True)
+        print("\ud800 is no text")
+        print()
+        print("without an end", rank, end="")
+
+    run(work, 2)
+    for rank, lines in enumerate(shown()):
+        assert lines == [f"print {rank}", "unicode é→漢字🎈", "to stderr", "to the descriptor",
+                         "not utf-8: \ufffd\ufffd", "from a shell", "from a child",
+                         "\\ud800 is no text", "", f"without an end {rank}"]
+
+
+def test_of_a_progress_bar_the_last_state_is_shown(shown):
+    def work():
+        for _ in tqdm(range(30 + dist.get_rank()), mininterval=0, desc="steps"):
+            pass
+        print("after")
+
+    run(work, 2)
+    for rank, lines in enumerate(shown()):
+        assert len(lines) == 2
+        assert lines[0].startswith("steps: 100%") and f"{30 + rank}/{30 + rank}" in lines[0]
+
+
+@pytest.mark.parametrize("ending", ["\n", ""], ids=["line", "no newline"])
+@pytest.mark.parametrize("leave", [lambda: os._exit(3), lambda: os.kill(os.getpid(), 9),
+                                   lambda: sys.exit(1), lambda: 1 // 0])
+def test_nothing_is_lost_when_a_rank_ends(shown, leave, ending):
+    def work():
+        dist.barrier()
+        print("\n".join(f"line {number}" for number in range(2000)), end=ending)
+        leave()
+
+    with pytest.raises(RankError):
+        run(work, 2)
+    for lines in shown():
+        assert lines == [f"line {number}" for number in range(2000)]
+
+
+def test_very_much_output_is_cut(shown):
+    def work():
+        for number in range(700_000):
+            print(f"{number:7d} " + "x" * 66)
+
+    started = time.monotonic()
+    run(work, 2)
+    assert time.monotonic() - started < 100
+    for lines in shown():
+        assert sum(map(len, lines)) < 1_200_000
+        assert lines[0].startswith("      0 x")
+        assert lines[-1].startswith(" 699999 x")
+        assert sum("51.5 MB not shown" in line for line in lines) == 1
+
+
+def test_one_endless_line_is_cut_quickly(shown):
+    started = time.monotonic()
+    run(lambda: print("x" * 5_000_000, end=""), 2)
+    assert time.monotonic() - started < 15
+    for lines in shown():
+        assert lines == ["… 5.0 MB not shown …", "x" * KEPT]
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 100_000])
+def test_what_is_kept_does_not_depend_on_how_it_arrives(chunk):
+    def kept(written):
+        text = RankText()
+        for start in range(0, len(written), chunk):
+            text.feed(written[start:start + chunk])
+        return text.lines()
+
+    assert kept(b"") == []
+    assert kept(b"a\r\nb\n\nc") == ["a", "b", "", "c"]
+    assert kept(b"\r 10%\r 50%\r100%\nnext\r 1%\r 2%") == ["100%", " 2%"]
+    assert kept("é→\n".encode() * 3) == ["é→"] * 3
+    assert kept(b"\x1b[2Kred \x1b[31mtext\x1b[0m\n") == ["red \x1b[31mtext\x1b[0m"]
+    exact = [f"{number:09d}" for number in range(2 * KEPT // 10)]
+    assert kept("".join(f"{line}\n" for line in exact).encode()) == exact
+    lines = kept("".join(f"{number:09d}\n" for number in range(10_000)).encode())
+    assert lines[0] == "000000000" and lines[-1] == "000009999"
+    assert lines[1600:-1600] == ["… 68.0 kB not shown …"]
+
+
+def test_large_values_come_back_whole_and_memory_is_given_back():
+    def work():
+        return torch.full((2**27,), 1.0 + dist.get_rank()) if dist.get_rank() else "small"
+
+    before = resident()
+    small, big = run(work, 2)
+    assert small == "small"
+    assert (big.numel(), big[0], big[-1], big.sum()) == (2**27, 2.0, 2.0, 2.0**28)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    assert peak - before < 2.5e9  # 0.5 GB, and the copies on its way
+    del big
+    assert resident() - before < 0.3e9
+
+
+def resident():
+    with open("/proc/self/statm") as statm:
+        return int(statm.read().split()[1]) * resource.getpagesize()

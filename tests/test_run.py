@@ -1,0 +1,269 @@
+"""`run`: values, arguments, seeds, environment, devices, links."""
+
+import functools
+import math
+import os
+import random
+import sys
+import threading
+
+import cloudpickle
+import numpy
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+from kernel import no_ranks_left
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+import dplab
+from dplab import run
+
+# functions of this file travel as those of a notebook do: by value
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+both_sizes = pytest.mark.parametrize("ranks", [2, 4])
+
+
+@pytest.fixture(autouse=True)
+def nothing_left():
+    yield
+    if psutil.Process().children():
+        no_ranks_left()
+
+
+@both_sizes
+def test_values_come_back_in_rank_order(ranks):
+    def work(factor, *rest, offset):
+        mine = torch.arange(3.0) + 10 * dist.get_rank()
+        total = mine.clone()
+        dist.all_reduce(total)
+        return {"rank": dist.get_rank(), "mine": factor * mine + offset, "total": total,
+                "rest": rest}
+
+    values = run(work, ranks, 2, "a", None, offset=0.5)
+    assert [value["rank"] for value in values] == list(range(ranks))
+    for rank, value in enumerate(values):
+        torch.testing.assert_close(value["mine"], 2 * (torch.arange(3.0) + 10 * rank) + 0.5)
+        expected = ranks * torch.arange(3.0) + 10 * sum(range(ranks))
+        torch.testing.assert_close(value["total"], expected)
+        assert value["rest"] == ("a", None)
+
+
+def test_one_rank_alone():
+    assert run(lambda: (dist.get_rank(), dist.get_world_size()), 1) == [(0, 1)]
+
+
+class Offset:
+    def __init__(self, amount):
+        self.amount = amount
+
+    def add(self, x):
+        return x + self.amount + dist.get_rank()
+
+    __call__ = add
+
+
+@pytest.mark.parametrize("make", [
+    lambda: lambda x: x + 30 + dist.get_rank(),
+    lambda: Offset(30).add,
+    lambda: Offset(30),
+    lambda: functools.partial(lambda x, y: x + y + dist.get_rank(), y=30),
+], ids=["closure", "method", "object", "partial"])
+def test_any_callable(make):
+    assert run(make(), 2, 4) == [34, 35]
+
+
+def test_keywords_other_than_its_own_go_to_the_function():
+    def work(world_size_, **kwargs):
+        return world_size_, kwargs
+
+    assert run(work, 2, 7, rank=3, group="g") == [(7, {"rank": 3, "group": "g"})] * 2
+
+
+def test_classes_travel_by_value():
+    class Point:
+        def __init__(self, x):
+            self.x = x
+
+    def work(point):
+        assert type(point) is Point
+        return Point(point.x + dist.get_rank())
+
+    points = run(work, 2, Point(5))
+    assert all(isinstance(point, Point) for point in points)
+    assert [point.x for point in points] == [5, 6]
+
+
+def tensors():
+    ramp = torch.arange(6.0).reshape(2, 3)
+    return {
+        "parameter": nn.Parameter(ramp.clone()), "frozen": nn.Parameter(ramp.clone(), False),
+        "leaf": ramp.clone().requires_grad_(), "bfloat16": ramp.bfloat16(),
+        "complex": torch.complex(ramp, -ramp), "conj": torch.complex(ramp, -ramp).conj(),
+        "bool": ramp > 2, "int": ramp.long(), "scalar": torch.tensor(3.5), "turned": ramp.t(),
+        "empty": torch.empty(0, 4), "slice": ramp[:, 1:], "expanded": torch.ones(1, 3).expand(4, 3),
+        "sparse": torch.eye(3).to_sparse(),
+    }
+
+
+@pytest.mark.parametrize("name", tensors())
+def test_tensors_there_and_back(name):
+    sent = tensors()[name]
+    arrived, made = run(lambda tensor: (tensor, tensors()[name]), 2, sent)[1]
+    for back in (arrived, made):
+        assert type(back) is type(sent)
+        assert (back.dtype, back.shape, back.device) == (sent.dtype, sent.shape, sent.device)
+        assert back.requires_grad == sent.requires_grad
+        assert torch.equal(back.detach().to_dense(), sent.detach().to_dense())
+
+
+def test_a_tensor_that_comes_back_is_its_own_memory():
+    big = torch.arange(100_000.0)
+    back = run(lambda: big[:2], 2)[0]
+    assert back.untyped_storage().nbytes() == 8
+    back.add_(1)
+
+
+def test_a_module_comes_back_with_its_ties():
+    def work():
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+        model[1].weight = model[0].weight
+        return model
+
+    model = run(work, 2)[1]
+    assert model[0].weight is model[1].weight
+    assert model(torch.ones(1, 3)).requires_grad
+
+
+def draw():
+    return torch.rand(3).tolist(), numpy.random.rand(3).tolist(), [random.random()]
+
+
+@both_sizes
+def test_each_rank_draws_its_own_numbers_and_the_same_in_each_run(ranks):
+    first, again, other = run(draw, ranks), run(draw, ranks), run(draw, ranks, seed=1)
+    assert first == again
+    for kind in range(3):
+        drawn = [str(numbers[kind]) for numbers in first + other]
+        assert len(set(drawn)) == 2 * ranks
+    torch.manual_seed(3 * 1000 + 1)
+    assert torch.rand(3).tolist() == run(draw, 2, seed=3)[1][0]
+
+
+def test_environment_folder_and_path_follow(monkeypatch, tmp_path):
+    (tmp_path / "helper_beside_the_notebook.py").write_text("NUMBER = 17\n")
+    monkeypatch.setenv("DPLAB_TEST_VARIABLE", "é=1\nx")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def work():
+        import helper_beside_the_notebook
+
+        return (os.environ.get("DPLAB_TEST_VARIABLE"), os.getcwd(), sys.path[0],
+                helper_beside_the_notebook.NUMBER)
+
+    assert run(work, 2) == [("é=1\nx", os.getcwd(), str(tmp_path), 17)] * 2
+    monkeypatch.delenv("DPLAB_TEST_VARIABLE")
+    assert run(lambda: os.environ.get("DPLAB_TEST_VARIABLE"), 2) == [None, None]
+
+
+@pytest.mark.parametrize("wanted", [None, "2"])
+def test_threads(monkeypatch, wanted):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if wanted:
+        monkeypatch.setenv("OMP_NUM_THREADS", wanted)
+
+    def work():
+        return torch.get_num_threads(), os.environ["OMP_NUM_THREADS"]
+
+    assert run(work, 2) == [(int(wanted or 1), wanted or "1")] * 2
+
+
+def test_device():
+    where = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    assert dplab.device() == where
+    assert run(lambda: dplab.device(), 2, backend="gloo") == [torch.device("cpu")] * 2
+
+
+def test_a_rank_starts_no_fork_server():
+    def work():
+        dplab.device()
+        return [child.cmdline() for child in psutil.Process().children()]
+
+    assert run(work, 2) == [[], []]
+
+
+def test_link_is_installed_before_the_process_group():
+    class Link:
+        def install(self, backend):
+            os.environ["DPLAB_TEST_LINK"] = f"{backend} {dist.is_initialized()}"
+            return backend
+
+    assert run(lambda: os.environ["DPLAB_TEST_LINK"], 2, link=Link(), backend="gloo") == [
+        "gloo False"] * 2
+
+
+@pytest.mark.parametrize(("error", "says", "arguments", "options"), [
+    (TypeError, r"run\(fn, 4\), not run\(fn\(\), 4\)", (3, 2), {}),
+    (TypeError, "integer", (draw, True), {}),
+    (TypeError, "integer", (draw, "2"), {}),
+    (TypeError, "integer", (draw, 2.5), {}),
+    (TypeError, "integer", (draw, None), {}),
+    (ValueError, "1 to 120", (draw, 0), {}),
+    (ValueError, "1 to 120", (draw, -1), {}),
+    (ValueError, "1 to 120", (draw, 121), {}),
+    *[(ValueError, "positive number of seconds", (draw, 2), {"timeout": timeout})
+      for timeout in (0, -1, math.nan, "5", None, True)],
+    *[(ValueError, "seed must be an integer", (draw, 2), {"seed": seed})
+      for seed in (-1, 1.5, "1", None, True, 2**64)],
+    (ValueError, "no backend 'ring'", (draw, 2), {"backend": "ring"}),
+    (ValueError, "no backend 3", (draw, 2), {"backend": 3}),
+    (ValueError, "gloo", (draw, 100), {"backend": "nccl"}),
+])
+def test_bad_arguments(error, says, arguments, options):
+    with pytest.raises(error, match=says):
+        run(*arguments, **options)
+
+
+def test_numpy_integers_and_an_endless_timeout_are_fine():
+    assert run(lambda: 1, numpy.int64(2), timeout=math.inf) == [1, 1]
+
+
+def test_two_threads_run_at_once():
+    values = {}
+
+    def start(name, ranks):
+        def work():
+            total = torch.tensor([float(len(name))])
+            dist.all_reduce(total)
+            return name, dist.get_rank(), total.item()
+
+        values[name] = run(work, ranks)
+
+    threads = [threading.Thread(target=start, args=("x" * ranks, ranks)) for ranks in (2, 3, 4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    for ranks in (2, 3, 4):
+        name = "x" * ranks
+        assert values[name] == [(name, rank, ranks * ranks) for rank in range(ranks)]
+
+
+class Squares(Dataset):
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        return torch.tensor(index**2 + dist.get_rank())
+
+
+@both_sizes
+def test_a_data_loader_with_workers(ranks):
+    def work():
+        loader = DataLoader(Squares(), batch_size=3, num_workers=2)
+        return torch.cat(list(loader)).tolist()
+
+    assert run(work, ranks) == [[i * i + rank for i in range(8)] for rank in range(ranks)]
