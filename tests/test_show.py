@@ -1,5 +1,7 @@
 """The plots show the numbers they are given, and their labels can be read."""
 
+import base64
+import io
 import itertools
 import math
 import random
@@ -9,6 +11,7 @@ import sys
 import matplotlib
 import numpy as np
 import pytest
+from matplotlib import image
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_rgb
 
@@ -313,13 +316,20 @@ def test_svg_is_the_same_each_time_and_opaque(name):
     assert (np.asarray(canvas.buffer_rgba())[..., 3] == 255).all()
 
 
-def test_a_notebook_shows_one_svg_with_its_text_alternative(monkeypatch):
+def test_a_notebook_shows_one_png_with_its_text_alternative(monkeypatch):
     shown = []
     monkeypatch.setattr("IPython.display.display", lambda *a, **k: shown.append((a, k)))
-    figures()["curve"]._ipython_display_()
+    figure = figures()["curve"]
+    figure._ipython_display_()
     [((bundle,), options)] = shown
-    assert bundle["image/svg+xml"].startswith("<?xml") and bundle["text/plain"]
-    assert options == {"raw": True, "metadata": {"image/svg+xml": {"alt": "Two falling lines"}}}
+    width, height = (round(96 * inches) for inches in figure.get_size_inches())
+    assert options == {"raw": True, "metadata": {
+        "image/png": {"width": width, "height": height, "alt": "Two falling lines"}}}
+    assert set(bundle) == {"image/png", "text/plain"} and bundle["text/plain"]
+    pixels = image.imread(io.BytesIO(base64.b64decode(bundle["image/png"])))
+    assert pixels.shape[:2] == pytest.approx((2 * height, 2 * width), abs=2)
+    again = figures()["curve"]
+    assert show.to_png(again) == base64.b64decode(bundle["image/png"])
 
 
 def test_text_alternatives_name_the_numbers():
@@ -334,5 +344,3 @@ def test_style_is_put_back():
         with show.style():
             assert matplotlib.rcParams["font.size"] == 10.5
         assert matplotlib.rcParams["font.size"] == 31
-        show.use_style()
-        assert matplotlib.rcParams["font.size"] == 10.5

@@ -4,6 +4,7 @@ Sizes are in points; JupyterLab shows 0.75 pt as one CSS pixel, so 10.5 pt is 14
 has an opaque white ground, which keeps it readable on a dark page.
 """
 
+import base64
 import io
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +13,7 @@ import matplotlib
 import matplotlib.style
 from cycler import cycler
 from matplotlib.figure import Figure
+from PIL import Image
 
 from dplab.show.palette import RANK_COLORS
 
@@ -61,22 +63,11 @@ def style():
         yield
 
 
-def use_style() -> None:
-    """Sets the course's style for all pyplot figures of this notebook, shown as SVG."""
-    matplotlib.rcParams.update(STYLE)
-    try:
-        from IPython import get_ipython
-        from matplotlib_inline.backend_inline import set_matplotlib_formats
-    except ImportError:
-        return
-    if get_ipython() is not None:
-        set_matplotlib_formats("svg")
-
-
 class CourseFigure(Figure):
-    """A matplotlib figure with a text alternative, which a notebook shows once, as SVG.
+    """A matplotlib figure with a text alternative, which a notebook shows once, as PNG.
 
-    It is not registered with pyplot: nothing has to be closed, and no cell shows it twice.
+    It is not registered with pyplot: nothing has to be closed, and no cell shows it twice. It is a
+    PNG, two pixels for each CSS pixel, since JupyterLab hides SVG until the reader runs the cell.
     """
 
     def __init__(self, *args, alt: str = "", **kwargs):
@@ -86,8 +77,10 @@ class CourseFigure(Figure):
     def _ipython_display_(self):
         from IPython.display import display
 
-        bundle = {"image/svg+xml": to_svg(self).decode(), "text/plain": self.alt or repr(self)}
-        metadata = {"image/svg+xml": {"alt": self.alt}} if self.alt else {}
+        width, height = (round(96 * inches) for inches in self.get_size_inches())
+        bundle = {"image/png": base64.b64encode(to_png(self)).decode(),
+                  "text/plain": self.alt or repr(self)}
+        metadata = {"image/png": {"width": width, "height": height, "alt": self.alt}}
         display(bundle, raw=True, metadata=metadata)
 
 
@@ -109,6 +102,15 @@ def subplots(rows: int = 1, columns: int = 1, *, title: str = "", xlabel: str = 
         for one in figure.axes:
             one.set(xlabel=xlabel, ylabel=ylabel)
         return figure, axes
+
+
+def to_png(figure: Figure) -> bytes:
+    """The figure as PNG, 192 pixels an inch; its 128 colours keep notebooks small."""
+    drawn, small = io.BytesIO(), io.BytesIO()
+    with style():
+        figure.savefig(drawn, format="png", dpi=192)
+    Image.open(drawn).convert("RGB").quantize(128).save(small, format="png", optimize=True)
+    return small.getvalue()
 
 
 def to_svg(figure: Figure, title: str = "") -> bytes:
