@@ -40,6 +40,19 @@ def sum_over_own_count(values):
     return total / len(values)
 
 
+def reduce_to_rank_0(values):
+    total = torch.stack([values.sum(), torch.tensor(float(len(values)))])
+    dist.reduce(total, dst=0)
+    return total[0] / total[1]
+
+
+def on_rank_0_only(values):
+    total = torch.stack([values.sum(), torch.tensor(float(len(values)))])
+    if dist.get_rank() == 0:
+        dist.all_reduce(total)
+    return total[0] / total[1]
+
+
 def all_reduced_parts(values):
     dist.all_reduce(values)
     return values.mean()
@@ -67,6 +80,10 @@ class GlobalMean(Exercise):
                 "number of values on all ranks together."),
         Mistake(sum_over_own_count, "You divided the sum over all ranks by this rank's own number "
                 "of values: that number has to be summed over the ranks too."),
+        Mistake(reduce_to_rank_0, "`reduce` gives the result to rank 0 alone; the others are left "
+                "with parts of it. Every rank needs the mean: `all_reduce`."),
+        Mistake(on_rank_0_only, "Only rank 0 calls the collective, and waits for ever. A "
+                "collective is called by every rank."),
         Mistake(all_reduced_parts, "You all-reduced the values themselves. Their number differs "
                 "from rank to rank, and an all-reduce needs tensors of one size."),
     )

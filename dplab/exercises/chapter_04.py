@@ -114,10 +114,12 @@ def average_gradients(model):
             dist.all_reduce(parameter.grad)
 
 
-def _on_each(change, frozen_too=False):
+def _on_each(change, frozen_too=False, only_rank_0=False):
     """An attempt that does one thing to every parameter that has a gradient."""
 
     def attempt(model):
+        if only_rank_0 and dist.get_rank() != 0:
+            return
         for parameter in model.parameters():
             if frozen_too or parameter.grad is not None:
                 change(parameter)
@@ -136,6 +138,14 @@ def _divide(parameter):
     parameter.grad /= dist.get_world_size()
 
 
+def _by_constant(divisor):
+    def change(parameter):
+        parameter.grad /= divisor
+        dist.all_reduce(parameter.grad)
+
+    return _on_each(change)
+
+
 def _average_and_divide(parameter):
     dist.all_reduce(parameter.grad, op=dist.ReduceOp.AVG)
     _divide(parameter)
@@ -148,6 +158,8 @@ def _reduce_to_rank_0(parameter):
 
 _FROZEN = ("A parameter's gradient is `None`: it is frozen, or the loss does not depend on it. "
            "Skip such parameters.")
+_CONSTANT = ("You divided by a constant. The divisor is the number of ranks, whatever it is: "
+             "`dist.get_world_size()`.")
 _WEIGHTS = ("You all-reduced the parameters, not their gradients. The weights were equal already, "
             "and the gradients still differ from rank to rank.")
 
@@ -177,6 +189,10 @@ class AverageGradients(Exercise):
         Mistake(_on_each(lambda parameter: _mean_of(parameter.data)), _WEIGHTS),
         Mistake(_on_each(_reduce_to_rank_0), "`reduce` gives the result to rank 0 alone. Every "
                 "rank takes the step, so every rank needs the mean: `all_reduce`."),
+        Mistake(_on_each(lambda parameter: _mean_of(parameter.grad), only_rank_0=True), "Only "
+                "rank 0 calls the collective, and waits for ever: every rank has to call it."),
+        Mistake(_by_constant(2), _CONSTANT),
+        Mistake(_by_constant(4), _CONSTANT),
         Mistake(_on_each(_divide, frozen_too=True), _FROZEN),
         Mistake(_on_each(_sum, frozen_too=True), _FROZEN),
     )
@@ -356,8 +372,8 @@ class SpotTheBug(_OnDigits):
     solution = staticmethod(train_steps)
     stub = staticmethod(train_steps_broken)
     mistakes = (
-        Mistake(_within_ddp(zero="once"), "The gradients are cleared before the first step only: "
-                "from the second step on they add up."),
+        Mistake(_within_ddp(zero="once"), "The gradients are never cleared between the steps: "
+                "from the second one on they add up."),
         Mistake(_within_ddp(zero="too late"), "The gradients are cleared between `backward` and "
                 "`step`, so the optimizer sees zeros and the model never changes."),
         Mistake(_within_ddp(zero="never", average="sum"), "DDP has averaged the gradients already; "

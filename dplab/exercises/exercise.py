@@ -2,7 +2,8 @@
 
 The attempt runs on real ranks at several world sizes; each rank returns facts (tensors, counts),
 which are compared with what a single process computes. Where they differ, the known mistakes run on
-the same inputs, and one with the same outcome is the diagnosis.
+the same inputs, and one with the same outcome, at this world size and the larger ones, is the
+diagnosis.
 """
 
 import dis
@@ -116,9 +117,9 @@ class Exercise:
         detail = str(difference) if crashed else f"{where}, {difference}"
         alike = self._alike(self.mistakes, got, expected, world_size)
         for larger in self.world_sizes:
-            if larger > world_size and len({mistake.why for mistake in alike}) > 1:
+            if larger > world_size and alike and not crashed:
                 got = self._observe(attempt, larger)
-                alike = self._alike(alike, got, self._expected(larger), larger) or alike
+                alike = self._alike(alike, got, self._expected(larger), larger)
         if alike:
             return Verdict(WRONG, alike[0].why, detail)
         return Verdict(CRASHED if crashed else WRONG, f"{where}:" if crashed else "", detail)
