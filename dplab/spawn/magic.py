@@ -28,12 +28,13 @@ def register(shell) -> None:
         """``%%ranks N [--timeout S] [--fails]``: runs the cell's body on N ranks.
 
         Names of the notebook are visible, none come back. The value of a last expression comes
-        back as the list ``_``. ``--fails``: the failure is meant, and shown without raising.
+        back as the list ``_``. ``--fails``: the failure is meant; it is shown without raising, and
+        kept under the name ``failure``.
         """
         options = parser.parse_args(line.split())
         body = _Body(shell, line, cell)
         if options.fails:
-            with expect_failure():
+            with expect_failure() as shell.user_ns["failure"]:
                 run(body, options.world_size, timeout=options.timeout)
             return None
         values = run(body, options.world_size, timeout=options.timeout)

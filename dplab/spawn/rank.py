@@ -104,6 +104,7 @@ class _Wire:
     def __init__(self, connection):
         self._connection = connection
         self._lock = threading.Lock()
+        self._everyone_is_ready = threading.Event()
 
     def receive(self):
         return self._connection.recv_bytes()
@@ -114,11 +115,19 @@ class _Wire:
             if value is not None:
                 self._connection.send_bytes(value)
 
+    def wait_for_the_others(self):
+        """Until every rank has joined: nothing that one does now meets one that still connects."""
+        self.say(Answer("ready", time.monotonic()))
+        self._everyone_is_ready.wait()
+
     def listen(self, folder):
         """Answers where the main thread is. Ends the rank and its children with the kernel."""
         try:
-            while self._connection.recv():
-                self.say(_where())
+            while True:
+                if self._connection.recv() == "go":
+                    self._everyone_is_ready.set()
+                else:
+                    self.say(_where())
         except (EOFError, OSError):
             shutil.rmtree(folder, ignore_errors=True)
             os.killpg(0, signal.SIGKILL)
@@ -135,7 +144,7 @@ def _work(job, payload, wire):
                           f"loaded there ({_only(error)})"), None
         _join_process_group(job, link)
         _fill_main(function)
-        wire.say(Answer("ready", time.monotonic()))
+        wire.wait_for_the_others()
         value = function(*args, **kwargs)
         _flush()
         return Answer("done", time.monotonic(), launched=_flight()[0]), transport.dumps(value)

@@ -30,7 +30,8 @@ class RankState:
 
     rank: int
     world_size: int
-    ready: bool = False
+    joined: bool = False  # the process group
+    ready: bool = False  # and so have all others: its function runs
     answer: Answer | None = None  # its last word: done, raised, exited, unpicklable
     value: object = field(default=None, repr=False)
     where: Answer | None = None
@@ -229,12 +230,20 @@ class Supervisor:
             self._selector.unregister(connection)
             return
         if answer.state == "ready":
-            state.ready = True
+            state.joined = True
+            if all(state.joined for state in self._states):
+                self._go()
         elif answer.state == "where":
             state.where = answer
         else:
             state.answer = answer
             state.ready = True
+
+    def _go(self):
+        for state, connection in zip(self._states, self._connections, strict=True):
+            state.ready = True
+            with contextlib.suppress(OSError):
+                connection.send("go")
 
     def _read(self, rank, descriptor):
         data = os.read(descriptor, 1 << 16)
