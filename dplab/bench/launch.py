@@ -21,15 +21,13 @@ dist.all_reduce(torch.ones(1))
 dist.destroy_process_group()
 """
 _FRESH = """
-import sys, time
-start = time.perf_counter()
+import time
 import torch, torch.distributed as dist
 from dplab import run
 def all_reduce_once():
     dist.all_reduce(torch.ones(1))
 time.sleep({pause})
-if {pause}:
-    start = time.perf_counter()
+start = time.perf_counter()
 run(all_reduce_once, 4)
 print(time.perf_counter() - start)
 """
@@ -49,9 +47,9 @@ def main(options):
         "dplab.run, 4 ranks, a DDP step": _times(options.rounds, lambda: run(ddp_step, 4)),
         "torch.multiprocessing.spawn, 4 ranks": _times(options.peer_rounds, _mp_spawn),
         "torchrun, 4 ranks": _times(options.peer_rounds, _torchrun),
-        "dplab, first run in a fresh Python, with its imports":
+        "dplab.run, 4 ranks, first call after the imports":
             [_fresh(0) for _ in range(options.peer_rounds)],
-        "dplab, first run once the server is warm":
+        "dplab.run, 4 ranks, first call six seconds later":
             [_fresh(6) for _ in range(options.peer_rounds)],
     }
     base = statistics.median(rows["dplab.run, 4 ranks"])
