@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from dplab import RankError, run
 from dplab.measure import CallLog, WireMeter
+from dplab.spawn import calls
 
 MIB = 2**20
 
@@ -90,6 +91,24 @@ def test_the_log_holds_every_call_with_its_facts(ranks):
         assert [call.time for call in calls] == sorted(call.time for call in calls)
         assert (count, all_reduces, broadcast_bytes) == (7, 1, 56)
         assert "all_reduce of float32[3, 5], MAX" in text
+
+
+def a_log_that_is_written_faster_than_read(folder):
+    calls.record_into(calls.create_log(f"{folder}/log"))
+    reader = calls.CallReader(f"{folder}/log")
+    numbers = []
+    for burst in (3, 1, 5000):
+        for _ in range(burst):
+            dist.all_reduce(torch.ones(1))
+        numbers.append([call.number for call in reader.new_calls()])
+    return numbers, reader._slot(2900)  # where call 4949 stands by now
+
+
+def test_a_reader_that_is_overtaken_reads_the_last_calls_and_no_torn_one(tmp_path):
+    [(numbers, overwritten)] = run(a_log_that_is_written_faster_than_read, 1, tmp_path)
+    assert numbers[:2] == [[1, 2, 3], [4]]
+    assert numbers[2] == list(range(5004 - 2046, 5005))
+    assert overwritten is None
 
 
 def test_the_log_works_under_plain_torchrun(tmp_path):

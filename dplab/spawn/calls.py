@@ -156,17 +156,24 @@ class CallReader:
 
     def new_calls(self) -> list[Call]:
         """The calls since the last time (of a burst, the last 2048)."""
-        (count,) = struct.unpack("Q", self._memory[:8])
-        calls = [self._slot(index) for index in range(max(self._read, count - _SLOTS + 1), count)]
+        count = self._count()
+        slots = [self._slot(index) for index in range(max(self._read, count - _SLOTS + 1), count)]
+        calls = [call for call in slots if call is not None]
         self._read = count
         if calls:
             self.last = calls[-1]
         return calls
 
+    def _count(self):
+        return struct.unpack("Q", self._memory[:8])[0]
+
     def _slot(self, index):
         at = _HEADER + (index % _SLOTS) * _SLOT
-        (length,) = struct.unpack("H", self._memory[at : at + 2])
-        text = self._memory[at + 2 : at + 2 + length].decode(errors="replace")
+        slot = self._memory[at : at + _SLOT]
+        if index <= self._count() - _SLOTS:  # the rank was faster, and writes another call there
+            return None
+        (length,) = struct.unpack("H", slot[:2])
+        text = slot[2 : 2 + length].decode(errors="replace")
         (operation, number, group, size, shape, dtype, reduce_operation, nbytes, peer, when, line,
          file) = text.split("\t", 11)
         return Call(operation, int(number), group, int(size),
