@@ -1,0 +1,71 @@
+"""The README's commands: what they open is there, pictures included."""
+
+import os
+import re
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+@pytest.fixture
+def served(tmp_path):
+    """The address of the server that the README's start command runs, without its browser."""
+    command = shlex.split(re.search(r"\.venv/bin/jupyter (lab .*)", README)[1])
+    root = ["--allow-root"] if os.geteuid() == 0 else []
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "jupyter", *command, *root, "--no-browser", f"--port={port}",
+         "--IdentityProvider.token=token"],
+        cwd=ROOT, stderr=subprocess.DEVNULL, start_new_session=True,
+        env={**os.environ, "JUPYTER_CONFIG_DIR": str(tmp_path), "JUPYTER_RUNTIME_DIR":
+             str(tmp_path), "JUPYTERLAB_WORKSPACES_DIR": str(tmp_path)})
+    try:
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        os.killpg(process.pid, signal.SIGTERM)
+        process.wait(timeout=30)
+
+
+def fetch(url):
+    """The bytes behind the address, from a server that may still be starting."""
+    deadline = time.monotonic() + 60
+    while True:
+        try:
+            request = urllib.request.Request(url, headers={"Authorization": "token token"})
+            with urllib.request.urlopen(request, timeout=30) as answer:
+                return answer.read()
+        except urllib.error.HTTPError as error:
+            pytest.fail(f"{url}: {error}")
+        except urllib.error.URLError:
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+
+
+def test_the_start_command_serves_the_chapters_and_their_pictures(served):
+    notebook = re.search(r"jupyter lab .*(chapters/\S+\.ipynb)", README)[1]
+    pictures = {f"figures/{path.name}" for path in (ROOT / "figures").glob("*.svg")}
+    for path in {notebook, *pictures}:
+        assert fetch(f"{served}/files/{path}") == (ROOT / path).read_bytes()
+
+
+def test_links_and_pictures_exist():
+    targets = re.findall(r"\]\(([^)#:]+)\)", README)
+    assert "figures/one_step.svg" in targets
+    assert not [target for target in targets if not (ROOT / target).exists()]
+
+
+def test_every_chapter_is_listed():
+    listed = re.findall(r"\]\((chapters/[^)]+)\)", README)
+    assert listed == sorted(f"chapters/{path.name}" for path in (ROOT / "chapters").glob("*.ipynb"))
