@@ -133,6 +133,33 @@ def test_too_many_collectives_do_not_pass():
     assert "the number of collectives" in verdict.detail
 
 
+def does_nothing(model):
+    pass
+
+
+def does_not_wait(model):
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            dist.all_reduce(parameter.grad, async_op=True)
+
+
+def leaves_it_to_ddp(model, optimizer, images, labels, batches):
+    model = torch.nn.parallel.DistributedDataParallel(model)
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    by_id("4.4").solution(model, optimizer, images, labels, [each[rank::ranks] for each in batches])
+
+
+@pytest.mark.parametrize(("id", "attempt", "said"), [
+    ("4.1", does_nothing, "Nothing was communicated"),
+    ("4.2", does_not_wait, "keep the handle"),
+    ("4.3", leaves_it_to_ddp, "a collective of your own"),
+])
+def test_what_is_seen_without_a_known_mistake(id, attempt, said):
+    verdict = by_id(id).judge(attempt)
+    assert verdict.outcome == WRONG
+    assert said in verdict.why + verdict.detail
+
+
 @pytest.mark.parametrize("objects", [(), (3,), (None,), (raises, raises)])
 def test_a_wrong_call_says_how_to_call(objects):
     verdict = by_id("4.2").judge(*objects)

@@ -16,7 +16,8 @@ def show_verdict(exercise, verdict, *, saved=True):
         sizes = ", ".join(map(str, verdict.world_sizes[:-1]))
         why = f"Right on {sizes} and {verdict.world_sizes[-1]} ranks."
     elif verdict.outcome == NOT_ATTEMPTED:
-        why = (f"Write `{exercise.name}` above, run its cell, and then run this one. "
+        task = "Write" if exercise.stub is None else "This is the loop as it was. Repair"
+        why = (f"{task} `{exercise.name}` above, run its cell, and then run this one. "
                f'dplab.hint("{exercise.id}") gives a hint.')
     elif verdict.outcome == WRONG and not why:
         why = "Not right yet."
@@ -49,13 +50,14 @@ def show_progress(exercises, outcomes):
     passed = sum(outcome == PASSED for _, _, outcome in rows)
     head = f"{passed} of {len(rows)} exercises passed"
     width = max(len(title) for _, title, _ in rows)
+    color = _COLORS[PASSED if passed == len(rows) else NOT_ATTEMPTED]
     plain = "\n".join(f"{id:>5}  {title:<{width}}  {outcome}" for id, title, outcome in rows)
     cells = "".join(
         f'<tr><td style="text-align:right">{id}</td>'
         f'<td style="text-align:left">{html.escape(title)}</td>'
         f'<td style="text-align:left;color:{_COLORS[outcome]};font-weight:600">{outcome}</td></tr>'
         for id, title, outcome in rows)
-    _display(f"{head}\n\n{plain}", _frame(head, f"<table>{cells}</table>", _COLORS[PASSED]))
+    _display(f"{head}\n\n{plain}", _frame(head, f"<table>{cells}</table>", color))
 
 
 def _card(head, text, block, color):

@@ -84,8 +84,8 @@ class GlobalMean(Exercise):
                 "with parts of it. Every rank needs the mean: `all_reduce`."),
         Mistake(on_rank_0_only, "Only rank 0 calls the collective, and waits for ever. A "
                 "collective is called by every rank."),
-        Mistake(all_reduced_parts, "You all-reduced the values themselves. Their number differs "
-                "from rank to rank, and an all-reduce needs tensors of one size."),
+        Mistake(all_reduced_parts, "You handed over the values themselves. Their number differs "
+                "from rank to rank, and this collective needs tensors of one size."),
     )
 
     def trial(self, attempt):

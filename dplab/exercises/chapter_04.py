@@ -7,18 +7,37 @@ from torch import nn
 
 from dplab.exercises.compare import AtMost
 from dplab.exercises.exercise import Exercise, Mistake
+from dplab.exercises.training import (
+    GLOBAL_BATCH,
+    STEPS,
+    OnDigits,
+    loop,
+    optimizer_for,
+    train_steps,
+    weights_after,
+)
 from dplab.measure import CallLog
-from dplab.workloads.digits import digits_classifier, load_digits
+from dplab.workloads.digits import digits_classifier
 
 
 def _replica(seed):
-    """A small model with a frozen parameter and with buffers, one of them an integer."""
+    """A small model with a frozen parameter and buffers: one an integer, one not persistent."""
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(7, 5), nn.BatchNorm1d(5), nn.Linear(5, 3))
     model[0].bias.requires_grad_(False)
     model[1].running_mean.uniform_()
     model[1].num_batches_tracked.fill_(100 + seed)
+    model.register_buffer("scale", torch.rand(3), persistent=False)
     return model
+
+
+def _everything(model):
+    return [tensor.data for tensor in (*model.parameters(), *model.buffers())]
+
+
+def _by_name(model):
+    named = (*model.named_parameters(), *model.named_buffers())
+    return {f"`{name}`": tensor.data for name, tensor in named}
 
 
 # 4.1
@@ -29,11 +48,11 @@ def broadcast_weights(model):
         dist.broadcast(tensor.data, src=0)
 
 
-def _broadcast(tensors_of, src=lambda: 0, only_rank_0=False):
+def _broadcast(tensors_of, src=lambda: 0, who=lambda rank: True):
     """A broadcast with one thing wrong."""
 
     def attempt(model):
-        if only_rank_0 and dist.get_rank() != 0:
+        if not who(dist.get_rank()):
             return
         for tensor in tensors_of(model):
             dist.broadcast(tensor, src=src())
@@ -45,6 +64,10 @@ def _trainable(model):
     return [parameter.data for parameter in model.parameters() if parameter.requires_grad]
 
 
+def _trainable_and_buffers(model):
+    return [*_trainable(model), *model.buffers()]
+
+
 def _parameters(model):
     return [parameter.data for parameter in model.parameters()]
 
@@ -54,7 +77,13 @@ def _state(model):
 
 
 def _copies(model):
-    return [tensor.clone() for tensor in _state(model)]
+    return [tensor.clone() for tensor in _everything(model)]
+
+
+def _average_everything(model):
+    for tensor in _everything(model):
+        if tensor.is_floating_point():
+            _mean_of(tensor)
 
 
 def _mean_of(tensor):
@@ -67,6 +96,10 @@ def average_weights(model):
         _mean_of(parameter.data)
 
 
+_AVERAGED = ("You averaged the ranks' values. The ranks agree then, but not on rank 0's model, and "
+             "an average of random weights is a poor start.")
+
+
 class BroadcastWeights(Exercise):
     id = "4.1"
     title = "Broadcast the initial weights"
@@ -76,8 +109,8 @@ class BroadcastWeights(Exercise):
         "`dist.broadcast(tensor, src=0)` overwrites `tensor` on every rank with rank 0's.",
         "A model's state is more than what the optimizer trains: frozen parameters, and buffers "
         "such as BatchNorm's running statistics.",
-        "Loop over `model.parameters()` and `model.buffers()`. A parameter's `.data` can be "
-        "overwritten without autograd objecting.",
+        "Loop over `model.parameters()` and `model.buffers()`, and broadcast each; a parameter's "
+        "`.data` is the tensor without its history.",
     )
     solution = staticmethod(broadcast_weights)
     mistakes = (
@@ -85,23 +118,32 @@ class BroadcastWeights(Exercise):
                 "parameters and buffers differ between ranks too, and the forward pass uses them."),
         Mistake(_broadcast(_parameters), "You broadcast the parameters and left out the buffers: "
                 "BatchNorm's running statistics still differ."),
-        Mistake(_broadcast(_state, src=dist.get_rank), "Every rank named itself as the source. All "
-                "ranks must name the same one, `src=0`: the others receive in the same call."),
-        Mistake(_broadcast(_state, only_rank_0=True), "Only rank 0 calls broadcast. A collective "
-                "is called by every rank: the others must call it too, to receive."),
+        Mistake(_broadcast(_trainable_and_buffers), "You left out the frozen parameters: they "
+                "differ between ranks too, and the forward pass uses them."),
+        Mistake(_broadcast(_state), "`state_dict()` leaves out buffers that are registered with "
+                "`persistent=False`; `model.buffers()` has them."),
+        Mistake(_broadcast(_everything, src=dist.get_rank), "Every rank named itself as the "
+                "source. All ranks must name the same one, `src=0`: the others receive in the "
+                "same call."),
+        Mistake(_broadcast(_everything, src=lambda: dist.get_world_size() - 1), "The ranks agree, "
+                "but on the last rank's values: the source is `src=0`."),
+        Mistake(_broadcast(_everything, who=lambda rank: rank == 0), "Only rank 0 calls broadcast. "
+                "A collective is called by every rank: the others must call it too, to receive."),
+        Mistake(_broadcast(_everything, who=lambda rank: rank != 0), "Rank 0 does not call "
+                "broadcast. A collective is called by every rank: the source has to send."),
         Mistake(_broadcast(_copies), "You broadcast into copies: the received values never reach "
                 "the model. Broadcast the tensor itself, or copy it back."),
-        Mistake(average_weights, "You averaged the weights of all ranks. The ranks agree then, but "
-                "not on rank 0's model, and an average of random weights is a poor start."),
+        Mistake(average_weights, _AVERAGED),
+        Mistake(_average_everything, _AVERAGED),
     )
 
     def trial(self, attempt):
         model = _replica(seed=dist.get_rank())
         attempt(model)
-        return {f"`{name}`": tensor for name, tensor in model.state_dict().items()}
+        return _by_name(model)
 
     def expected(self, world_size):
-        return {f"`{name}`": tensor for name, tensor in _replica(seed=0).state_dict().items()}
+        return _by_name(_replica(seed=0))
 
 
 # 4.2
@@ -151,6 +193,21 @@ def _average_and_divide(parameter):
     _divide(parameter)
 
 
+def _average_copy(parameter):
+    _mean_of(parameter.grad.clone())
+
+
+def _broadcast_gradient(parameter):
+    dist.broadcast(parameter.grad, src=0)
+
+
+def _until_frozen(model):
+    for parameter in model.parameters():
+        if parameter.grad is None:
+            return
+        _mean_of(parameter.grad)
+
+
 def _reduce_to_rank_0(parameter):
     _divide(parameter)
     dist.reduce(parameter.grad, dst=0)
@@ -180,11 +237,18 @@ class AverageGradients(Exercise):
     solution = staticmethod(average_gradients)
     mistakes = (
         Mistake(sum_gradients, "You summed and did not divide by the world size: each step is as "
-                "many times too long as there are ranks."),
-        Mistake(_on_each(_average_and_divide), "You divided twice: `ReduceOp.AVG` has divided by "
-                "the world size already."),
+                "many times too long as there are ranks. (`x / n` makes a new tensor; `x /= n` "
+                "changes `x`.)"),
+        Mistake(_on_each(_average_and_divide), "You divided by the world size twice "
+                "(`ReduceOp.AVG` divides already)."),
         Mistake(_on_each(_divide), "You divided, but nothing was communicated: each rank still has "
                 "the gradient of its own part."),
+        Mistake(_on_each(_average_copy), "The means are right, but in new tensors: "
+                "`parameter.grad` still holds this rank's own. Write in place."),
+        Mistake(_on_each(_broadcast_gradient), "You broadcast rank 0's gradients: what the other "
+                "ranks computed is lost. Sum over the ranks with `all_reduce`."),
+        Mistake(_until_frozen, "You stop at the first parameter without a gradient: the ones after "
+                "it are never averaged. Skip it, and go on."),
         Mistake(average_weights, _WEIGHTS),
         Mistake(_on_each(lambda parameter: _mean_of(parameter.data)), _WEIGHTS),
         Mistake(_on_each(_reduce_to_rank_0), "`reduce` gives the result to rank 0 alone. Every "
@@ -199,15 +263,19 @@ class AverageGradients(Exercise):
 
     def trial(self, attempt):
         model = _gradients_of(_part(dist.get_rank()))
+        before = [parameter.detach().clone() for parameter in model.parameters()]
         with CallLog() as log:
             attempt(model)
-        return {**_gradients(model), "the number of collectives": log.count()}
+        untouched = all(map(torch.equal, before, model.parameters()))
+        return {**_gradients(model), "the weights are left alone": untouched,
+                "the number of collectives": log.count()}
 
     def expected(self, world_size):
         whole = torch.cat([_part(rank) for rank in range(world_size)])
         model = _gradients_of(whole)
         limit = AtMost(2 * len(list(model.parameters())), "one for each gradient is enough")
-        return {**_gradients(model), "the number of collectives": limit}
+        return {**_gradients(model), "the weights are left alone": True,
+                "the number of collectives": limit}
 
 
 def _part(rank):
@@ -218,48 +286,18 @@ def _part(rank):
 def _gradients_of(samples):
     torch.manual_seed(4)
     model = nn.Sequential(nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 3))
-    model[2].bias.requires_grad_(False)
+    model[0].bias.requires_grad_(False)
     model(samples).square().mean().backward()
     return model
 
 
 def _gradients(model):
-    return {f"the gradient of `{name}`": parameter.grad
-            for name, parameter in model.named_parameters() if parameter.grad is not None}
+    found = {f"the gradient of `{name}`": parameter.grad
+             for name, parameter in model.named_parameters() if parameter.grad is not None}
+    return {**found, "the gradients that there are": list(found)}
 
 
-# 4.3 and 4.4 train on the digits
-
-STEPS, GLOBAL_BATCH = 20, 24
-
-
-class _OnDigits(Exercise):
-    """Base of the exercises that train the digits' classifier; each batch is global."""
-
-    seconds = 40.0
-    tolerance = 1e-4
-
-    def prepare(self):
-        """The training set, and batches as indices, which 1, 2, 3 and 4 ranks divide equally."""
-        digits = load_digits()
-        generator = torch.Generator().manual_seed(3)
-        order = torch.randperm(len(digits.train_labels), generator=generator)
-        batches = list(order[: STEPS * GLOBAL_BATCH].split(GLOBAL_BATCH))
-        return digits.train_images, digits.train_labels, batches
-
-    def reference(self):
-        """The weights of a single process that sees the global batches."""
-        model = digits_classifier(seed=0)
-        train_steps(model, _sgd(model), *self.given)
-        return _weights(model)
-
-
-def _sgd(model):
-    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-
-
-def _weights(model):
-    return {f"`{name}` after {STEPS} steps": tensor for name, tensor in model.state_dict().items()}
+# 4.3
 
 
 def train_by_hand(model, optimizer, images, labels, batches):
@@ -277,29 +315,11 @@ def train_by_hand(model, optimizer, images, labels, batches):
         optimizer.step()
 
 
-def _loop(*, broadcast=True, part="own", average="mean", zero="each step"):
-    """The training loop with one thing wrong."""
-
-    def attempt(model, optimizer, images, labels, batches):
-        rank, world_size = dist.get_rank(), dist.get_world_size()
-        if broadcast:
-            broadcast_weights(model)
-        for batch in batches:
-            shares = {"own": batch[rank::world_size], "all": batch,
-                      "first": batch[: len(batch) // world_size]}
-            if zero == "each step" or (zero == "once" and batch is batches[0]):
-                optimizer.zero_grad()
-            F.cross_entropy(model(images[shares[part]]), labels[shares[part]]).backward()
-            if zero == "too late":
-                optimizer.zero_grad()
-            if average != "none":
-                {"mean": average_gradients, "sum": sum_gradients}[average](model)
-            optimizer.step()
-
-    return attempt
+_TOO_LATE = ("The gradients are cleared between `backward` and `step`, so the optimizer sees zeros "
+             "and the model never changes.")
 
 
-class TrainByHand(_OnDigits):
+class TrainByHand(OnDigits):
     id = "4.3"
     title = "A whole training loop that matches DDP"
     name = "train_by_hand"
@@ -307,23 +327,31 @@ class TrainByHand(_OnDigits):
     hints = (
         "Four things: rank 0's weights once, before the first step; then for each batch this "
         "rank's part, the gradients' mean, the optimizer's step.",
-        "`batch[rank::world_size]` is one way to give every rank a part of its own.",
+        "Each rank passes to the model only its own part of each global batch, as in step 2, so "
+        "that together they compute every sample once.",
         "In each step: `zero_grad`, forward on your part, `backward`, average the gradients, "
         "`step`. You may call your own functions from above.",
     )
     solution = staticmethod(train_by_hand)
     mistakes = (
-        Mistake(_loop(broadcast=False), "The ranks started from different weights and never "
+        Mistake(loop(broadcast=False), "The ranks started from different weights and never "
                 "agreed: broadcast rank 0's before the first step."),
-        Mistake(_loop(average="none"), "The ranks trained apart: their gradients were never "
+        Mistake(loop(average="none"), "The ranks trained apart: their gradients were never "
                 "averaged."),
-        Mistake(_loop(average="sum"), "The gradients were summed and not divided by the world "
+        Mistake(loop(average="sum"), "The gradients were summed and not divided by the world "
                 "size: each step was too long."),
-        Mistake(_loop(zero="never"), "The gradients of all steps so far add up: `zero_grad` is "
+        Mistake(loop(average="loss"), "You averaged the loss. `backward` follows only this rank's "
+                "own graph, so the gradients still differ: all-reduce the gradients."),
+        Mistake(loop(average="weights"), "You averaged the weights after each rank's own step. "
+                "With this optimizer that is not the step of the averaged gradient."),
+        Mistake(loop(zero="never"), "The gradients of all steps so far add up: `zero_grad` is "
                 "missing."),
-        Mistake(_loop(part="all"), "Every rank computed the whole batch. The weights come out "
+        Mistake(loop(zero="too late"), _TOO_LATE),
+        Mistake(loop(part="batches"), "Each rank took other global batches. All ranks work on the "
+                "same global batch at a time, each on its own part of it."),
+        Mistake(loop(part="all"), "Every rank computed the whole batch. The weights come out "
                 "right, but nothing is faster: each rank has to take its own part."),
-        Mistake(_loop(part="first"), "Every rank took the same part of the batch, so most of it "
+        Mistake(loop(part="first"), "Every rank took the same part of the batch, so most of it "
                 "was never seen: the part must depend on the rank."),
     )
 
@@ -331,20 +359,20 @@ class TrainByHand(_OnDigits):
         model = digits_classifier(seed=dist.get_rank())
         seen = []
         model.register_forward_pre_hook(lambda _, inputs: seen.append(len(inputs[0])))
-        attempt(model, _sgd(model), *self.given)
-        return {**_weights(model), "the number of samples that this rank computed": sum(seen)}
+        with CallLog() as log:
+            attempt(model, optimizer_for(model), *self.given)
+        return {**weights_after(model),
+                "the number of samples that this rank computed": sum(seen),
+                "there is a collective of your own in every step":
+                    dist.get_world_size() == 1 or log.count() >= STEPS}
 
     def expected(self, world_size):
-        return {**self.reference(), "the number of samples that this rank computed":
-                STEPS * GLOBAL_BATCH // world_size}
+        return {**self.reference(),
+                "the number of samples that this rank computed": STEPS * GLOBAL_BATCH // world_size,
+                "there is a collective of your own in every step": True}
 
 
-def train_steps(model, optimizer, images, labels, batches):
-    for batch in batches:
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model(images[batch]), labels[batch])
-        loss.backward()
-        optimizer.step()
+# 4.4
 
 
 def train_steps_broken(model, optimizer, images, labels, batches):
@@ -356,10 +384,10 @@ def train_steps_broken(model, optimizer, images, labels, batches):
 
 def _within_ddp(**wrong):
     """The loop where the model is DDP's and the batches are this rank's parts already."""
-    return _loop(**{"broadcast": False, "part": "all", "average": "none", **wrong})
+    return loop(**{"broadcast": False, "part": "all", "average": "none", **wrong})
 
 
-class SpotTheBug(_OnDigits):
+class SpotTheBug(OnDigits):
     id = "4.4"
     title = "Spot the bug in a DDP training loop"
     name = "train_steps"
@@ -374,21 +402,26 @@ class SpotTheBug(_OnDigits):
     mistakes = (
         Mistake(_within_ddp(zero="once"), "The gradients are never cleared between the steps: "
                 "from the second one on they add up."),
-        Mistake(_within_ddp(zero="too late"), "The gradients are cleared between `backward` and "
-                "`step`, so the optimizer sees zeros and the model never changes."),
+        Mistake(_within_ddp(zero="too late"), _TOO_LATE),
+        Mistake(_within_ddp(part="own"), "The batches are this rank's parts already: you split "
+                "them again, and most samples were never seen."),
+        Mistake(_within_ddp(unwrap=True), "You went around DDP's wrapper: unless the forward pass "
+                "goes through `model(...)`, nobody averages the gradients."),
         Mistake(_within_ddp(zero="never", average="sum"), "DDP has averaged the gradients already; "
                 "and they still add up from step to step."),
     )
 
     def trial(self, attempt):
         images, labels, batches = self.given
-        model = digits_classifier(seed=0)
+        model, steps = digits_classifier(seed=0), []
+        optimizer = optimizer_for(model)
+        optimizer.register_step_post_hook(lambda *_: steps.append(1))
         parts = [batch[dist.get_rank() :: dist.get_world_size()] for batch in batches]
-        attempt(nn.parallel.DistributedDataParallel(model), _sgd(model), images, labels, parts)
-        return _weights(model)
+        attempt(nn.parallel.DistributedDataParallel(model), optimizer, images, labels, parts)
+        return {"the number of steps": len(steps), **weights_after(model)}
 
     def expected(self, world_size):
-        return self.reference()
+        return {"the number of steps": STEPS, **self.reference()}
 
 
 EXERCISES = (BroadcastWeights, AverageGradients, TrainByHand, SpotTheBug)

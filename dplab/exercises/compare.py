@@ -7,6 +7,8 @@ import torch
 
 from dplab.spawn import RankError
 
+COMMUNICATED = "a collective was called"  # a fact of every attempt, known by its call log
+
 
 @dataclass(frozen=True)
 class AtMost:
@@ -32,7 +34,8 @@ class Difference:
             head += f": {self.note}"
         if isinstance(self.expected, AtMost):
             return f"{head}\n  at most   {self.expected.limit:g}\n  got       {self.got}"
-        return f"{head}\n  expected  {_words(self.expected)}\n  got       {_words(self.got)}"
+        text = f"{head}\n  expected  {_words(self.expected)}\n  got       {_words(self.got)}"
+        return text + _where_most(self.expected, self.got)
 
 
 def first_difference(expected, got, tolerance) -> Difference | None:
@@ -70,7 +73,11 @@ def same_outcome(got, other, expected, tolerance) -> bool:
     if isinstance(got, RankError) or isinstance(other, RankError):
         return (isinstance(got, RankError) and isinstance(other, RankError)
                 and (got.kind, got.error) == (other.kind, other.error)
+                and (got.rank == other.rank or got.kind == "raised")
                 and _headline(got) == _headline(other))
+    if any(mine[COMMUNICATED] != theirs[COMMUNICATED]
+           for mine, theirs in zip(got, other, strict=True)):
+        return False
     return all(
         fact in mine and fact in theirs and agree(theirs[fact], mine[fact], tolerance)
         for mine, theirs, right in zip(got, other, expected, strict=True) for fact in right)
@@ -78,7 +85,7 @@ def same_outcome(got, other, expected, tolerance) -> bool:
 
 def _headline(error):
     """What happened, without numbers and shapes: those are the attempt's own."""
-    return re.sub(r" of \w+\[[^]]*\]|\d+", "", str(error).splitlines()[0])
+    return re.sub(r" of \w+\[[^]]*\]|\d+", "", str(error).split("\n\n")[0])
 
 
 def _note(expected, got):
@@ -106,6 +113,18 @@ def _factor(expected, got):
     if abs(factor - 1) > 1e-3 and torch.allclose(got, factor * expected, rtol=1e-4, atol=1e-7):
         return f"it is {factor:.4g} times the reference"
     return ""
+
+
+def _where_most(expected, got):
+    """The element that differs most, where the first ones do not show it."""
+    if not (isinstance(expected, torch.Tensor) and isinstance(got, torch.Tensor)
+            and expected.shape == got.shape and expected.numel() > 4):
+        return ""
+    gap = (got.double() - expected.double()).abs().nan_to_num(torch.inf)
+    place = torch.unravel_index(gap.argmax(), gap.shape)
+    index = [int(number) for number in place]
+    return (f"\n  most at {index}: expected {expected[place].item():.5g}, "
+            f"got {got[place].item():.5g}")
 
 
 def _words(value):

@@ -14,7 +14,8 @@ import types
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from dplab.exercises.compare import Difference, first_difference, same_outcome
+from dplab.exercises.compare import COMMUNICATED, first_difference, same_outcome
+from dplab.measure import CallLog
 from dplab.spawn import RankError, run
 
 NOT_ATTEMPTED, PASSED, WRONG, CRASHED = "not attempted", "passed", "wrong", "crashed"
@@ -105,9 +106,14 @@ class Exercise:
     def _observe(self, attempt, world_size):
         """The ranks' facts, or the RankError in place of them."""
         try:
-            return run(self.trial, world_size, attempt, timeout=self.seconds, backend="gloo")
+            return run(self._facts, world_size, attempt, timeout=self.seconds, backend="gloo")
         except RankError as error:
             return error
+
+    def _facts(self, attempt):
+        with CallLog() as log:
+            facts = self.trial(attempt)
+        return {**facts, COMMUNICATED: log.count() > 0}
 
     def _diagnose(self, attempt, difference, got, expected, world_size):
         where = f"on {world_size} rank{'s' * (world_size > 1)}"
@@ -115,6 +121,9 @@ class Exercise:
         if crashed and difference.kind == "unpicklable" and difference.rank is None:
             return Verdict(CRASHED, "", str(difference))
         detail = str(difference) if crashed else f"{where}, {difference}"
+        if "async_op" in _names_in(attempt) and "wait" not in _names_in(attempt):
+            return Verdict(WRONG, "With `async_op=True` a call returns at once: keep the handle "
+                                  "and `wait()` on it before you use the tensor.", detail)
         alike = self._alike(self.mistakes, got, expected, world_size)
         for larger in self.world_sizes:
             if larger > world_size and alike and not crashed:
@@ -122,6 +131,8 @@ class Exercise:
                 alike = self._alike(alike, got, self._expected(larger), larger)
         if alike:
             return Verdict(WRONG, alike[0].why, detail)
+        if not crashed and self.stub is None and not any(facts[COMMUNICATED] for facts in got):
+            return Verdict(WRONG, "Nothing was communicated: no rank called a collective.", detail)
         return Verdict(CRASHED if crashed else WRONG, f"{where}:" if crashed else "", detail)
 
     def _alike(self, mistakes, got, expected, world_size):
@@ -139,9 +150,12 @@ class Exercise:
 
 
 def _names_in(attempt) -> set[str]:
+    """The names that code uses, those of keyword arguments too."""
     names = set()
     for code in _codes(attempt):
         names.update(code.co_names)
+        for constant in code.co_consts:
+            names.update(constant if isinstance(constant, tuple) else ())
     return names
 
 
@@ -162,7 +176,3 @@ def _codes(attempt):
     for code in found:
         found.extend(each for each in code.co_consts if isinstance(each, types.CodeType))
     return found
-
-
-__all__ = ["CRASHED", "NOT_ATTEMPTED", "PASSED", "WRONG", "Difference", "Exercise", "Mistake",
-           "Verdict"]
