@@ -22,7 +22,7 @@ _SIGNALS = {
 _PEER_LOST = re.compile(r"Connection (closed|reset)|Broken pipe|remote process exited", re.I)
 _WHY = {
     "operation": "Each waits in a collective that the other never calls.",
-    "dtype": "gloo does not check: it would add the bytes of one type to those of another.",
+    "dtype": "gloo does not check: with other sizes it aborts, with equal ones it adds raw bytes.",
     "shape": "A collective needs as many elements from every rank; gloo aborts or hangs here.",
     "reduce operation": "gloo does not check: every rank would get a different, wrong result.",
     "root": "Each waits for data from a rank that thinks another one sends it.",
