@@ -19,7 +19,7 @@ STEPS = (
      "The ranks start from different\nweights, and equal updates\nkeep them apart."),
     ("Split the data", "each epoch, by a sampler",
      "samples of each rank",
-     "All ranks work on the same\nbatch: four times the work,\nthe result of one rank."),
+     "All ranks compute the same\nsamples; three quarters of the\nbatch are never seen."),
     ("All-reduce the gradients", "each step, after backward",
      "gradients in the step",
      "Every rank follows its own\ngradient: four models, each\ntrained on a quarter."),
@@ -32,9 +32,10 @@ TITLE = "DDP by hand is four things, and leaving one out raises no error"
 ALT = (
     "The four things that DDP by hand does, in order, each with how four ranks look with it and "
     "without it. Broadcast the weights once, or the ranks start from different weights and stay "
-    "apart. Split the data by a sampler, or all ranks work on the same batch. All-reduce the "
-    "gradients after each backward, or every rank trains a model of its own. Take the same "
-    "optimizer step, or one rank's weights drift away. None of the four omissions raises an error."
+    "apart. Split the data by a sampler, or all ranks compute the same samples and three quarters "
+    "of the batch are never seen. All-reduce the gradients after each backward, or every rank "
+    "trains a model of its own. Take the same optimizer step, or one rank's weights drift away. "
+    "None of the four omissions raises an error."
 )
 
 TOP, ROW = 104, 126
