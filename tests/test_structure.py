@@ -29,6 +29,9 @@ PUBLIC_NAMES = [
 
 NAMES_OF_PACKAGES = [
     "dplab.measure.WireMeter", "dplab.measure.CallLog", "dplab.parallel.ManualDDP",
+    "dplab.parallel.naive_all_reduce", "dplab.parallel.tree_all_reduce",
+    "dplab.parallel.ring_all_reduce", "dplab.parallel.ring_reduce_scatter",
+    "dplab.parallel.ring_all_gather",
 ]
 
 MACHINE_PATH = re.compile(r"(?<![\w/+.~$}])/(?:home|root|work|Users)/[\w.]")

@@ -2,9 +2,9 @@
 
 import argparse
 
-from dplab.bench import launch
+from dplab.bench import collectives, launch
 
-BENCHES = {"launch": launch}
+BENCHES = {"collectives": collectives, "launch": launch}
 
 
 def main():

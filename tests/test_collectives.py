@@ -1,0 +1,347 @@
+"""All-reduce, reduce-scatter and all-gather from sends and receives, on real ranks.
+
+No two ranks and no two elements of the inputs are equal, and most lengths do not divide.
+"""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import dplab
+from dplab import RankError, run
+from dplab.measure import CallLog, WireMeter
+from dplab.parallel import (
+    naive_all_reduce,
+    ring_all_gather,
+    ring_all_reduce,
+    ring_reduce_scatter,
+    tree_all_reduce,
+)
+
+MIB = 2**20
+LENGTHS = [0, 1, 2, 3, 5, 8, 13, 1000, 4099]
+DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32,
+          torch.uint8, torch.complex64]
+ALL_REDUCES = [naive_all_reduce, tree_all_reduce, ring_all_reduce]
+
+world_sizes = pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+all_reduces = pytest.mark.parametrize("all_reduce", ALL_REDUCES, ids=lambda f: f.__name__)
+
+
+def part(rank, length, dtype=torch.float64):
+    """A rank's input (length,): of random size and sign, or whole numbers from 0 to 30."""
+    generator = torch.Generator().manual_seed(1000 * rank + length)
+    if not dtype.is_floating_point and not dtype.is_complex:
+        return torch.randint(31, (length,), generator=generator).to(dtype)
+    return torch.randn(length, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def exact_sum(world_size, length, dtype=torch.float64):
+    """The sum of all ranks' inputs (length,), and of their absolute values, in float64."""
+    parts = torch.stack([part(rank, length, dtype) for rank in range(world_size)])
+    wide = parts.to(torch.complex128 if dtype.is_complex else torch.float64)
+    return wide.sum(0), wide.abs().sum(0)
+
+
+def assert_is_sum(tensor, world_size, length, cut=lambda tensor: tensor):
+    """Each element is off by no more than N−1 roundings in the tensor's own dtype can explain."""
+    exact, absolute = (cut(total) for total in exact_sum(world_size, length, tensor.dtype))
+    assert tensor.shape == exact.shape
+    is_inexact = tensor.dtype.is_floating_point or tensor.dtype.is_complex
+    rounding = torch.finfo(tensor.dtype).eps if is_inexact else 0.0
+    error = (tensor.to(exact.dtype) - exact).abs()
+    assert bool((error <= (world_size - 1) * rounding * absolute).all()), (length, tensor, exact)
+
+
+def assert_same_on_all_ranks(results):
+    for others in results[1:]:
+        for tensor, first in zip(others, results[0], strict=True):
+            assert tensor.dtype == first.dtype
+            assert torch.equal(tensor, first)
+
+
+# --- the sums -----------------------------------------------------------------------------------
+
+def reduced(all_reduce, lengths, dtype=torch.float64):
+    tensors = [part(dist.get_rank(), length, dtype) for length in lengths]
+    for tensor in tensors:
+        all_reduce(tensor)
+    return tensors
+
+
+@world_sizes
+@all_reduces
+def test_an_all_reduce_sums_tensors_of_any_length(all_reduce, world_size):
+    results = run(reduced, world_size, all_reduce, LENGTHS, backend="gloo")
+    assert_same_on_all_ranks(results)
+    for tensor, length in zip(results[0], LENGTHS, strict=True):
+        assert_is_sum(tensor, world_size, length)
+
+
+@all_reduces
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_an_all_reduce_sums_in_every_dtype(all_reduce, dtype):
+    results = run(reduced, 3, all_reduce, [2, 1003], dtype, backend="gloo")
+    assert_same_on_all_ranks(results)
+    for tensor, length in zip(results[0], [2, 1003], strict=True):
+        assert tensor.dtype == dtype
+        assert_is_sum(tensor, 3, length)
+
+
+def all_at_once():
+    results = [reduced(all_reduce, LENGTHS, torch.float32) for all_reduce in ALL_REDUCES]
+    chunks = [ring_reduce_scatter(part(dist.get_rank(), length, torch.float32))
+              for length in LENGTHS]
+    gathered = [torch.empty(length) for length in LENGTHS]
+    for chunk, output in zip(chunks, gathered, strict=True):
+        ring_all_gather(chunk, output)
+    return [tensor for tensors in [*results, gathered] for tensor in tensors]
+
+
+def test_on_eight_ranks():
+    results = run(all_at_once, 8, backend="gloo")
+    assert_same_on_all_ranks(results)
+    for tensor, length in zip(results[0], LENGTHS * 4, strict=True):
+        assert_is_sum(tensor, 8, length)
+
+
+# --- the two halves of the ring -----------------------------------------------------------------
+
+def scattered(lengths, dtype=torch.float64):
+    return [ring_reduce_scatter(part(dist.get_rank(), length, dtype)) for length in lengths]
+
+
+@world_sizes
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int64], ids=str)
+def test_rank_r_gets_chunk_r_of_the_sum(world_size, dtype):
+    results = run(scattered, world_size, LENGTHS, dtype, backend="gloo")
+    for rank, chunks in enumerate(results):
+        for chunk, length in zip(chunks, LENGTHS, strict=True):
+            assert_is_sum(chunk, world_size, length,
+                          lambda total, rank=rank: total.tensor_split(world_size)[rank])
+    for chunks in zip(*results, strict=True):
+        sizes = [len(chunk) for chunk in chunks]
+        assert sizes == sorted(sizes, reverse=True)
+        assert sizes[0] - sizes[-1] <= 1
+
+
+def gathered(lengths):
+    """From chunks that lie elsewhere, in an odd shape, and from chunks already in place."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    outputs = []
+    for length in lengths:
+        full = part(7, length)
+        output = torch.full((length,), torch.nan, dtype=torch.float64)
+        ring_all_gather(full.tensor_split(world_size)[rank].clone().unsqueeze(1), output)
+        in_place = torch.full((length,), torch.nan, dtype=torch.float64)
+        own = in_place.tensor_split(world_size)[rank]
+        own.copy_(full.tensor_split(world_size)[rank])
+        ring_all_gather(own, in_place)
+        outputs += [output, in_place]
+    return outputs
+
+
+@world_sizes
+def test_all_gather_puts_the_chunks_together(world_size):
+    expected = [part(7, length) for length in LENGTHS for _ in range(2)]
+    assert_same_on_all_ranks([expected, *run(gathered, world_size, LENGTHS, backend="gloo")])
+
+
+@pytest.mark.parametrize("chunk", [torch.ones(2), torch.ones(3, dtype=torch.float64)])
+def test_all_gather_refuses_a_chunk_that_is_no_part_of_the_output(chunk):
+    with pytest.raises(RankError, match=r"chunk of 5 elements .* on 2 ranks has [23]; this one"):
+        run(lambda: ring_all_gather(chunk, torch.empty(5)), 2, backend="gloo")
+
+
+# --- shapes, strides, autograd, groups ----------------------------------------------------------
+
+def odd_tensors(rank):
+    """Name: (what is reduced, the memory that it is part of). No two share memory."""
+    def memory(*shape):
+        return part(rank, 154)[:torch.Size(shape).numel()].view(shape)
+
+    wide, first, last = memory(7, 11, 2), memory(7, 11, 2), memory(7, 11, 2)
+    images = memory(2, 3, 4, 6).to(memory_format=torch.channels_last)
+    transposed, scalar = memory(14, 11).t(), memory(5)
+    return {"every other column": (wide[:, ::2, 1], wide), "transposed": (transposed, transposed),
+            "channels last": (images, images), "no dimension": (scalar[3], scalar),
+            "no element": (first[:0], first), "three dimensions": (last[2:], last)}
+
+
+def reduced_views(all_reduce):
+    tensors = odd_tensors(dist.get_rank())
+    if dist.get_rank() == 0:  # the same values in other strides, which must make no difference
+        images = tensors["channels last"][0].contiguous()
+        tensors["channels last"] = (images, images)
+    for tensor, _ in tensors.values():
+        all_reduce(tensor)
+    return {name: memory for name, (_, memory) in tensors.items()}
+
+
+@all_reduces
+def test_views_are_reduced_in_place_and_their_surroundings_stay(all_reduce):
+    for rank, memories in enumerate(run(reduced_views, 3, all_reduce, backend="gloo")):
+        expected = odd_tensors(rank)
+        others = [odd_tensors(other) for other in range(3)]
+        for name, (view, memory) in expected.items():
+            view.copy_(torch.stack([tensors[name][0] for tensors in others]).sum(0))
+            torch.testing.assert_close(memories[name], memory)
+
+
+def halves_of_a_view():
+    wide = part(dist.get_rank(), 60).view(10, 6)
+    chunk = ring_reduce_scatter(wide.t())
+    output = torch.zeros(10, 12, dtype=torch.float64)
+    ring_all_gather(chunk, output.t()[::2])
+    return [output]
+
+
+def test_the_halves_of_the_ring_take_views():
+    results = run(halves_of_a_view, 4, backend="gloo")
+    expected = torch.zeros(10, 12, dtype=torch.float64)
+    expected[:, ::2] = exact_sum(4, 60)[0].view(10, 6)
+    assert_same_on_all_ranks(results)
+    torch.testing.assert_close(results[0][0], expected)
+
+
+@pytest.mark.parametrize("function", [*ALL_REDUCES, ring_reduce_scatter], ids=lambda f: f.__name__)
+def test_what_autograd_would_record_is_refused(function):
+    def refused():
+        with pytest.raises(ValueError, match=r"requires grad.*detach"):
+            function(torch.ones(3, requires_grad=True))
+        leaf = torch.full((3,), dist.get_rank() + 1.0, requires_grad=True)
+        with torch.no_grad():
+            returned = function(leaf)
+        return (leaf if returned is None else returned).detach()
+
+    results = run(refused, 3, backend="gloo")
+    assert all(set(tensor.tolist()) == {6.0} for tensor in results)
+
+
+def in_two_groups(function):
+    rank = dist.get_rank()
+    groups = [dist.new_group([0, 2]), dist.new_group([1, 3, 4])]
+    tensor = part(rank, 11)
+    ours, theirs = groups if rank in (0, 2) else reversed(groups)
+    function(tensor, group=ours)
+    with pytest.raises(ValueError, match=f"rank {rank} is not in this group"):
+        function(tensor, group=theirs)
+    return tensor
+
+
+def ring_halves(tensor, group=None):
+    ring_all_gather(ring_reduce_scatter(tensor.clone(), group), tensor, group)
+
+
+@pytest.mark.parametrize("function", [*ALL_REDUCES, ring_halves], ids=lambda f: f.__name__)
+def test_in_a_group_only_its_ranks_take_part(function):
+    results = run(in_two_groups, 5, function, backend="gloo")
+    for members in ([0, 2], [1, 3, 4]):
+        expected = torch.stack([part(rank, 11) for rank in members]).sum(0)
+        for rank in members:
+            torch.testing.assert_close(results[rank], expected)
+
+
+# --- what it costs ------------------------------------------------------------------------------
+
+def metered(name, nbytes):
+    tensor = torch.ones(nbytes // 4)
+    calls = {
+        "naive": lambda: naive_all_reduce(tensor), "tree": lambda: tree_all_reduce(tensor),
+        "ring": lambda: ring_all_reduce(tensor), "scatter": lambda: ring_reduce_scatter(tensor),
+        "gather": lambda: ring_all_gather(
+            tensor.tensor_split(dist.get_world_size())[dist.get_rank()].clone(), tensor)}
+    ring_all_reduce(torch.ones(8))  # connections are made on first use
+    with WireMeter() as wire:
+        calls[name]()
+    return wire.bytes_per_rank
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize(("name", "factor"), [
+    ("naive", lambda n: n - 1), ("tree", lambda n: 2 * (n - 1) / n),
+    ("ring", lambda n: 2 * (n - 1) / n), ("scatter", lambda n: (n - 1) / n),
+    ("gather", lambda n: (n - 1) / n)], ids=["naive", "tree", "ring", "scatter", "gather"])
+def test_bytes_on_the_wire_are_what_arithmetic_says(name, factor, world_size):
+    size = 24 * MIB
+    measured = run(metered, world_size, name, size, backend="gloo")[0]
+    assert measured == pytest.approx(factor(world_size) * size, rel=0.03)
+
+
+def logged(function, length):
+    tensor = torch.ones(length)
+    with CallLog() as log:
+        function(tensor)
+    return log.calls
+
+
+def sends(calls):
+    """(receiver, bytes) of each send. Nothing but sends and receives may be among the calls."""
+    assert {call.operation for call in calls} <= {"send", "recv"}
+    return [(call.peer, call.bytes) for call in calls if call.operation == "send"]
+
+
+@world_sizes
+def test_a_ring_sends_one_chunk_a_step_to_its_right(world_size):
+    length = 1003
+    sizes = [4 * len(chunk) for chunk in torch.empty(length).tensor_split(world_size)]
+    around = [[(rank - step) % world_size for step in range(world_size - 1)]
+              for rank in range(world_size)]
+    for rank, calls in enumerate(run(logged, world_size, ring_all_reduce, length, backend="gloo")):
+        right = (rank + 1) % world_size
+        scattered = [(right, sizes[chunk]) for chunk in around[(rank - 1) % world_size]]
+        gathered = [(right, sizes[chunk]) for chunk in around[rank]]
+        assert sends(calls) == scattered + gathered
+        assert len(calls) == 4 * (world_size - 1)
+
+
+@world_sizes
+def test_naive_sends_everything_to_everyone(world_size):
+    for rank, calls in enumerate(run(logged, world_size, naive_all_reduce, 100, backend="gloo")):
+        others = [other for other in range(world_size) if other != rank]
+        assert sorted(sends(calls)) == [(other, 400) for other in others]
+
+
+def test_a_tree_sends_up_once_and_down_to_two_children():
+    results = run(logged, 8, tree_all_reduce, 100, backend="gloo")
+    assert [[peer for peer, nbytes in sends(calls) if nbytes == 400] for calls in results] == [
+        [1, 2], [0, 3, 4], [0, 5, 6], [1, 7], [1], [2], [2], [3]]
+
+
+# --- elsewhere ----------------------------------------------------------------------------------
+
+def test_it_runs_under_plain_torchrun(tmp_path):
+    script = tmp_path / "plain.py"
+    script.write_text(
+        "import torch, torch.distributed as dist\n"
+        "from dplab.parallel import collectives\n"
+        "dist.init_process_group('gloo')\n"
+        "tensor = torch.arange(5.0) * (dist.get_rank() + 1)\n"
+        "collectives.ring_all_reduce(tensor)\n"
+        "assert tensor.tolist() == [0, 3, 6, 9, 12], tensor\n"
+        "dist.destroy_process_group()\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+         str(script)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+def on_gpus():
+    results = []
+    for all_reduce in [*ALL_REDUCES, ring_halves]:
+        for length in LENGTHS:
+            results.append(part(dist.get_rank(), length, torch.float32).to(dplab.device()))
+            all_reduce(results[-1])
+    return results
+
+
+@pytest.mark.gpu
+def test_on_every_gpu():
+    count = torch.cuda.device_count()
+    results = run(on_gpus, count)
+    assert_same_on_all_ranks(results)
+    for tensor, length in zip(results[0], LENGTHS * 4, strict=True):
+        assert_is_sum(tensor, count, length)
