@@ -8,6 +8,7 @@ import cloudpickle
 import pytest
 import torch
 import torch.distributed as dist
+from failing import both_sizes, failure
 from kernel import no_ranks_left
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -15,24 +16,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
-from dplab import RankError, run
+from dplab import run
 
 # functions of this file travel as those of a notebook do: by value
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
-
-both_sizes = pytest.mark.parametrize("ranks", [2, 4])
-SOON = 15  # seconds, on the slowest of days
-
-
-def failure(fn, ranks, *args, **options) -> RankError:
-    """The error of a run that fails before its timeout of 60 s, or within 15 s of another one."""
-    started = time.monotonic()
-    with pytest.raises(RankError) as caught:
-        run(fn, ranks, *args, **options)
-    assert time.monotonic() - started < SOON
-    no_ranks_left()
-    assert run(lambda: dist.get_rank(), ranks) == list(range(ranks))
-    return caught.value
 
 
 def gather(x):

@@ -14,27 +14,13 @@ import cloudpickle
 import pytest
 import torch
 import torch.distributed as dist
-from kernel import no_ranks_left
+from failing import both_sizes, failure
 
 import dplab
 from dplab import RankError, run
 
 # functions of this file travel as those of a notebook do: by value
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
-
-both_sizes = pytest.mark.parametrize("ranks", [2, 4])
-SOON = 15  # seconds, on the slowest of days; the timeout of these runs is 60
-
-
-def failure(fn, ranks, *args, **options) -> RankError:
-    """The error of a run that fails soon, and after which the next run works."""
-    started = time.monotonic()
-    with pytest.raises(RankError) as caught:
-        run(fn, ranks, *args, **options)
-    assert time.monotonic() - started < SOON
-    no_ranks_left()
-    assert run(lambda: dist.get_rank(), ranks) == list(range(ranks))
-    return caught.value
 
 
 def only_learners_frames(error):
