@@ -149,6 +149,19 @@ def leaves_it_to_ddp(model, optimizer, images, labels, batches):
     by_id("4.4").solution(model, optimizer, images, labels, [each[rank::ranks] for each in batches])
 
 
+def hangs_on_more_than_two(model):
+    if dist.get_world_size() < 3:
+        by_id("4.2").mistakes[0].attempt(model)
+    elif dist.get_rank() == 0:
+        dist.barrier()
+
+
+def test_an_attempt_that_fails_only_at_a_larger_world_size_is_still_judged():
+    verdict = by_id("4.2").judge(hangs_on_more_than_two)
+    assert (verdict.outcome, verdict.why) == (WRONG, "")
+    assert "it is 2 times the reference" in verdict.detail
+
+
 @pytest.mark.parametrize(("id", "attempt", "said"), [
     ("4.1", does_nothing, "Nothing was communicated"),
     ("4.2", does_not_wait, "keep the handle"),

@@ -1,10 +1,10 @@
 """How outcomes look: an HTML card in JupyterLab, the same words in plain text elsewhere."""
 
 import html
-import sys
 
 from dplab.exercises import record
 from dplab.exercises.exercise import CRASHED, NOT_ATTEMPTED, PASSED, WRONG
+from dplab.spawn.output import ipython
 
 _COLORS = {PASSED: "#0B7A43", WRONG: "#C05600", CRASHED: "#B3261E", NOT_ATTEMPTED: "#6B7680"}
 
@@ -84,8 +84,7 @@ def _inline(text):
 
 
 def _display(plain, rich):
-    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
-    if hasattr(shell, "kernel"):
+    if hasattr(ipython(), "kernel"):
         from IPython.display import display
 
         display({"text/plain": plain, "text/html": rich}, raw=True)

@@ -127,8 +127,8 @@ class Exercise:
         alike = self._alike(self.mistakes, got, expected, world_size)
         for larger in self.world_sizes:
             if larger > world_size and alike and not crashed:
-                got = self._observe(attempt, larger)
-                alike = self._alike(alike, got, self._expected(larger), larger)
+                later = self._observe(attempt, larger)
+                alike = self._alike(alike, later, self._expected(larger), larger)
         if alike:
             return Verdict(WRONG, alike[0].why, detail)
         if not crashed and self.stub is None and not any(facts[COMMUNICATED] for facts in got):

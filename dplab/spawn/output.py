@@ -74,8 +74,12 @@ def _size(count):
 
 def show(world_size: int):
     """The display that suits where we are: a notebook's cell, or a terminal or file."""
-    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
-    return _Cell(world_size) if hasattr(shell, "kernel") else _Stream(world_size)
+    return _Cell(world_size) if hasattr(ipython(), "kernel") else _Stream(world_size)
+
+
+def ipython():
+    """The IPython shell that this process runs in, or None; in a notebook it has a ``kernel``."""
+    return sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
 
 
 class _Stream:

@@ -4,10 +4,10 @@ import linecache
 import os
 import re
 import signal
-import sys
 
 from dplab.spawn.calls import is_learners
 from dplab.spawn.errors import RankError
+from dplab.spawn.output import ipython
 from dplab.spawn.rank import Frame, crash_file
 
 _SIGNALS = {
@@ -211,8 +211,7 @@ def _whole_name(file):
 
 def place(file: str) -> str:
     """A source file as the reader knows it: the cell's number, or the file's name."""
-    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
-    cells = getattr(getattr(shell, "compile", None), "_filename_map", {})
+    cells = getattr(getattr(ipython(), "compile", None), "_filename_map", {})
     for name, number in cells.items():
         if name == file or (len(file) >= 40 and name.endswith(file)):
             return f"cell In[{number}]"
