@@ -47,6 +47,8 @@ _POINT_TO_POINT = {"send": ("send", 0), "recv": ("recv", 0), "recv_anysource": (
 _UNEQUAL_SIZES_ALLOWED = {"all_to_all", "barrier", "send", "recv"}
 _ROOTED = {"broadcast", "reduce", "gather", "scatter"}
 
+DEFAULT_GROUP = "0"
+
 
 @dataclass(frozen=True)
 class Call:
@@ -214,6 +216,8 @@ def create_log(path):
         os.close(descriptor)
 
 
+WAIT = "wait_for_others"
+
 recorder: CallRecorder | None = None
 
 
@@ -226,13 +230,21 @@ def record_into(memory) -> None:
 
 @functools.cache
 def install() -> None:
-    """Puts the recording in front of the methods of torch's ProcessGroup, once per process."""
+    """Puts the recording in front of torch's ProcessGroup and Work, once per process."""
     import torch.distributed as dist
 
     for method, (operation, own) in {**_COLLECTIVES, **_POINT_TO_POINT}.items():
         if hasattr(dist.ProcessGroup, method):
             original = getattr(dist.ProcessGroup, method)
             setattr(dist.ProcessGroup, method, _recorded(original, operation, own))
+
+    wait = dist.Work.wait
+
+    # a frame by which a stack shows that the rank waits for others
+    def wait_for_others(work, *args, **kwargs):
+        return wait(work, *args, **kwargs)
+
+    dist.Work.wait = wait_for_others
 
 
 def _recorded(original, operation, own):

@@ -6,6 +6,7 @@ import re
 import signal
 
 from dplab.spawn.calls import is_learners
+from dplab.spawn.deadlock import is_waiting
 from dplab.spawn.errors import RankError
 from dplab.spawn.output import ipython
 from dplab.spawn.rank import Frame, crash_file
@@ -27,6 +28,10 @@ _WHY = {
     "reduce operation": "gloo does not check: every rank would get a different, wrong result.",
     "root": "Each waits for data from a rank that thinks another one sends it.",
 }
+
+_ALL_SEND = ("A send ends when the other rank receives. Hand over a send and a receive at once, "
+             "with dist.batch_isend_irecv, and wait for both.")
+_PAIRS = "Every send needs a receive on the other rank, and every receive a send."
 
 
 def of_mismatch(mismatch, states) -> RankError:
@@ -97,6 +102,25 @@ def of_stuck(states, seconds) -> RankError:
     return _error(head, "", states, rank=rank, kind="stuck", after=advice)
 
 
+def of_deadlock(states, waits) -> RankError:
+    """Ranks that wait in sends and receives for ever; ``waits`` has for each those it waits for."""
+    stuck = [states[rank] for rank in sorted(waits)]
+    gone = [state for state in states if state.finished
+            and any(state.rank in peers for peers in waits.values())]
+    operations = [{call.operation for call in state.unmet} for state in stuck]
+    head, advice = f"{_names(stuck)} {_verb(stuck, 'waits', 'wait')} for ever", _PAIRS
+    if gone:
+        head += f", and {_names(gone)} {_verb(gone, 'has', 'have')} returned"
+    elif all(each == {"send"} for each in operations):
+        head, advice = f"{head}: each sends, and nobody comes to receive", _ALL_SEND
+    elif all(each == {"recv"} for each in operations):
+        head += ": each wants to receive, and nobody comes to send"
+    else:
+        head += " for each other"
+    rank = gone[0].rank if len(gone) == 1 else None
+    return _error(head, "", states, rank=rank, kind="stuck", after=advice)
+
+
 def of_interrupt(states) -> str:
     return "\n".join(["stopped by you; where the ranks were:", *map(_line, states)])
 
@@ -139,9 +163,9 @@ def _line(state) -> str:
             f"; its last call was {call}: {_spot(call.file, call.line)}" if call else "")
     if state.where.waiting:
         return label + f"waits in {state.where.waiting[0][1]}" + _at(state.where.frames)
-    innermost = state.where.frames[-1] if state.where.frames else None
-    if innermost and state.last_call and innermost.function in ("send", "recv"):
-        return label + f"waits in {state.last_call}" + _at(state.where.frames)
+    if is_waiting(state) and state.last_call:
+        calls = " and ".join(map(str, state.unmet[:2])) or state.last_call
+        return label + f"waits in {calls}" + _at(state.where.frames)
     return label + "was running" + _at(state.where.frames)
 
 

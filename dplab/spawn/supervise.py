@@ -1,6 +1,7 @@
 """The parent's side of a run: feeds the ranks, listens to them, and judges how it went."""
 
 import contextlib
+import math
 import os
 import selectors
 import shutil
@@ -11,7 +12,7 @@ import time
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 
-from dplab.spawn import calls, output, report, transport
+from dplab.spawn import calls, deadlock, output, report, transport
 from dplab.spawn.errors import Interrupted
 from dplab.spawn.rank import Answer, Job, log_file
 from dplab.spawn.start import start_ranks
@@ -39,6 +40,7 @@ class RankState:
     ended_at: float = 0.0  # `time.monotonic`, of the exit
     out_of_memory: bool = False
     last_call: calls.Call | None = None
+    unmet: list[calls.Call] = field(default_factory=list)  # sends, receives without counterpart
 
     @property
     def finished(self):
@@ -67,6 +69,8 @@ class Supervisor:
         self._selector = selectors.DefaultSelector()
         self._display = output.show(world_size)
         self._comparison = calls.CallComparison()
+        self._meetings = deadlock.Meetings()
+        self._called_at = 0.0
         self._oom_kills = _oom_kills()
 
     def run(self) -> list:
@@ -148,19 +152,27 @@ class Supervisor:
             if now > ready_at + self._timeout:
                 self._ask_where()
                 return self._compared() or report.of_stuck(self._states, self._timeout)
-            if any(state.finished for state in self._states):
+            silent = self._meetings.any_unmet and now > self._called_at + _PROBE
+            if silent or any(state.finished for state in self._states):
                 next_probe = next_probe or now + _PROBE
                 if now > next_probe:
                     self._ask_where()
                     next_probe = time.monotonic() + _PROBE
                     hopeless = self._hopeless()
                     if hopeless and hopeless == before:
-                        return report.of_stuck(self._states, self._timeout)
+                        return (report.of_deadlock(self._states, hopeless)
+                                if isinstance(hopeless, dict)
+                                else report.of_stuck(self._states, self._timeout))
                     before = hopeless
 
     def _hopeless(self):
-        """(rank, number) of a collective that a rank which has returned never launched."""
-        least = min(state.answer.launched for state in self._states if state.finished)
+        """What will never come: {rank: the ranks it waits for} of a deadlock, or (rank, number) of
+        a collective that a rank which has returned never launched; else None.
+        """
+        if waits := deadlock.waits_without_end(self._states):
+            return waits
+        least = min((state.answer.launched for state in self._states if state.finished),
+                    default=math.inf)
         for state in self._states:
             if not state.finished and state.where:
                 for number, _ in state.where.waiting:
@@ -196,8 +208,14 @@ class Supervisor:
     def _compare(self):
         found = None
         for state, log in zip(self._states, self._logs, strict=True):
-            found = self._comparison.add(state.rank, log.new_calls()) or found
+            new_calls = log.new_calls()
+            found = self._comparison.add(state.rank, new_calls) or found
+            self._meetings.add(state.rank, new_calls)
             state.last_call = log.last
+            if new_calls:
+                self._called_at = time.monotonic()
+        for state in self._states:
+            state.unmet = self._meetings.unmet(state.rank)
         return found
 
     def _ask_where(self):
