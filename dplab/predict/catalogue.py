@@ -1,0 +1,49 @@
+"""Links and GPUs as their makers publish them: `LINKS` and `GPUS`, by name.
+
+The numbers lie in ``catalogue.json``, each table with its source. They are peaks: a link or a GPU
+in use reaches less.
+"""
+
+import json
+from dataclasses import dataclass
+from importlib import resources
+
+from dplab.predict.cost import Link
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One GPU: ``*_flops`` in FLOP/s (dense), memory in bytes, its bandwidth in bytes/s."""
+
+    name: str
+    bf16_flops: float
+    fp32_flops: float
+    memory_bytes: float
+    memory_bandwidth: float
+    source: str = ""
+
+    @property
+    def ridge_point(self) -> float:
+        """FLOP per byte of memory traffic from which on bf16 arithmetic is the limit.
+
+        Source: S. Williams, A. Waterman and D. Patterson, "Roofline", 2009.
+        """
+        return self.bf16_flops / self.memory_bandwidth
+
+
+def _links(table):
+    source = f"bandwidth: {table['source']}; latency: {table['latency_source']}"
+    return {name: Link(name, 1e9 * row["bandwidth"], 1e-6 * row["latency"],
+                       f"{row['what']}; {source}") for name, row in table["rows"].items()}
+
+
+def _gpus(table):
+    return {name: Gpu(name, 1e12 * row["bf16"], 1e12 * row["fp32"], 1e9 * row["memory"],
+                      1e12 * row["memory_bandwidth"], f"{row['what']}; {table['source']}")
+            for name, row in table["rows"].items()}
+
+
+_TABLES = json.loads(resources.files(__package__).joinpath("catalogue.json").read_text("utf-8"))
+
+LINKS: dict[str, Link] = _links(_TABLES["links"])
+GPUS: dict[str, Gpu] = _gpus(_TABLES["gpus"])

@@ -1,0 +1,235 @@
+"""What a collective costs, by arithmetic: bytes sent, messages, seconds.
+
+The α–β model: a message of n bytes takes α + n/β seconds, with the link's latency α and its
+bandwidth β. A collective takes as long as its longest chain of messages, each of which can start
+only when the one before it has arrived:
+
+    seconds = messages · α + bytes in the chain / β
+
+Adding up numbers is taken to cost nothing, and every rank has a link of its own, which sends and
+receives at once. ``tensor_bytes`` is M: the whole tensor, also for a reduce-scatter or an
+all-gather, where each rank keeps or brings one N-th of it.
+
+Sources: R. Hockney, "The communication challenge for MPP", 1994 (the model); R. Thakur,
+R. Rabenseifner and W. Gropp, "Optimization of collective communication operations in MPICH", 2005
+(the formulas); P. Patarasuk and X. Yuan, "Bandwidth optimal all-reduce algorithms for clusters of
+workstations", 2009 (the ring, and the lower bound).
+"""
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from numbers import Integral, Real
+
+
+@dataclass(frozen=True)
+class Link:
+    """What connects a rank to the others: ``bandwidth`` in bytes/s in each direction, ``latency``
+    in seconds for each message. Raises ValueError if the bandwidth is not above zero, or the
+    latency is negative.
+    """
+
+    name: str
+    bandwidth: float
+    latency: float = 0.0
+    source: str = ""
+
+    def __post_init__(self):
+        if not self.bandwidth > 0:
+            raise ValueError(f"a link needs a bandwidth above 0 bytes/s, not {self.bandwidth}")
+        if not 0 <= self.latency < math.inf:
+            raise ValueError(f"a latency is 0 s or more, and finite, not {self.latency}")
+
+    def seconds(self, nbytes: float, messages: float = 1) -> float:
+        """The time of ``messages`` messages, one after the other, with ``nbytes`` in all."""
+        return messages * self.latency + nbytes / self.bandwidth
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """How a collective goes; bytes in units of M, all as functions of the world size N.
+
+    ``sent``: by a rank, on average over the ranks; ``chain``: in the longest chain of messages;
+    ``messages``: in that chain.
+    """
+
+    collective: str
+    sent: Callable[[int], float]
+    chain: Callable[[int], float]
+    messages: Callable[[int], int]
+
+
+def _binary_tree_messages(world_size: int) -> int:
+    """The longest chain of `parallel.tree_all_reduce`: a rank's children come one by one."""
+
+    def children(rank):
+        return [child for child in (2 * rank + 1, 2 * rank + 2) if child < world_size]
+
+    def up(rank):
+        done = 0
+        for child in children(rank):
+            done = max(done, up(child)) + 1
+        return done
+
+    def down(rank):
+        return max((place + down(child) for place, child in enumerate(children(rank), start=1)),
+                   default=0)
+
+    return up(0) + down(0)
+
+
+ALGORITHMS: dict[str, Algorithm] = {
+    "naive all-reduce": Algorithm(
+        "all_reduce", lambda n: n - 1, lambda n: n - 1, lambda n: n - 1),
+    "tree all-reduce": Algorithm(
+        "all_reduce", lambda n: 2 * (n - 1) / n, _binary_tree_messages, _binary_tree_messages),
+    "ring all-reduce": Algorithm(
+        "all_reduce", lambda n: 2 * (n - 1) / n, lambda n: 2 * (n - 1) / n, lambda n: 2 * (n - 1)),
+    "ring reduce-scatter": Algorithm(
+        "reduce_scatter", lambda n: (n - 1) / n, lambda n: (n - 1) / n, lambda n: n - 1),
+    "ring all-gather": Algorithm(
+        "all_gather", lambda n: (n - 1) / n, lambda n: (n - 1) / n, lambda n: n - 1),
+    # A switch adds: each rank sends its tensor up once, while the sum comes down.
+    "in-network all-reduce": Algorithm(
+        "all_reduce", lambda n: int(n > 1), lambda n: int(n > 1), lambda n: 2 * int(n > 1)),
+}
+
+_BUS_FACTORS: dict[str, Callable[[int], float]] = {
+    "all_reduce": lambda n: 2 * (n - 1) / n,
+    "reduce_scatter": lambda n: (n - 1) / n,
+    "all_gather": lambda n: (n - 1) / n,
+    "all_to_all": lambda n: (n - 1) / n,
+    "gather": lambda n: (n - 1) / n,
+    "scatter": lambda n: (n - 1) / n,
+    "broadcast": lambda n: 1,
+    "reduce": lambda n: 1,
+    "send": lambda n: 1,
+}
+
+
+def bytes_sent(algorithm: str, world_size: int, tensor_bytes: float) -> float:
+    """Bytes that a rank sends, on average over the ranks; ``algorithm`` is one of `ALGORITHMS`."""
+    return _find(algorithm).sent(_ranks(world_size)) * _size(tensor_bytes)
+
+
+def total_bytes(algorithm: str, world_size: int, tensor_bytes: float) -> float:
+    """Bytes that all ranks send together."""
+    return world_size * bytes_sent(algorithm, world_size, tensor_bytes)
+
+
+def messages(algorithm: str, world_size: int) -> int:
+    """Messages that must follow one another, which is what latency multiplies."""
+    return _find(algorithm).messages(_ranks(world_size))
+
+
+def seconds(algorithm: str, world_size: int, tensor_bytes: float, link: Link) -> float:
+    """Seconds that the collective takes where every rank has such a link of its own."""
+    chain = _find(algorithm).chain(_ranks(world_size)) * _size(tensor_bytes)
+    return link.seconds(chain, messages(algorithm, world_size))
+
+
+def least_bytes_sent(world_size: int, tensor_bytes: float) -> float:
+    """The bytes that some rank must send for an all-reduce where ranks do the adding.
+
+    2(N−1)/N · M, by Patarasuk and Yuan, 2009. Switches that add get by with less.
+    """
+    return bytes_sent("ring all-reduce", world_size, tensor_bytes)
+
+
+def algorithm_bandwidth(tensor_bytes: float, seconds: float) -> float:
+    """Bytes/s as the caller sees them: the tensor's size over the time."""
+    return _size(tensor_bytes) / _time(seconds)
+
+
+def bus_factor(collective: str, world_size: int) -> float:
+    """What the algorithm bandwidth is multiplied by to be comparable with a link's bandwidth.
+
+    ``collective`` is "all_reduce", "reduce_scatter", "all_gather", "all_to_all", "gather",
+    "scatter", "broadcast", "reduce" or "send". Source: nccl-tests, doc/PERFORMANCE.md.
+    """
+    if collective not in _BUS_FACTORS:
+        raise ValueError(f"no collective {collective!r}; there are {', '.join(_BUS_FACTORS)}")
+    return _BUS_FACTORS[collective](_ranks(world_size))
+
+
+def bus_bandwidth(collective: str, world_size: int, tensor_bytes: float, seconds: float) -> float:
+    """Bytes/s that a rank's link must have carried if no algorithm sent less than a ring."""
+    return bus_factor(collective, world_size) * algorithm_bandwidth(tensor_bytes, seconds)
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One collective that was timed: ``seconds`` of the slowest rank."""
+
+    algorithm: str
+    world_size: int
+    tensor_bytes: float
+    seconds: float
+
+    def __post_init__(self):
+        _time(self.seconds)
+
+
+def fit_link(measurements: Iterable[Measurement], name: str = "fitted") -> Link:
+    """The latency and bandwidth with which `seconds` comes nearest to the measurements.
+
+    Least squares of the *relative* errors, so that a microsecond counts for small tensors and not
+    for large ones. Where noise would make the latency negative, it is 0. Raises ValueError for
+    fewer than two different sizes, or if the time does not grow with the size.
+    """
+    rows = [(_find(m.algorithm).messages(m.world_size) / m.seconds,
+             _find(m.algorithm).chain(m.world_size) * m.tensor_bytes / m.seconds)
+            for m in measurements if m.world_size > 1]
+    if len(set(rows)) < 2:
+        raise ValueError("a fit needs measurements of at least two sizes, on two ranks or more")
+    # normal equations of  latency · a + inverse_bandwidth · b = 1  for each row (a, b)
+    aa, ab, bb = (sum(row[i] * row[j] for row in rows) for i, j in ((0, 0), (0, 1), (1, 1)))
+    a, b = (sum(row[i] for row in rows) for i in (0, 1))
+    determinant = aa * bb - ab * ab
+    if determinant <= 1e-12 * aa * bb:
+        raise ValueError("these measurements do not tell latency from bandwidth: vary the size")
+    latency, inverse_bandwidth = (a * bb - b * ab) / determinant, (b * aa - a * ab) / determinant
+    if latency < 0:
+        latency, inverse_bandwidth = 0.0, b / bb
+    if inverse_bandwidth <= 0:
+        raise ValueError("the time does not grow with the size: measure larger tensors")
+    return Link(name, 1 / inverse_bandwidth, latency)
+
+
+def crossover_bytes(one: str, other: str, world_size: int, link: Link) -> float | None:
+    """The tensor size at which both algorithms take equally long; None where one always wins."""
+    a, b = _find(one), _find(other)
+    n = _ranks(world_size)
+    extra_latency = (a.messages(n) - b.messages(n)) * link.latency
+    extra_bytes = (b.chain(n) - a.chain(n)) / link.bandwidth
+    if extra_bytes == 0 or extra_latency / extra_bytes <= 0:
+        return None
+    return extra_latency / extra_bytes
+
+
+def _find(algorithm):
+    if algorithm not in ALGORITHMS:
+        raise ValueError(f"no algorithm {algorithm!r}; there are {', '.join(ALGORITHMS)}")
+    return ALGORITHMS[algorithm]
+
+
+def _ranks(world_size):
+    if isinstance(world_size, bool) or not isinstance(world_size, Integral):
+        raise TypeError(f"the world size is an integer, not {world_size!r}")
+    if world_size < 1:
+        raise ValueError(f"the world size is at least 1, not {world_size}")
+    return int(world_size)
+
+
+def _size(tensor_bytes):
+    if isinstance(tensor_bytes, bool) or not isinstance(tensor_bytes, Real):
+        raise TypeError(f"a size in bytes is a number, not {tensor_bytes!r}")
+    if not 0 <= tensor_bytes < math.inf:
+        raise ValueError(f"a size is 0 bytes or more, and finite, not {tensor_bytes}")
+    return tensor_bytes
+
+
+def _time(seconds):
+    if not seconds > 0:
+        raise ValueError(f"a collective takes more than 0 s, not {seconds}")
+    return seconds
