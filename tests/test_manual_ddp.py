@@ -1,9 +1,10 @@
-"""ManualDDP on real ranks, against a single process, against torch's DDP, and by its parts.
+"""The course's DDPs on real ranks: against one process, against torch's DDP, and by their parts.
 
 The models start differently on every rank, and no two inputs are equal.
 """
 
 import copy
+import functools
 import subprocess
 import sys
 
@@ -15,10 +16,20 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import dplab
-from dplab.parallel import ManualDDP, average_gradients, broadcast_module
+from dplab.parallel import (
+    BucketedDDP,
+    ManualDDP,
+    OverlappedDDP,
+    average_gradients,
+    broadcast_module,
+)
 
 world_sizes = pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 LOCAL_BATCH = 5
+SMALL = 0.0005  # MiB, so that a small model has several buckets
+WRAPPERS = {"manual": ManualDDP, "bucketed": functools.partial(BucketedDDP, bucket_mb=SMALL),
+            "overlapped": functools.partial(OverlappedDDP, bucket_mb=SMALL)}
+each_wrapper = pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
 
 
 class Awkward(nn.Module):
@@ -74,12 +85,12 @@ def assert_all_equal(states, expected, **tolerance):
 
 # --- against a single process -------------------------------------------------------------------
 
-def train_awkward_both_ways(steps):
-    return [train_awkward(steps, set_to_none) for set_to_none in (True, False)]
+def train_awkward_both_ways(wrap, steps):
+    return [train_awkward(wrap, steps, set_to_none) for set_to_none in (True, False)]
 
 
-def train_awkward(steps, set_to_none):
-    model = ManualDDP(Awkward(seed=dist.get_rank()))
+def train_awkward(wrap, steps, set_to_none):
+    model = wrap(Awkward(seed=dist.get_rank()))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     for step in range(steps):
         x, y = batch(step, LOCAL_BATCH * dist.get_world_size())
@@ -101,10 +112,11 @@ def train_awkward_alone(steps, samples):
     return model.state_dict()
 
 
+@each_wrapper
 @world_sizes
-def test_trains_as_one_process_on_the_full_batch(world_size):
+def test_trains_as_one_process_on_the_full_batch(world_size, wrap):
     expected = train_awkward_alone(6, LOCAL_BATCH * world_size)
-    results = dplab.run(train_awkward_both_ways, world_size, 6)
+    results = dplab.run(train_awkward_both_ways, world_size, wrap, 6)
     for states in zip(*results, strict=True):  # zero_grad's set_to_none: True, then False
         assert_all_equal(states, expected, rtol=0, atol=1e-12)
     start = Awkward(seed=0).state_dict()
@@ -114,10 +126,10 @@ def test_trains_as_one_process_on_the_full_batch(world_size):
 
 # --- against torch's DDP ------------------------------------------------------------------------
 
-def difference_from_ddp(model_cls, optimizer_cls, options, steps):
+def difference_from_ddp(wrap, model_cls, optimizer_cls, options, steps):
     """Largest differences after training: of parameters, of buffers, and of ranks from rank 0."""
     model = model_cls(seed=dist.get_rank()).float()
-    manual, reference = ManualDDP(copy.deepcopy(model)), DistributedDataParallel(model)
+    manual, reference = wrap(copy.deepcopy(model)), DistributedDataParallel(model)
     for step in range(steps):
         x, _ = batch(step, LOCAL_BATCH * dist.get_world_size())
         for replica in (manual, reference):
@@ -141,17 +153,18 @@ def difference_from_ddp(model_cls, optimizer_cls, options, steps):
             largest(manual.buffers(), reference.buffers()), largest(parameters, on_rank_0))
 
 
-def differences_from_ddp(steps):
+def differences_from_ddp(wrap, steps):
     return {f"{model_cls.__name__}, {optimizer_cls.__name__}":
-            difference_from_ddp(model_cls, optimizer_cls, options, steps)
+            difference_from_ddp(wrap, model_cls, optimizer_cls, options, steps)
             for model_cls in (Awkward, Normalised)
             for optimizer_cls, options in ((torch.optim.SGD, {"lr": 0.05, "momentum": 0.9}),
                                            (torch.optim.AdamW, {"lr": 1e-3}))}
 
 
+@each_wrapper
 @world_sizes
-def test_trains_as_ddp(world_size):
-    for differences in dplab.run(differences_from_ddp, world_size, 20):
+def test_trains_as_ddp(world_size, wrap):
+    for differences in dplab.run(differences_from_ddp, world_size, wrap, 20):
         for case, (parameters, buffers, between_ranks) in differences.items():
             assert parameters < 1e-6, case
             assert buffers < 1e-6, case
@@ -218,19 +231,19 @@ class Branches(nn.Module):
         return self.branches[branch](self.shared(x))
 
 
-def sync_branches_both_ways():
-    return [sync_branches(as_ddp) for as_ddp in (False, True)]
+def sync_branches_in_each_way():
+    return [sync_branches(wrap) for wrap in (None, *WRAPPERS.values())]
 
 
-def sync_branches(as_ddp):
+def sync_branches(wrap):
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    if as_ddp:
+    if wrap is None:
         model = DistributedDataParallel(Branches(world_size), find_unused_parameters=True)
     else:
-        model = ManualDDP(Branches(world_size))
+        model = wrap(Branches(world_size))
     x, _ = batch(rank, LOCAL_BATCH)
     model(x.float(), rank).square().mean().backward()
-    if not as_ddp:
+    if wrap is not None:
         model.finish_gradient_sync()
     return {name: p.grad for name, p in model.module.named_parameters()}
 
@@ -247,8 +260,8 @@ def test_a_parameter_unused_on_some_ranks_gets_the_mean_with_zeros_everywhere(wo
                 expected[name] = so_far + parameter.grad / world_size
     assert expected[f"branches.{world_size}.weight"] is None
 
-    results = dplab.run(sync_branches_both_ways, world_size)
-    for gradients in [gradients for both in results for gradients in both]:
+    results = dplab.run(sync_branches_in_each_way, world_size)
+    for gradients in [gradients for ways in results for gradients in ways]:
         for name, value in expected.items():
             if value is None:
                 assert gradients[name] is None, name
@@ -318,33 +331,34 @@ def test_layout_and_overflow():
         assert gradient.tolist() == [40_000.0] * 4
 
 
-def sync_sparse():
-    model = ManualDDP(nn.ModuleDict({"words": nn.Embedding(10, 3, sparse=True)}))
-    model.module["words"](torch.tensor([dist.get_rank()])).sum().backward()
+def sync_sparse(wrap):
+    model = wrap(nn.ModuleDict({"words": nn.Embedding(10, 3, sparse=True)}))
     try:
+        model.module["words"](torch.tensor([dist.get_rank()])).sum().backward()
         model.finish_gradient_sync()
     except NotImplementedError as error:
         return str(error)
 
 
-def sync_nothing():
+def sync_nothing(wrap):
     for module in (nn.ReLU(), nn.Linear(2, 2).requires_grad_(False), Branches(2)):
-        ManualDDP(module).finish_gradient_sync()
+        wrap(module).finish_gradient_sync()
     return all(p.grad is None for p in module.parameters())
 
 
-def test_sparse_gradients_are_refused_by_name_and_nothing_is_no_trouble():
-    for message in dplab.run(sync_sparse, 2):
+@each_wrapper
+def test_sparse_gradients_are_refused_by_name_and_nothing_is_no_trouble(wrap):
+    for message in dplab.run(sync_sparse, 2, wrap):
         assert "'words.weight'" in message and "sparse=False" in message
-    assert dplab.run(sync_nothing, 2) == [True, True]
+    assert dplab.run(sync_nothing, 2, wrap) == [True, True]
 
 
 # --- no_sync ------------------------------------------------------------------------------------
 
-def accumulate(micro_batches):
+def accumulate(wrap, micro_batches):
     """One step whose local batch comes in slices; returns the gradients before and after."""
     world_size = dist.get_world_size()
-    model = ManualDDP(Awkward(seed=dist.get_rank()))
+    model = wrap(Awkward(seed=dist.get_rank()))
     x, y = batch(0, LOCAL_BATCH * micro_batches * world_size)
     slices = list(zip(mine(x).split(LOCAL_BATCH), mine(y).split(LOCAL_BATCH), strict=True))
     counts = {}
@@ -360,17 +374,18 @@ def accumulate(micro_batches):
     return {name: p.grad for name, p in model.module.named_parameters() if p.requires_grad}
 
 
+@each_wrapper
 @world_sizes
-def test_accumulation_equals_one_big_batch(world_size):
+def test_accumulation_equals_one_big_batch(world_size, wrap):
     alone = Awkward(seed=0)
     x, y = batch(0, LOCAL_BATCH * 3 * world_size)
     F.mse_loss(alone(x), y).backward()
     expected = {name: p.grad for name, p in alone.named_parameters() if p.requires_grad}
-    assert_all_equal(dplab.run(accumulate, world_size, 3), expected, rtol=0, atol=1e-12)
+    assert_all_equal(dplab.run(accumulate, world_size, wrap, 3), expected, rtol=0, atol=1e-12)
 
 
-def leave_no_sync_by_an_error():
-    model = ManualDDP(nn.Linear(1, 1))
+def leave_no_sync_by_an_error(wrap):
+    model = wrap(nn.Linear(1, 1))
     try:
         with model.no_sync(), model.no_sync():
             raise KeyError
@@ -388,8 +403,9 @@ def leave_no_sync_by_an_error():
     return model.module.bias.grad.item()
 
 
-def test_no_sync_ends_with_its_block():
-    assert dplab.run(leave_no_sync_by_an_error, 2) == [1.5, 1.5]
+@each_wrapper
+def test_no_sync_ends_with_its_block(wrap):
+    assert dplab.run(leave_no_sync_by_an_error, 2, wrap) == [1.5, 1.5]
 
 
 # --- buffers ------------------------------------------------------------------------------------
@@ -432,14 +448,15 @@ def forward_twice_then_backward(wrapper):
     model = wrapper(Normalised(seed=dist.get_rank()))
     x = [batch(step, LOCAL_BATCH, seed=dist.get_rank())[0].float() for step in range(2)]
     (model(x[0]).square().mean() + model(x[1]).square().mean()).backward()
-    if wrapper is ManualDDP:
+    if wrapper is not DistributedDataParallel:
         model.finish_gradient_sync()
     return {name: p.grad for name, p in model.module.named_parameters()}
 
 
-def test_two_forwards_before_one_backward():
+@each_wrapper
+def test_two_forwards_before_one_backward(wrap):
     expected = dplab.run(forward_twice_then_backward, 2, DistributedDataParallel)[0]
-    assert_all_equal(dplab.run(forward_twice_then_backward, 2, ManualDDP), expected)
+    assert_all_equal(dplab.run(forward_twice_then_backward, 2, wrap), expected)
 
 
 # --- as a module --------------------------------------------------------------------------------

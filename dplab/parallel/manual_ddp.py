@@ -40,7 +40,8 @@ def average_gradients(module: nn.Module) -> None:
     receives the mean too. Where no rank has one, it stays ``None``. This is what DDP does with
     ``find_unused_parameters=True``. Raises NotImplementedError if a gradient is sparse.
     """
-    _refuse_sparse_gradients(module)
+    for name, parameter in module.named_parameters():
+        refuse_sparse_gradient(name, parameter)
     world_size = dist.get_world_size()
     # parameters() yields a tied parameter once, so it is reduced once.
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
@@ -72,11 +73,11 @@ def _used_on_any_rank(parameters: list[nn.Parameter]) -> list[bool]:
     return [flag == 1 for flag in used.tolist()]
 
 
-def _refuse_sparse_gradients(module: nn.Module) -> None:
-    for name, parameter in module.named_parameters():
-        if parameter.grad is not None and parameter.grad.layout != torch.strided:
-            raise NotImplementedError(f"the gradient of {name!r} is sparse, and only dense ones "
-                                      "can be averaged: build that layer with sparse=False")
+def refuse_sparse_gradient(name: str, parameter: nn.Parameter) -> None:
+    """NotImplementedError for a gradient that an all-reduce of flat tensors cannot average."""
+    if parameter.grad is not None and parameter.grad.layout != torch.strided:
+        raise NotImplementedError(f"the gradient of {name!r} is sparse, and only dense ones can be "
+                                  "averaged: build that layer with sparse=False")
 
 
 class ManualDDP(nn.Module):
