@@ -89,9 +89,22 @@ ALGORITHMS: dict[str, Algorithm] = {
         "reduce_scatter", lambda n: (n - 1) / n, lambda n: (n - 1) / n, lambda n: n - 1),
     "ring all-gather": Algorithm(
         "all_gather", lambda n: (n - 1) / n, lambda n: (n - 1) / n, lambda n: n - 1),
+    # In many small pieces, which a rank passes on while the next ones come.
+    "pipelined broadcast": Algorithm(
+        "broadcast", lambda n: (n - 1) / n, lambda n: int(n > 1), lambda n: n - 1),
+    "pipelined reduce": Algorithm(
+        "reduce", lambda n: (n - 1) / n, lambda n: int(n > 1), lambda n: n - 1),
+    "direct gather": Algorithm(
+        "gather", lambda n: (n - 1) / n**2, lambda n: (n - 1) / n, lambda n: n - 1),
+    "direct scatter": Algorithm(
+        "scatter", lambda n: (n - 1) / n**2, lambda n: (n - 1) / n, lambda n: n - 1),
+    "direct all-to-all": Algorithm(
+        "all_to_all", lambda n: (n - 1) / n, lambda n: (n - 1) / n, lambda n: n - 1),
     # A switch adds: each rank sends its tensor up once, while the sum comes down.
     "in-network all-reduce": Algorithm(
         "all_reduce", lambda n: int(n > 1), lambda n: int(n > 1), lambda n: 2 * int(n > 1)),
+    "tree barrier": Algorithm(
+        "barrier", lambda n: 0, lambda n: 0, lambda n: 2 * math.ceil(math.log2(n))),
 }
 
 _BUS_FACTORS: dict[str, Callable[[int], float]] = {

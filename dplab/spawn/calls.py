@@ -22,7 +22,7 @@ LOG_BYTES = _HEADER + _SLOT * _SLOTS
 
 # Method of torch's ProcessGroup: (the field's name, position of the argument that holds this
 # rank's own contribution).
-_COLLECTIVES = {
+COLLECTIVES = {
     "allreduce": ("all_reduce", 0),
     "allreduce_coalesced": ("all_reduce", 0),
     "broadcast": ("broadcast", 0),
@@ -43,7 +43,7 @@ _COLLECTIVES = {
     "alltoall_base": ("all_to_all", 1),
     "barrier": ("barrier", None),
 }
-_POINT_TO_POINT = {"send": ("send", 0), "recv": ("recv", 0), "recv_anysource": ("recv", 0)}
+POINT_TO_POINT = {"send": ("send", 0), "recv": ("recv", 0), "recv_anysource": ("recv", 0)}
 _UNEQUAL_SIZES_ALLOWED = {"all_to_all", "barrier", "send", "recv"}
 _ROOTED = {"broadcast", "reduce", "gather", "scatter"}
 
@@ -233,7 +233,7 @@ def install() -> None:
     """Puts the recording in front of torch's ProcessGroup and Work, once per process."""
     import torch.distributed as dist
 
-    for method, (operation, own) in {**_COLLECTIVES, **_POINT_TO_POINT}.items():
+    for method, (operation, own) in {**COLLECTIVES, **POINT_TO_POINT}.items():
         if hasattr(dist.ProcessGroup, method):
             original = getattr(dist.ProcessGroup, method)
             setattr(dist.ProcessGroup, method, _recorded(original, operation, own))
@@ -255,7 +255,7 @@ def _recorded(original, operation, own):
             point_to_point = operation in ("send", "recv")
             recorder.record(
                 group, operation,
-                _tensors(args[own]) if own is not None and len(args) > own else [],
+                tensors_in(args[own]) if own is not None and len(args) > own else [],
                 "" if point_to_point else _reduce_name(options),
                 _peer(args) if point_to_point else getattr(options, "rootRank", -1))
         return original(group, *args, **kwargs)
@@ -263,10 +263,10 @@ def _recorded(original, operation, own):
     return call
 
 
-def _tensors(value):
+def tensors_in(value):
     """The tensors of a call's argument, which may be one tensor or lists of lists."""
     if isinstance(value, list | tuple):
-        return [tensor for part in value for tensor in _tensors(part)]
+        return [tensor for part in value for tensor in tensors_in(part)]
     return [value]
 
 

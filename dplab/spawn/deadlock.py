@@ -53,7 +53,8 @@ def waits_without_end(states) -> dict[int, set[int]]:
 
 
 def is_waiting(state) -> bool:
-    return bool(state.where and state.where.frames and state.where.frames[-1].function == WAIT)
+    return bool(state.where and state.where.frames and any(
+        frame.function == WAIT for frame in state.where.frames[-3:]))
 
 
 def _awaited(state, states):

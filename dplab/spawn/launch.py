@@ -24,7 +24,8 @@ def run(fn, world_size, *args, timeout=60.0, backend=None, link=None, seed=0, **
     backend: ``"nccl"`` where every rank can have a GPU of its own (on AMD GPUs the same name stands
         for RCCL), ``"xccl"`` likewise on Intel GPUs, else ``"gloo"``; a name forces it.
     link: a `dplab.measure.EmulatedLink`, or any object whose ``install(backend)`` is called on each
-        rank before the process group starts, and returns the name of the backend to use.
+        rank before the process group starts, and returns the name of the backend to use. With a
+        link, ``backend`` is ``"gloo"`` unless it is named.
     seed: rank r seeds torch, NumPy and `random` with ``1000 * seed + r``.
 
     Under torchrun nothing is started: the call joins that job, and every rank gets the whole list.
@@ -34,6 +35,8 @@ def run(fn, world_size, *args, timeout=60.0, backend=None, link=None, seed=0, **
     """
     _validate(fn, world_size, timeout, backend, seed)
     if backends.under_torchrun():
+        if link is not None:
+            raise ValueError("under torchrun the job's own link is there, and no other is emulated")
         return torchrun.join(fn, world_size, args, kwargs, timeout, backend, seed)
     if backends.in_rank():
         raise RuntimeError("this process is a rank already: run() starts ranks from the notebook, "
@@ -48,7 +51,7 @@ def run(fn, world_size, *args, timeout=60.0, backend=None, link=None, seed=0, **
                         "instead, or pass what it is made from.", kind="unpicklable") from None
     return Supervisor(
         payload, world_size, timeout=timeout, seed=seed,
-        backend=backends.choose_backend(world_size, backend)).run()
+        backend=backends.choose_backend(world_size, backend or (link and "gloo"))).run()
 
 
 def _validate(fn, world_size, timeout, backend, seed):

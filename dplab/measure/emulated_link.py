@@ -1,0 +1,245 @@
+"""Real ranks and real data, with each collective held back to the time that a chosen link needs.
+
+A process group that passes every call on to gloo. When gloo is done, a thread waits until the
+emulated link would be, too: since the last rank came, and since the link was free, the time that
+`predict.cost` gives for the collective's algorithm. Then the work is complete: for who waits for
+it, for DDP's reducer, for `fully_shard`.
+"""
+
+import functools
+import math
+import mmap
+import os
+import struct
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from dplab.predict import catalogue, cost
+from dplab.spawn import calls
+
+ALGORITHMS = {
+    "all_reduce": "ring all-reduce", "reduce_scatter": "ring reduce-scatter",
+    "all_gather": "ring all-gather", "broadcast": "pipelined broadcast",
+    "reduce": "pipelined reduce", "gather": "direct gather", "scatter": "direct scatter",
+    "all_to_all": "direct all-to-all", "barrier": "tree barrier",
+}
+_OF_ONE_PART = {"all_gather", "reduce_scatter", "gather", "scatter"}  # a call names one N-th of M
+
+
+@dataclass(frozen=True)
+class EmulatedLink:
+    """For ``run(..., link=EmulatedLink(bandwidth, latency))``: ``bandwidth`` in bytes/s in each
+    direction, ``latency`` in seconds for each step of a collective's algorithm (a ring all-reduce
+    has 2(N−1) steps).
+
+    Collectives of a group share its link in order of launch; sends and receives take the outgoing
+    and the incoming direction. A collective is never faster than gloo's real one on this machine,
+    so a link can be emulated only as far as it is slower. Raises ValueError for a bandwidth that is
+    not above zero, or a negative latency.
+    """
+
+    bandwidth: float
+    latency: float = 0.0
+    name: str = ""
+
+    def __post_init__(self):
+        cost.Link(self.name, self.bandwidth, self.latency)  # which checks both
+
+    @classmethod
+    def of(cls, name: str) -> "EmulatedLink":
+        """A published link, by its name in `predict.catalogue.LINKS`, such as "400 Gb/s"."""
+        link = _find(catalogue.LINKS, name, "link")
+        return cls(link.bandwidth, link.latency, name)
+
+    @classmethod
+    def scaled(cls, gpu: str, link: str, flops: float) -> "EmulatedLink":
+        """A link as slow beside this machine as ``link`` is beside ``gpu``.
+
+        ``flops``: what one rank here computes, in FLOP/s. What takes the GPU (at its bf16 peak) a
+        second takes ``gpu.bf16_flops / flops`` seconds here, and communication is slowed as much:
+        their ratio is that of the GPU and its link.
+        """
+        slower = _find(catalogue.GPUS, gpu, "GPU").bf16_flops / flops
+        real = cls.of(link)
+        return cls(real.bandwidth / slower, real.latency * slower,
+                   f"{link} at {gpu}, scaled to this machine")
+
+    def __str__(self):
+        return f"emulated {self.name or 'link'}: {self.bandwidth / 1e9:.3g} GB/s, " \
+               f"{1e6 * self.latency:.3g} µs"
+
+    def seconds(self, operation: str, world_size: int, nbytes: float) -> float:
+        """The least time of a call that hands over ``nbytes`` on each rank."""
+        link = cost.Link(self.name, self.bandwidth, self.latency)
+        if operation in ("send", "recv"):
+            return link.seconds(nbytes)
+        whole = nbytes * (world_size if operation in _OF_ONE_PART else 1)
+        return cost.seconds(ALGORITHMS[operation], world_size, whole, link)
+
+    def install(self, backend: str) -> str:
+        """Registers the emulation on this rank; returns its backend's name, for the launcher."""
+        if backend != "gloo":
+            raise ValueError(f"a link is emulated over gloo, not over {backend}: backend='gloo'")
+        dist.Backend.register_backend(
+            "emulated", functools.partial(_EmulatedGroup, self), extended_api=True, devices=["cpu"])
+        return "emulated"
+
+
+class _EmulatedGroup(dist.ProcessGroup):
+    """gloo's process group behind a slower link."""
+
+    def __init__(self, link, options, _):
+        rank, size = options.group_rank, options.group_size
+        super().__init__(rank, size)
+        self._link = link
+        self._gloo = dist.ProcessGroup(options.store, rank, size)
+        backend = dist.ProcessGroupGloo(options.store, rank, size, timeout=options.timeout)
+        backend._set_sequence_number_for_group()
+        kind = dist.ProcessGroup.BackendType.GLOO
+        self._gloo._register_backend(torch.device("cpu"), kind, backend)
+        self._gloo._set_default_backend(kind)
+        self._gloo._set_group_name(options.group_id)
+        self._arrivals = _Arrivals(options.store, options.group_id, rank, size)
+        self._threads = ThreadPoolExecutor(256, "emulated-link")
+        self._busy = {"out": 0.0, "in": 0.0}  # until when, in `time.monotonic`
+        self._lock = threading.Lock()
+        self._numbers = {}
+        self._last = None  # the collective before
+
+    def getBackendName(self):
+        return "emulated"
+
+    @property
+    def group_name(self):
+        return self._gloo.group_name
+
+    def shutdown(self):
+        self._threads.shutdown(wait=True)
+
+    def _launch(self, method, operation, own, args, kwargs):
+        tensors = calls.tensors_in(args[own]) if own is not None else []
+        nbytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        seconds = self._link.seconds(operation, self.size(), nbytes)
+        if operation in ("send", "recv"):
+            peer = args[1] if method != "recv_anysource" else None
+            channels, before = ["out" if operation == "send" else "in"], None
+        else:
+            peer, channels, before = "all", ["out", "in"], self._last
+        meeting = self._arrivals.meeting(operation, peer, self._next_number(operation, peer))
+        work = _EmulatedWork(getattr(self._gloo, method)(*args, **kwargs), args[0] if args else [])
+        if peer == "all":
+            self._last = work
+        self._threads.submit(self._complete, work, meeting, seconds, channels, before)
+        return work
+
+    def _next_number(self, operation, peer):
+        key = (operation if peer != "all" else "collective", peer)
+        self._numbers[key] = self._numbers.get(key, -1) + 1
+        return self._numbers[key]
+
+    def _complete(self, work, meeting, seconds, channels, before):
+        try:
+            work.real.wait()
+            if before is not None:
+                before.scheduled.wait()
+            with self._lock:
+                begin = max(meeting(), *(self._busy[channel] for channel in channels))
+                end = begin + seconds
+                for channel in channels:
+                    self._busy[channel] = end
+            work.scheduled.set()
+            time.sleep(max(0.0, end - time.monotonic()))
+            work.future.set_result(work.outputs)
+        except Exception as error:
+            work.scheduled.set()
+            work.future.set_exception(error)
+
+
+class _EmulatedWork(dist.Work):
+    def __init__(self, real, outputs):
+        super().__init__()
+        self.real, self.outputs = real, outputs
+        self.future = torch.futures.Future()
+        self.scheduled = threading.Event()
+
+    def wait_for_others(self, timeout=None):
+        self.future.wait()
+        return True
+
+    wait = wait_for_others
+
+    def get_future(self):
+        return self.future
+
+    def is_completed(self):
+        return self.future.done()
+
+    def result(self):
+        return self.outputs
+
+    def _source_rank(self):
+        return self.real._source_rank()
+
+
+class _Arrivals:
+    """When each rank launched each call, in memory that all ranks share: the clock is common."""
+
+    _SLOTS = 512  # calls in flight of one kind, at most
+    _ENTRY = struct.Struct("qd")
+
+    def __init__(self, store, group_id, rank, size):
+        while hasattr(store, "underlying_store"):
+            store = store.underlying_store
+        path = os.path.join(os.path.dirname(store.path), f"arrivals-{group_id.replace('/', '-')}")
+        self._rank, self._size = rank, size
+        nbytes = (size + 2 * size * size) * self._SLOTS * self._ENTRY.size
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        os.ftruncate(descriptor, nbytes)
+        self._memory = mmap.mmap(descriptor, nbytes)
+        os.close(descriptor)
+
+    def meeting(self, operation, peer, number):
+        """Notes that this rank launches the call; returns a function for when all have."""
+        size = self._size
+        if peer == "all":
+            own, rows = self._rank, range(size)
+        elif peer is None:  # a receive from anyone
+            return time.monotonic
+        else:
+            pair = (self._rank, peer) if operation == "send" else (peer, self._rank)
+            send = size + 2 * (pair[0] * size + pair[1])
+            rows = (send, send + 1)
+            own = send if operation == "send" else send + 1
+        now = time.monotonic()
+        self._ENTRY.pack_into(self._memory, self._place(own, number), number, now)
+        return lambda: max(now, *(self._read(row, number) for row in rows))
+
+    def _place(self, row, number):
+        return (row * self._SLOTS + number % self._SLOTS) * self._ENTRY.size
+
+    def _read(self, row, number):
+        noted, when = self._ENTRY.unpack_from(self._memory, self._place(row, number))
+        return when if noted == number else -math.inf
+
+
+def _emulated(method, operation, own):
+    def call(self, *args, **kwargs):
+        return self._launch(method, operation, own, args, kwargs)
+
+    return call
+
+
+for _method, (_operation, _own) in {**calls.COLLECTIVES, **calls.POINT_TO_POINT}.items():
+    if hasattr(dist.ProcessGroup, _method):
+        setattr(_EmulatedGroup, _method, _emulated(_method, _operation, _own))
+
+
+def _find(table, name, kind):
+    if name not in table:
+        raise ValueError(f"no {kind} {name!r}; there are {', '.join(table)}")
+    return table[name]
