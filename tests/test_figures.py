@@ -10,7 +10,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+import torch.distributed as dist
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+import dplab.parallel
+from dplab import run
 
 FIGURES = Path(__file__).parents[1] / "figures"
 SCRIPTS = sorted(FIGURES.glob("*.py"))
@@ -108,3 +113,155 @@ def test_the_step_picture_shows_a_real_step():
     updated = np.array(module["WEIGHTS"]) - module["LEARNING_RATE"] * gradients.mean(axis=0)
     np.testing.assert_allclose(module["UPDATED"], updated)
     assert np.abs(updated).max() <= 1
+
+
+def test_the_stages_picture_shows_a_real_step():
+    module = runpy.run_path(str(FIGURES / "six_stages.py"))
+    weights, inputs, targets = (module[name] for name in ("WEIGHTS", "INPUTS", "TARGETS"))
+
+    def loss(weights, inputs, targets):
+        return ((inputs @ weights - targets) ** 2).mean()
+
+    def slopes(inputs, targets):
+        moves = 1e-4 * np.eye(len(weights))
+        return [(loss(weights + move, inputs, targets) - loss(weights - move, inputs, targets))
+                / 2e-4 for move in moves]
+
+    for rank in range(module["RANKS"]):
+        assert module["LOSSES"][rank] == pytest.approx(loss(weights, inputs[rank], targets[rank]))
+        np.testing.assert_allclose(module["GRADIENTS"][rank], slopes(inputs[rank], targets[rank]))
+    whole = slopes(inputs.reshape(-1, len(weights)), targets.reshape(-1))
+    np.testing.assert_allclose(module["MEAN"], whole, err_msg="the global batch's gradient")
+    np.testing.assert_allclose(module["UPDATED"],
+                               weights - module["LEARNING_RATE"] * module["MEAN"])
+    shown = [weights, *module["GRADIENTS"], module["MEAN"], module["UPDATED"]]
+    assert np.abs(shown).max() <= 1
+    assert len(set(module["LOSSES"].round(2))) == len(module["LOSSES"])
+    talks = [stage in module["COLLECTIVES"] for stage in range(6)]
+    assert talks == [True, False, False, False, True, False]
+
+
+def test_the_shards_picture_divides_a_product_into_what_gives_the_whole():
+    module = runpy.run_path(str(FIGURES / "replicas_and_shards.py"))
+    sizes = {"b": 10, "d": 4, "f": 2}
+    draw = np.random.default_rng(0)
+    whole = {"x": draw.normal(size=(10, 4)), "w": draw.normal(size=(4, 2)),
+             "v": draw.normal(size=(2, 4))}
+    whole["y"] = whole["x"] @ whole["w"]
+    whole["z"] = whole["y"] @ whole["v"]
+
+    def cut(matrix, part, rank):
+        axis = {"rows": 0, "columns": 1}.get(part)
+        return matrix if axis is None else np.split(matrix, 2, axis)[rank]
+
+    sent = {}
+    for name, how, _, copied, ranks, forward, backward in module["WAYS"]:
+        summands = []
+        for rank, (a, b, c) in enumerate(ranks):
+            left, right = (cut(whole[m[0]], m[4], rank) for m in (a, b))
+            assert whole[a[0]].shape == (sizes[a[1]], sizes[a[2]])
+            product = left @ right
+            if c[0] in whole:
+                np.testing.assert_allclose(product, cut(whole[c[0]], c[4], rank), err_msg=how)
+            else:
+                summands.append(product)
+            whose = {m[0] for m in (a, b, c) if m[3] == module["COPY"]}
+            assert whose == ({copied} if copied in whole else set())
+            assert all(m[3] in (module["COPY"], rank) or name == "pipeline parallel"
+                       for m in (a, b, c))
+        assert not summands or np.allclose(sum(summands), whole["y"])
+        sent[name, how] = module["sent"](forward)[1], module["sent"](backward)[1]
+    y = "b × f = 5.2 M"
+    assert sent == {
+        ("data parallel", "cut along b"): ("", "d × f = 2.1 M"),
+        ("pipeline parallel", "cut between layers"): (y, y),
+        ("tensor parallel", "cut along d"): (y, ""),
+        ("tensor parallel", "cut along f"): (y, "b × d = 10.5 M"),
+    }
+
+
+def record(name):
+    """What an all-reduce of dplab.parallel sends, [(to, elements)], and its tensor in between."""
+    rank = dist.get_rank()
+    tensor = torch.full((4,), 10 ** rank)
+    messages, states = [], []
+    batch, send = dist.batch_isend_irecv, dist.send
+
+    def recording_batch(operations):
+        states.append(tensor.tolist())
+        messages.extend((one.group_peer, one.tensor.numel()) for one in operations
+                        if one.op is dist.isend)
+        return batch(operations)
+
+    def recording_send(message, group_dst, group):
+        messages.append((group_dst, message.numel()))
+        send(message, group_dst=group_dst, group=group)
+
+    dist.batch_isend_irecv, dist.send = recording_batch, recording_send
+    getattr(dplab.parallel, name)(tensor)
+    return messages, [*states, tensor.tolist()]
+
+
+@pytest.mark.parametrize("name", ["naive", "tree", "ring"])
+def test_the_algorithms_picture_sends_what_the_algorithms_send(name):
+    module = runpy.run_path(str(FIGURES / "all_reduce_algorithms.py"))
+    [(steps, size)] = [(one[2], one[3]) for one in module["ALGORITHMS"] if one[0] == name]
+    drawn = [[(to, 4 * size) for step in steps for source, to in step if source == rank]
+             for rank in range(4)]
+    ran = run(record, 4, f"{name}_all_reduce", backend="gloo")
+    assert [messages for messages, _ in ran] == drawn
+    assert module["bytes_sent"](steps, size) == [
+        sum(elements for _, elements in messages) / 4 for messages, _ in ran]
+
+    if name == "ring":
+        return  # who has what in between is the business of the next picture
+    held = [{rank} for rank in range(4)]
+    for step in steps:
+        before = [set(parts) for parts in held]
+        receivers = [to for _, to in step]
+        assert len(set(receivers)) == len(receivers), "one message at a time into a rank"
+        for source, to in step:
+            held[to] |= {source} if name == "naive" else before[source]
+    assert held == [{0, 1, 2, 3}] * 4
+
+
+def test_the_ring_picture_shows_what_the_ring_does():
+    module = runpy.run_path(str(FIGURES / "ring_steps.py"))
+    states = [[{rank} for _ in range(4)] for rank in range(4)]
+    expected = [[[{*parts} for parts in chunks] for chunks in states]]
+    for step in range(6):
+        # Chunk c starts at rank c+1; one step later it is one rank further.
+        for chunk in range(4):
+            source, to = (chunk + 1 + step) % 4, (chunk + 2 + step) % 4
+            if step < 3:
+                states[to][chunk] = states[to][chunk] | states[source][chunk]
+            else:
+                states[to][chunk] = states[source][chunk]
+        expected.append([[{*parts} for parts in chunks] for chunks in states])
+    assert module["STATES"] == expected
+    assert len(module["HEADS"]) == len(expected)
+    assert [len(chunks[rank]) for rank, chunks in enumerate(expected[3])] == [4] * 4
+
+    ran = run(record, 4, "ring_all_reduce", backend="gloo")
+    sums = [[[sum(10**rank for rank in parts) for parts in chunks] for chunks in ranks]
+            for ranks in module["STATES"]]
+    assert sums == [list(ranks) for ranks in zip(*(states for _, states in ran), strict=True)]
+
+
+def test_the_latency_picture_follows_its_formulas():
+    module = runpy.run_path(str(FIGURES / "alpha_beta.py"))
+    tree, alpha, beta = module["tree_messages"], module["ALPHA"], 1 / module["BANDWIDTH"]
+    assert [tree(ranks) for ranks in (1, 2, 3, 4, 8)] == [0, 2, 4, 5, 9]
+    assert module["RING"] == (14, 1.75) and module["TREE"] == (9, 9)
+    for size in (1e3, 1e6, 1e9):
+        assert module["seconds"](module["RING"], size) == pytest.approx(
+            14 * (alpha + size / 8 * beta))
+        assert module["seconds"](module["TREE"], size) == pytest.approx(9 * (alpha + size * beta))
+    low, high = 0.99 * module["CROSSING"], 1.01 * module["CROSSING"]
+    assert module["seconds"](module["TREE"], low) < module["seconds"](module["RING"], low)
+    assert module["seconds"](module["TREE"], high) > module["seconds"](module["RING"], high)
+
+    lines = [line for line in module["draw"]().axes.lines if len(line.get_xdata()) > 2]
+    pixels = [(line.get_xdata()[-1], line.get_ydata()[-1]) for line in lines]
+    across, down, seconds = (module[name] for name in ("across", "down", "seconds"))
+    assert pixels == [(across(1e9), down(seconds(module[name], 1e9))) for name in ("TREE", "RING")]

@@ -18,6 +18,8 @@ _HOME = {
     "gap_between": "curves",
     "loss_curves": "curves",
     "time_shares": "shares",
+    "ring_step": "ring",
+    "stepper": "stepper",
 }
 
 __all__ = list(_HOME)
