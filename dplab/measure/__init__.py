@@ -1,7 +1,8 @@
-"""What really happened: bytes on the wire, what each rank called; and the emulated link."""
+"""What really happened: bytes on the wire, calls, spans in time; and the emulated link."""
 
 from dplab.measure.call_log import CallLog
 from dplab.measure.emulated_link import EmulatedLink
+from dplab.measure.trace import Trace, aligned, save_chrome_trace
 from dplab.measure.wire import WireMeter
 
-__all__ = ["CallLog", "EmulatedLink", "WireMeter"]
+__all__ = ["CallLog", "EmulatedLink", "Trace", "WireMeter", "aligned", "save_chrome_trace"]

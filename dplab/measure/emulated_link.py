@@ -131,7 +131,9 @@ class _EmulatedGroup(dist.ProcessGroup):
         else:
             peer, channels, before = "all", ["out", "in"], self._last
         meeting = self._arrivals.meeting(operation, peer, self._next_number(operation, peer))
-        work = _EmulatedWork(getattr(self._gloo, method)(*args, **kwargs), args[0] if args else [])
+        launch = getattr(dist.ProcessGroup, method)
+        launch = getattr(launch, "__wrapped__", launch)  # recorded is the call of this group alone
+        work = _EmulatedWork(launch(self._gloo, *args, **kwargs), args[0] if args else [])
         if peer == "all":
             self._last = work
         self._threads.submit(self._complete, work, meeting, seconds, channels, before)
@@ -231,7 +233,7 @@ def _emulated(method, operation, own):
     def call(self, *args, **kwargs):
         return self._launch(method, operation, own, args, kwargs)
 
-    return call
+    return calls.recorded(call, operation, own)
 
 
 for _method, (_operation, _own) in {**calls.COLLECTIVES, **calls.POINT_TO_POINT}.items():

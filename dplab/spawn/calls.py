@@ -106,10 +106,14 @@ class Call:
 
 
 class CallRecorder:
-    """Writes this rank's calls into ``memory`` (`LOG_BYTES` of it), and to every listener."""
+    """Writes this rank's calls into ``memory`` (`LOG_BYTES` of it), and to every listener.
+
+    A listener takes the call before it is launched, a work listener the call and its work after.
+    """
 
     def __init__(self, memory):
         self.listeners = []
+        self.work_listeners = []
         self._memory = memory
         self._count = 0
         self._numbers = {}
@@ -131,6 +135,7 @@ class CallRecorder:
             self._write(call)
         for listener in self.listeners:
             listener(call)
+        return call
 
     def _write(self, call):
         text = "\t".join((
@@ -236,7 +241,7 @@ def install() -> None:
     for method, (operation, own) in {**COLLECTIVES, **POINT_TO_POINT}.items():
         if hasattr(dist.ProcessGroup, method):
             original = getattr(dist.ProcessGroup, method)
-            setattr(dist.ProcessGroup, method, _recorded(original, operation, own))
+            setattr(dist.ProcessGroup, method, recorded(original, operation, own))
 
     wait = dist.Work.wait
 
@@ -247,18 +252,24 @@ def install() -> None:
     dist.Work.wait = wait_for_others
 
 
-def _recorded(original, operation, own):
+def recorded(original, operation, own):
+    """A method of ProcessGroup, recorded; ``own`` as in `COLLECTIVES`."""
+
     @functools.wraps(original)
     def call(group, *args, **kwargs):
-        if recorder is not None:
-            options = args[-1] if args else kwargs.get("opts")
-            point_to_point = operation in ("send", "recv")
-            recorder.record(
-                group, operation,
-                tensors_in(args[own]) if own is not None and len(args) > own else [],
-                "" if point_to_point else _reduce_name(options),
-                _peer(args) if point_to_point else getattr(options, "rootRank", -1))
-        return original(group, *args, **kwargs)
+        if recorder is None:
+            return original(group, *args, **kwargs)
+        options = args[-1] if args else kwargs.get("opts")
+        point_to_point = operation in ("send", "recv")
+        noted = recorder.record(
+            group, operation,
+            tensors_in(args[own]) if own is not None and len(args) > own else [],
+            "" if point_to_point else _reduce_name(options),
+            _peer(args) if point_to_point else getattr(options, "rootRank", -1))
+        work = original(group, *args, **kwargs)
+        for listener in recorder.work_listeners:
+            listener(noted, work)
+        return work
 
     return call
 

@@ -1,0 +1,106 @@
+"""What a rank did when, in one step: a trace of spans, recorded directly.
+
+The reader's code names its phases; collectives are noted by themselves, from launch to completion.
+"""
+
+import json
+import time
+from collections.abc import Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from dplab.predict.step import COMMUNICATION, COMPUTE, WAITING, Span
+from dplab.spawn import calls
+
+
+class Trace:
+    """Collects this rank's spans during a ``with`` block.
+
+    ``with trace.phase("backward"):`` makes a span. Each collective that Python launches makes one
+    of COMMUNICATION, from its launch to its end. ``spans`` has times in seconds on a clock that
+    all ranks of a machine share; `aligned` makes them begin at zero.
+    """
+
+    def __init__(self):
+        self.spans: list[Span] = []
+        self._pending = []
+        self._last_gradient = 0.0
+
+    def __enter__(self):
+        calls.recorder.work_listeners.append(self._launched)
+        return self
+
+    def __exit__(self, *_):
+        calls.recorder.work_listeners.remove(self._launched)
+        for noted in self._pending:
+            noted.wait()
+
+    @contextmanager
+    def phase(self, name: str, lane: str = COMPUTE):
+        """A span around the block. In a phase in which gradients of a watched model are computed,
+        what comes after the last of them is a span of WAITING.
+        """
+        start = time.monotonic()
+        try:
+            yield
+        finally:
+            end = time.monotonic()
+            computed = self._last_gradient if self._last_gradient > start else end
+            self.spans.append(Span(name, lane, start, computed))
+            if computed < end:
+                self.spans.append(Span(f"{name}: wait", WAITING, computed, end))
+
+    def watch(self, model: nn.Module) -> None:
+        """Notes when the model's last gradient is computed; call it once, before training.
+
+        DDP's reducer launches its all-reduces from C++, which nobody here sees. So a DDP model gets
+        a hook that launches them from Python, as the reducer would.
+        """
+        if isinstance(model, DistributedDataParallel):
+            model.register_comm_hook(None, _average)
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(self._gradient_is_ready)
+
+    def _gradient_is_ready(self, _):
+        self._last_gradient = time.monotonic()
+
+    def _launched(self, call, work):
+        def completed(_):
+            self.spans.append(Span(call.operation, COMMUNICATION, call.time, time.monotonic(),
+                                   call.bytes))
+
+        if call.is_point_to_point:  # gloo's sends and receives tell nobody when they end
+            return
+        self._pending.append(work.get_future().then(completed))
+
+
+def _average(_, bucket: dist.GradBucket):
+    buffer = bucket.buffer().div_(dist.get_world_size())
+    return dist.all_reduce(buffer, async_op=True).get_future().then(lambda done: done.value()[0])
+
+
+def aligned(ranks: Sequence[Sequence[Span]]) -> list[list[Span]]:
+    """The spans of all ranks, each rank's in order of start, with the first one at zero."""
+    begin = min(span.start for spans in ranks for span in spans)
+    return [sorted((Span(span.name, span.lane, span.start - begin, span.end - begin, span.nbytes)
+                    for span in spans), key=lambda span: (span.start, span.end))
+            for spans in ranks]
+
+
+def save_chrome_trace(path, ranks: Sequence[Sequence[Span]]) -> Path:
+    """Writes the spans of all ranks for https://ui.perfetto.dev or chrome://tracing."""
+    events = []
+    for rank, spans in enumerate(aligned(ranks)):
+        events.append({"name": "process_name", "ph": "M", "pid": rank,
+                       "args": {"name": f"rank {rank}"}})
+        events += [{"name": span.name, "cat": span.lane, "ph": "X", "pid": rank, "tid": span.lane,
+                    "ts": 1e6 * span.start, "dur": 1e6 * span.seconds,
+                    "args": {"bytes": span.nbytes}} for span in spans]
+    path = Path(path)
+    path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+    return path

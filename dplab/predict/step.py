@@ -1,0 +1,135 @@
+"""The timeline of one data-parallel step, from the layers' compute times, the buckets and the link.
+
+Backward computes the gradients of the last layer first. A bucket's all-reduce starts when its last
+gradient is there and the all-reduce before it is done; the optimizer starts when backward and all
+all-reduces are done. All ranks are taken to be equally fast, and computing and sending not to
+disturb each other.
+
+Source: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", 2020,
+section 3.2 (the schedule); `cost` has the time of each all-reduce.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from dplab.predict import cost
+
+COMPUTE, COMMUNICATION, WAITING = "compute", "communication", "waiting"
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What a layer costs on one rank: seconds, and the bytes of its gradients on the wire."""
+
+    forward_seconds: float
+    backward_seconds: float
+    gradient_bytes: float
+    name: str = ""
+
+    def __post_init__(self):
+        for value in (self.forward_seconds, self.backward_seconds, self.gradient_bytes):
+            _not_negative(value)
+
+
+@dataclass(frozen=True)
+class Span:
+    """Something that a rank did from ``start`` to ``end``, in seconds since the step began.
+
+    ``lane`` is COMPUTE, COMMUNICATION or WAITING; ``nbytes`` is the size of what a collective
+    carries.
+    """
+
+    name: str
+    lane: str
+    start: float
+    end: float
+    nbytes: float = 0
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.start
+
+
+def fill_buckets(layers: Sequence[Layer], bucket_bytes: float) -> list[list[int]]:
+    """The layers' indices in reverse, in buckets that close when they reach ``bucket_bytes``."""
+    if not bucket_bytes > 0:
+        raise ValueError(f"a bucket holds more than 0 bytes, not {bucket_bytes}")
+    buckets, room = [], 0.0
+    for index in reversed(range(len(layers))):
+        if room <= 0:
+            buckets.append([])
+            room = bucket_bytes
+        buckets[-1].append(index)
+        room -= layers[index].gradient_bytes
+    return buckets
+
+
+def timeline(layers: Sequence[Layer], world_size: int, link: cost.Link, *, bucket_bytes: float,
+             overlap: bool = True, optimizer_seconds: float = 0.0,
+             algorithm: str = "ring all-reduce") -> list[Span]:
+    """One rank's step: forward, each layer's backward, each bucket's all-reduce, the optimizer.
+
+    ``layers`` in the order of forward. Without ``overlap`` all all-reduces wait for the end of
+    backward. Raises ValueError for sizes and times below zero, and for a bucket of no size.
+    """
+    now = _not_negative(sum(layer.forward_seconds for layer in layers))
+    spans = [Span("forward", COMPUTE, 0.0, now)]
+    ready = {}
+    for index in reversed(range(len(layers))):
+        end = now + layers[index].backward_seconds
+        spans.append(Span(f"backward {layers[index].name or index}", COMPUTE, now, end))
+        ready[index] = now = end
+
+    free = 0.0
+    for number, bucket in enumerate(fill_buckets(layers, bucket_bytes)):
+        nbytes = sum(layers[index].gradient_bytes for index in bucket)
+        start = max(free, max(ready[index] for index in bucket) if overlap else now)
+        free = start + cost.seconds(algorithm, world_size, nbytes, link)
+        spans.append(Span(f"all-reduce {number}", COMMUNICATION, start, free, nbytes))
+
+    start = max(now, free)
+    end = start + _not_negative(optimizer_seconds)
+    return [*spans, Span("optimizer", COMPUTE, start, end)]
+
+
+def step_seconds(spans: Iterable[Span]) -> float:
+    """From the first start to the last end."""
+    spans = list(spans)
+    return max(span.end for span in spans) - min(span.start for span in spans)
+
+
+def exposed_seconds(spans: Iterable[Span]) -> float:
+    """How long this rank communicates without computing: what overlap has not hidden."""
+    spans = list(spans)
+    busy = _union(span for span in spans if span.lane == COMPUTE)
+    return sum(end - start - _covered(busy, start, end)
+               for start, end in _union(span for span in spans if span.lane == COMMUNICATION))
+
+
+def hidden_seconds(spans: Iterable[Span]) -> float:
+    """How long this rank communicates while it computes."""
+    spans = list(spans)
+    sending = _union(span for span in spans if span.lane == COMMUNICATION)
+    return sum(end - start for start, end in sending) - exposed_seconds(spans)
+
+
+def _union(spans):
+    """The intervals that the spans cover, apart from each other and in order."""
+    merged = []
+    for start, end in sorted((span.start, span.end) for span in spans):
+        if merged and start <= merged[-1][1]:
+            merged[-1][1] = max(merged[-1][1], end)
+        else:
+            merged.append([start, end])
+    return merged
+
+
+def _covered(intervals, start, end):
+    return sum(max(0.0, min(end, last) - max(start, first)) for first, last in intervals)
+
+
+def _not_negative(value):
+    if not 0 <= value < math.inf:
+        raise ValueError(f"times and sizes are 0 or more, and finite, not {value}")
+    return value

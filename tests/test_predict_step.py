@@ -1,0 +1,119 @@
+"""The predicted timeline of a step, against one made by hand and one made in small ticks."""
+
+import itertools
+import math
+import random
+
+import pytest
+
+from dplab.predict import step
+from dplab.predict.cost import Link
+from dplab.predict.step import COMMUNICATION, COMPUTE, Layer, Span
+
+MB = 1e6
+LINK = Link("chosen", bandwidth=1e9, latency=1e-3)  # a ring of 2: 2 ms and M / (1 GB/s)
+
+
+def layers_of(*rows):
+    return [Layer(forward, backward, nbytes, f"layer {index}")
+            for index, (forward, backward, nbytes) in enumerate(rows)]
+
+
+def spans_by_name(spans):
+    return {span.name: (round(1e3 * span.start, 6), round(1e3 * span.end, 6)) for span in spans}
+
+
+THREE = layers_of((0.001, 0.004, 3 * MB), (0.002, 0.006, 5 * MB), (0.003, 0.008, 1 * MB))
+
+
+def test_a_schedule_worked_out_by_hand():
+    spans = step.timeline(THREE, 2, LINK, bucket_bytes=4 * MB, optimizer_seconds=0.002)
+    assert spans_by_name(spans) == {
+        "forward": (0, 6),
+        "backward layer 2": (6, 14), "backward layer 1": (14, 20), "backward layer 0": (20, 24),
+        "all-reduce 0": (20, 28),  # layers 2 and 1: 6 MB
+        "all-reduce 1": (28, 33),  # layer 0 is ready at 24, the link at 28
+        "optimizer": (33, 35)}
+    assert step.step_seconds(spans) == pytest.approx(0.035)
+    assert step.exposed_seconds(spans) == pytest.approx(0.009)
+    assert step.hidden_seconds(spans) == pytest.approx(0.004)
+
+
+def test_without_overlap_everything_waits_for_backward():
+    spans = step.timeline(THREE, 2, LINK, bucket_bytes=4 * MB, overlap=False)
+    named = spans_by_name(spans)
+    assert (named["all-reduce 0"], named["all-reduce 1"]) == ((24, 32), (32, 37))
+    assert step.hidden_seconds(spans) == 0
+    assert step.exposed_seconds(spans) == pytest.approx(0.013)
+
+
+@pytest.mark.parametrize(("bucket_bytes", "expected"), [
+    (0.5 * MB, [[2], [1], [0]]), (1 * MB, [[2], [1], [0]]), (1.5 * MB, [[2, 1], [0]]),
+    (6 * MB, [[2, 1], [0]]), (6.5 * MB, [[2, 1, 0]]), (100 * MB, [[2, 1, 0]]),
+])
+def test_buckets_close_when_they_reach_their_size(bucket_bytes, expected):
+    assert step.fill_buckets(THREE, bucket_bytes) == expected
+
+
+def test_one_rank_sends_in_no_time():
+    spans = step.timeline(THREE, 1, LINK, bucket_bytes=4 * MB)
+    assert step.exposed_seconds(spans) == 0
+    assert step.step_seconds(spans) == pytest.approx(0.024)
+
+
+def ticking(layers, buckets, seconds, tick):
+    """The end of backward and all-reduces, found by letting time pass in small ticks."""
+    now, left = 0.0, [layer.backward_seconds for layer in layers]
+    current, queue = len(layers) - 1, list(zip(buckets, seconds, strict=True))
+    sending = None
+    while current >= 0 or queue or sending:
+        if sending is None and queue and min(queue[0][0]) > current:
+            sending = queue.pop(0)[1]
+        now += tick
+        if sending is not None:
+            sending -= tick
+            if sending <= tick / 2:
+                sending = None
+        if current >= 0:
+            left[current] -= tick
+            if left[current] <= tick / 2:
+                current -= 1
+    return now
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_end_is_that_of_a_simulation_in_ticks(seed):
+    chance = random.Random(seed)
+    tick = 1e-6
+    layers = [Layer(0, chance.randrange(100, 3000) * tick, chance.randrange(10, 5000) * 1e3)
+              for _ in range(chance.randrange(2, 9))]
+    link = Link("any", bandwidth=1e9, latency=chance.randrange(10, 200) * tick)
+    size = chance.randrange(1, 9000) * 1e3
+    spans = step.timeline(layers, 2, link, bucket_bytes=size)
+    sends = [span for span in spans if span.lane == COMMUNICATION]
+    expected = ticking(layers, step.fill_buckets(layers, size), [s.seconds for s in sends], tick)
+    assert step.step_seconds(spans) == pytest.approx(expected, abs=3 * tick * len(sends))
+    for before, after in itertools.pairwise(sends):
+        assert before.end <= after.start, "the link carries one all-reduce at a time"
+
+
+def test_exposed_and_hidden_of_overlapping_spans():
+    spans = [Span("a", COMPUTE, 0, 10), Span("b", COMPUTE, 8, 12), Span("w", step.WAITING, 12, 20),
+             Span("c", COMMUNICATION, 9, 15), Span("d", COMMUNICATION, 14, 16),
+             Span("e", COMMUNICATION, 18, 19)]
+    assert step.exposed_seconds(spans) == pytest.approx(16 - 12 + 1)
+    assert step.hidden_seconds(spans) == pytest.approx(3)
+    assert step.step_seconds(spans) == 20
+
+
+@pytest.mark.parametrize("values", [(-1, 0, 0), (0, -1, 0), (0, 0, -1), (math.nan, 0, 0),
+                                    (0, math.inf, 0)])
+def test_impossible_layers_are_refused(values):
+    with pytest.raises(ValueError, match="0 or more"):
+        Layer(*values)
+
+
+@pytest.mark.parametrize("size", [0, -1, math.nan])
+def test_a_bucket_has_a_size(size):
+    with pytest.raises(ValueError, match="more than 0 bytes"):
+        step.timeline(THREE, 2, LINK, bucket_bytes=size)
