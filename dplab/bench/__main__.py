@@ -2,9 +2,9 @@
 
 import argparse
 
-from dplab.bench import collectives, launch
+from dplab.bench import collectives, ddp, launch
 
-BENCHES = {"collectives": collectives, "launch": launch}
+BENCHES = {"collectives": collectives, "ddp": ddp, "launch": launch}
 
 
 def main():
