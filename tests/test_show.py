@@ -318,6 +318,16 @@ def test_svg_is_the_same_each_time_and_opaque(name):
     assert (np.asarray(canvas.buffer_rgba())[..., 3] == 255).all()
 
 
+def test_a_long_title_of_a_plot_is_wrapped():
+    title = "A title that says what the figure finds takes more words than one line of it can hold"
+    figure, _ = show.subplots(1, 2, title=title, width=5)
+    renderer = FigureCanvasAgg(figure).get_renderer()
+    figure.draw(renderer)
+    box = figure._suptitle.get_window_extent(renderer)
+    assert figure._suptitle.get_text().split() == title.split()
+    assert box.x0 > 0 and box.x1 < figure.bbox.x1
+
+
 def test_a_notebook_shows_one_png_with_its_text_alternative(monkeypatch):
     shown = []
     monkeypatch.setattr("IPython.display.display", lambda *a, **k: shown.append((a, k)))

@@ -18,8 +18,9 @@ _HOME = {
     "gap_between": "curves",
     "loss_curves": "curves",
     "time_shares": "shares",
+    "timeline": "step_in_time",
     "ring_step": "ring",
-    "stepper": "stepper",
+    "stepper": "slider",
 }
 
 __all__ = list(_HOME)

@@ -61,12 +61,12 @@ def time_shares(
     with style():
         figure = CourseFigure(figsize=(width, 1), alt=alt or "")
         axes = figure.add_axes((0, 0, 1, 1))
-        draw = _Bars(axes, scale, plot_width, plot_width + right - 8, colors)
+        draw = Bars(axes, scale, plot_width, plot_width + right - 8, colors)
         y = draw.header(parts, next(iter(data.values())))
         for row, segments in data.items():
             y = draw.row(names[row], {p: segments.get(p, 0.0) for p in parts},
                          f"{number(totals[row])} {unit}", y)
-        _frame(figure, axes, title, f"{xlabel} [{unit}]", left, plot_width, y, scale)
+        frame_rows(figure, axes, title, f"{xlabel} [{unit}]", left, plot_width, y, scale)
     if alt is None:
         said = "; ".join(
             f"{row}: " + ", ".join(f"{p} {number(v)}" for p, v in segments.items())
@@ -85,7 +85,7 @@ def number(value: float) -> str:
     return f"{value:,.{max(0, 2 - math.floor(math.log10(value)))}f}"
 
 
-class _Bars:
+class Bars:
     """Draws bars and labels. In its axes x is in the unit of the data, y in points, downwards."""
 
     def __init__(self, axes, scale, plot_width, label_width, colors):
@@ -111,7 +111,7 @@ class _Bars:
             text = number(value)
             if text_width(text, SIZE) + 6 <= value * self.scale:
                 self.text(x + value / 2, y + BAR / 2, text, ha="center",
-                          color=_readable_on(self.colors[part]))
+                          color=readable_on(self.colors[part]))
             else:
                 small[part] = text
             x += value
@@ -172,7 +172,7 @@ class _Bars:
                        size=SIZE, parse_math=False, linespacing=1.25, **kwargs)
 
 
-def _frame(figure, axes, title, xlabel, left, plot_width, rows_height, scale):
+def frame_rows(figure, axes, title, xlabel, left, plot_width, rows_height, scale):
     """Fits the figure around the rows and gives it its title and its axis."""
     width = 72 * figure.get_figwidth()
     above, below = 12 + text_height(title, TITLE_SIZE) + 14, 46
@@ -196,7 +196,7 @@ def _colors(parts, chosen):
     return {**known, **dict(zip(others, OTHER_COLORS, strict=False))}
 
 
-def _readable_on(color):
+def readable_on(color):
     """INK or white, whichever has the higher contrast with ``color`` (#RRGGBB)."""
     channels = [int(color[i:i + 2], 16) / 255 for i in (1, 3, 5)]
     linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]

@@ -15,6 +15,7 @@ from cycler import cycler
 from matplotlib.figure import Figure
 from PIL import Image
 
+from dplab.show.labels import wrap
 from dplab.show.palette import RANK_COLORS
 
 INK = "#1F2933"
@@ -97,8 +98,8 @@ def subplots(rows: int = 1, columns: int = 1, *, title: str = "", xlabel: str = 
         figure.get_layout_engine().set(w_pad=0.14, h_pad=0.14)
         axes = figure.subplots(rows, columns)
         if title:
-            figure.suptitle(title, x=12 / (72 * width), ha="left", size=12, weight="bold",
-                            parse_math=False)
+            figure.suptitle(wrap(title, 12, 72 * width - 24, "bold"), x=12 / (72 * width),
+                            ha="left", size=12, weight="bold", parse_math=False)
         for one in figure.axes:
             one.set(xlabel=xlabel, ylabel=ylabel)
         return figure, axes

@@ -1,0 +1,197 @@
+"""Training steps in time: what ranks compute and send, and what overlap does not hide."""
+
+import math
+import re
+from collections.abc import Sequence
+from itertools import cycle
+from typing import TYPE_CHECKING
+
+from matplotlib.patches import Rectangle
+
+from dplab.show import shares
+from dplab.show.labels import text_height, text_width, wrap
+from dplab.show.palette import rank_color
+from dplab.show.shares import LINE, PART_COLORS, SIZE, SWATCH, number
+from dplab.show.theme import FAINT, INK, MUTED, STYLE, CourseFigure, style
+
+if TYPE_CHECKING:
+    from dplab.predict.step import Span
+
+EXPOSED, HIDDEN = PART_COLORS["communication"], "#FBE3A8"
+BAND, THIN, GAP = 22, 15, 12
+
+
+def timeline(ranks: "Sequence[Sequence[Span]]", *, title: str, note: str | None = None,
+             width: float = 7.5, names: Sequence[str] | None = None,
+             alt: str | None = None) -> CourseFigure:
+    """Draws a row per rank: a band of what it computes, and below it a bar per collective.
+
+    ``ranks`` has each rank's spans, in seconds from a common zero: ``name``, ``lane`` ("compute",
+    "communication", "waiting"), ``start``, ``end``. A name that begins with a part of PART_COLORS
+    is that part. A collective is solid where its rank computes nothing, light where it does; those
+    under way at once share the band. ``names`` are the rows' labels, by default "rank r"; ``width``
+    is in inches. Raises ValueError for no rows, a row without spans, and spans that cannot be.
+    """
+    names = [f"rank {rank}" for rank in range(len(ranks))] if names is None else names
+    if not ranks or len(names) != len(ranks) or not all(ranks):
+        raise ValueError("timeline needs at least one row, each with a name and a span")
+    last = max(span.end for spans in ranks for span in spans)
+    unit, factor = ("s", 1) if last >= 1 else ("ms", 1e3) if last >= 1e-3 else ("µs", 1e6)
+    rows = [_Row(name, spans, unit, factor) for name, spans in zip(names, ranks, strict=True)]
+    kinds = {re.sub(r"\W*\d+$", "", name).replace("_", "-")
+             for row in rows for name, *_ in row.collectives}
+    lane = "communication" if len(kinds) > 1 else "".join(kinds)
+    left = 20 + max(text_width(text, SIZE) for row in rows for text in (row.label, lane))
+    right = 20 + max(max(text_width(row.total, SIZE, "bold"),
+                         SWATCH + text_width(row.exposed, SIZE)) for row in rows)
+    plot_width = max(72 * width - left - right, 120)
+    scale = plot_width / (last * factor or 1)
+    title = wrap(title, shares.TITLE_SIZE, 72 * width - 24, "bold")
+    note = wrap(note or "", SIZE, 72 * width - 24)
+    parts = list(dict.fromkeys(part for row in rows for part, *_ in row.doing))
+    colors = dict(zip(parts, cycle(shares.OTHER_COLORS), strict=False)) | PART_COLORS
+    colors["waiting"] = "#FFFFFF"
+
+    with style():
+        figure = CourseFigure(figsize=(width, 1), alt=alt or "")
+        axes = figure.add_axes((0, 0, 1, 1))
+        draw = _Rows(axes, scale, plot_width, plot_width + right - 8, colors)
+        y = text_height(note, SIZE) if note else 0
+        draw.text((12 - left) / scale, y / 2 - 8, note, color=MUTED)
+        y = top = draw.names(rows[0].doing, parts, y)
+        for row in rows:
+            y = draw.row(row, lane, max(THIN, min(3 * THIN, 12 * THIN / len(rows))), y)
+            lane = "" if row.collectives else lane
+        shares.frame_rows(figure, axes, title, f"time since the step began [{unit}]", left,
+                      plot_width, y, scale)
+        axes.vlines(axes.get_xticks(), top, y, STYLE["grid.color"], linewidth=0.8, zorder=0.5)
+    if alt is None:
+        figure.alt = " ".join(f"{title}. {'; '.join(row.said for row in rows)}. {note}".split())
+    return figure
+
+
+class _Row:
+    """A row's spans as (name, start, end) in the figure's unit, and the texts about them."""
+
+    def __init__(self, name, spans, unit, factor):
+        lanes = {"compute": [], "communication": [], "waiting": []}
+        for span in sorted(spans, key=lambda span: (span.start, -span.end)):
+            if span.lane not in lanes or not 0 <= span.start <= span.end < math.inf:
+                raise ValueError(f"timeline cannot draw {span}")
+            lanes[span.lane].append((span.name, span.start * factor, span.end * factor))
+        self.collectives = lanes["communication"]
+        self.busy, sending = _union(lanes["compute"]), _union(self.collectives)
+        waiting = _without(_union(self.collectives + lanes["waiting"]), self.busy)
+        self.doing = [(next(filter(name.startswith, PART_COLORS), name), *piece)  # innermost wins
+                      for index, (name, *times) in enumerate(lanes["compute"])
+                      for piece in _without([times], _union(lanes["compute"][index + 1:]))]
+        self.doing += [("waiting", *times) for times in waiting]
+
+        total = factor * (max(span.end for span in spans) - min(span.start for span in spans))
+        digits = len(number(total).partition(".")[2])
+        sent, bare = (sum(end - start for start, end in intervals)
+                      for intervals in (sending, _without(sending, self.busy)))
+        rank = re.fullmatch(r"rank (\d+)", name)
+        self.color = rank_color(int(rank[1])) if rank else INK
+        self.label, self.total = wrap(name, SIZE, 150), f"{number(total)} {unit}"
+        count = len(self.collectives)
+        self.exposed = f"{bare:,.{digits}f} exposed" if count else ""
+        self.said = f"{name}: {self.total}, {count or 'no'} collective{'s' * (count != 1)}"
+        if count:
+            self.said += (f", {bare:,.{digits}f} {unit} of communication exposed "
+                          f"and {abs(sent - bare):,.{digits}f} {unit} hidden")
+
+
+class _Rows(shares.Bars):
+    """Draws rows. In its axes x is in the unit of time, y in points, downwards."""
+
+    def names(self, doing, parts, y):
+        """Names the parts in the first row or above it; returns the y at which that row starts."""
+        blocks = {part: max(_union([span for span in doing if span[0] == part], 1 / self.scale),
+                            key=lambda block: block[1] - block[0], default=(0, 0))
+                  for part in parts}
+        above = {part: (start + end) / 2 * self.scale for part, (start, end) in blocks.items()
+                 if text_width(part, SIZE) + 8 > (end - start) * self.scale and part != "waiting"}
+        texts = dict(zip(above, above, strict=True))
+        if any(blocks[part][1] == 0 for part in above):
+            y = self.swatches(list(above), texts, y)
+        elif above:
+            y = self.outside(list(above), above, texts, y, above=True)
+        for part, (start, end) in blocks.items():
+            if text_width(part, SIZE) + 8 <= (end - start) * self.scale:
+                color = self.colors[part]
+                self.text((start + end) / 2, y + BAND / 2, part, ha="center",
+                          color=shares.readable_on(color),
+                          bbox={"facecolor": color, "edgecolor": "none", "pad": 1})
+        return y
+
+    def row(self, row, lane, most, y):
+        """Draws one row from y on and returns the y at which the next one starts."""
+        for part, start, end in row.doing:
+            self.bar(part, start, end, y, BAND, self.colors[part],
+                     lines=0.1 * (self.scale * (end - start) - 2.5))
+        left, right = -10 / self.scale, (self.plot_width + 8) / self.scale
+        low, bottom = y + BAND + 2, y + max(BAND, text_height(row.label, SIZE))
+        self.text(left, (y + bottom) / 2, row.label, ha="right", color=row.color)
+        self.text(right, y + BAND / 2, row.total, weight="bold")
+        if not row.collectives:
+            return bottom + GAP
+        tracks = _tracks(row.collectives)
+        pitch = min(THIN, most / (1 + max(tracks)))
+        for index, (name, start, end) in enumerate(row.collectives):
+            top, exposed = low + tracks[index] * pitch, _without([(start, end)], row.busy)
+            self.bar(name, start, end, top, 0.9 * pitch, HIDDEN,
+                     lines=0.15 * self.scale * (end - start))
+            for piece in exposed:
+                self.bar("exposed", *piece, top, 0.9 * pitch, EXPOSED)
+            text = (re.findall(r"\d+$", name) or [str(index)])[0]
+            first, last = max([*exposed, *_without([(start, end)], exposed)],
+                              key=lambda piece: piece[1] - piece[0], default=(start, end))
+            if pitch == THIN and text_width(text, SIZE) + 3 <= (last - first) * self.scale:
+                self.text((first + last) / 2, top + 0.45 * pitch, text, ha="center")
+        middle = low + pitch * (0.9 + max(tracks)) / 2
+        self.bar("_swatch", right, right + 9 / self.scale, middle - 4.5, 9, EXPOSED)
+        self.text(right + SWATCH / self.scale, middle, row.exposed)
+        if lane:
+            bottom = max(middle + LINE / 2, bottom + LINE + 3)
+            self.text(left, bottom - LINE / 2, lane, ha="right", color=MUTED)
+        return max(bottom, 2 * middle - low) + GAP
+
+    def bar(self, name, start, end, y, height, color, lines=0.0):
+        """A rectangle with white lines at its ends; that of waiting is hatched."""
+        hatch = "////" if name == "waiting" else None
+        self.axes.add_patch(Rectangle((start, y), end - start, height, label=name, linewidth=0,
+                                      facecolor=color, edgecolor=FAINT, hatch=hatch, clip_on=False))
+        if lines > 0:
+            self.axes.vlines([start, end], y, y + height, "white", linewidth=min(0.7, lines))
+
+
+def _union(spans, gap=0):
+    """The intervals that (…, start, end) cover, in order; those up to ``gap`` apart are one."""
+    merged = []
+    for *_, start, end in sorted(spans, key=lambda span: span[-2:]):
+        if merged and start <= merged[-1][1] + gap:
+            merged[-1][1] = max(merged[-1][1], end)
+        else:
+            merged.append([start, end])
+    return merged
+
+
+def _without(intervals, holes):
+    """What the intervals cover and the holes, which are in order and apart, do not."""
+    left = []
+    for start, end in intervals:
+        for first, last in (hole for hole in holes if hole[0] < end and hole[1] > start):
+            left.append((start, first))
+            start = last
+        left.append((start, end))
+    return [(start, end) for start, end in left if start < end]
+
+
+def _tracks(spans):
+    """For each span, in order of start, the first track where those before it have ended."""
+    ends, tracks = [], []
+    for _, start, end in spans:
+        tracks.append(next((i for i, last in enumerate(ends) if last <= start), len(ends)))
+        ends[tracks[-1]:tracks[-1] + 1] = [end]
+    return tracks
