@@ -9,7 +9,13 @@ import torch.distributed as dist
 
 import dplab
 from dplab.exercises import every_exercise, record, solution_source
-from dplab.exercises.compare import AtMost, agree, first_difference
+from dplab.exercises.compare import (
+    COMMUNICATED,
+    AtMost,
+    agree,
+    first_difference,
+    same_outcome,
+)
 from dplab.exercises.exercise import CRASHED, NOT_ATTEMPTED, PASSED, WRONG
 
 EXERCISES = every_exercise()
@@ -143,6 +149,22 @@ def does_not_wait(model):
             dist.all_reduce(parameter.grad, async_op=True)
 
 
+def passes_on_without_waiting(tensor):
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    chunks = tensor.tensor_split(ranks)
+    for step in range(ranks - 1):
+        growing = chunks[(rank - 2 - step) % ranks]
+        arriving = torch.zeros_like(growing)
+        dist.isend(chunks[(rank - 1 - step) % ranks], (rank + 1) % ranks)
+        dist.irecv(arriving, (rank - 1) % ranks)
+        growing += arriving
+    return chunks[rank]
+
+
+def in_nanoseconds(gradients, bytes_each, world_size, gigabits, microseconds):
+    return 1.0, 2.0
+
+
 def leaves_it_to_ddp(model, optimizer, images, labels, batches):
     model = torch.nn.parallel.DistributedDataParallel(model)
     rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -165,12 +187,28 @@ def test_an_attempt_that_fails_only_at_a_larger_world_size_is_still_judged():
 @pytest.mark.parametrize(("id", "attempt", "said"), [
     ("4.1", does_nothing, "Nothing was communicated"),
     ("4.2", does_not_wait, "keep the handle"),
+    ("3.1", passes_on_without_waiting, "With `irecv` a call returns at once: keep the handle"),
     ("4.3", leaves_it_to_ddp, "a collective of your own"),
 ])
 def test_what_is_seen_without_a_known_mistake(id, attempt, said):
     verdict = by_id(id).judge(attempt)
     assert verdict.outcome == WRONG
     assert said in verdict.why + verdict.detail
+
+
+def test_an_exercise_without_communication_does_not_ask_for_it():
+    verdict = by_id("3.3").judge(in_nanoseconds)
+    assert (verdict.outcome, verdict.why) == (WRONG, "")
+
+
+@pytest.mark.parametrize(("mine", "theirs", "alike"), [
+    (3, 3, True), (2, 4, True), (4, 5, False), (5, 5, True), (5, 6, False)])
+def test_counts_within_their_limit_do_not_tell_mistakes_apart(mine, theirs, alike):
+    def facts(count):
+        return [{"calls": count, COMMUNICATED: True}]
+
+    expected = [{"calls": AtMost(4, "four are enough")}]
+    assert same_outcome(facts(mine), facts(theirs), expected, 1e-5) is alike
 
 
 @pytest.mark.parametrize("objects", [(), (3,), (None,), (raises, raises)])

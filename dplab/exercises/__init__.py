@@ -4,6 +4,7 @@ An exercise is a class of one of the ``chapter_NN`` files: a goal, hints, a solu
 code, and the known mistakes, each a short wrong implementation with one sentence that explains it.
 """
 
+import functools
 import importlib
 import pkgutil
 
@@ -52,12 +53,13 @@ def solution_source(id: str) -> str:
     return find(id).solution_source()
 
 
-def every_exercise() -> list[Exercise]:
+@functools.cache
+def every_exercise() -> tuple[Exercise, ...]:
     """All exercises in the order of the course."""
     modules = sorted(module.name for module in pkgutil.iter_modules(__path__)
                      if module.name.startswith("chapter_"))
-    return [kind() for name in modules
-            for kind in importlib.import_module(f"{__name__}.{name}").EXERCISES]
+    return tuple(kind() for name in modules
+                 for kind in importlib.import_module(f"{__name__}.{name}").EXERCISES)
 
 
 def find(id: str) -> Exercise | None:

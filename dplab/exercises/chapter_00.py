@@ -83,7 +83,7 @@ class GlobalMean(Exercise):
         Mistake(reduce_to_rank_0, "`reduce` gives the result to rank 0 alone; the others are left "
                 "with parts of it. Every rank needs the mean: `all_reduce`."),
         Mistake(on_rank_0_only, "Only rank 0 calls the collective, and waits for ever. A "
-                "collective is called by every rank."),
+                "collective is called by every rank.", hangs=True),
         Mistake(all_reduced_parts, "You handed over the values themselves. Their number differs "
                 "from rank to rank, and this collective needs tensors of one size."),
     )

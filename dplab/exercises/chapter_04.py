@@ -128,9 +128,11 @@ class BroadcastWeights(Exercise):
         Mistake(_broadcast(_everything, src=lambda: dist.get_world_size() - 1), "The ranks agree, "
                 "but on the last rank's values: the source is `src=0`."),
         Mistake(_broadcast(_everything, who=lambda rank: rank == 0), "Only rank 0 calls broadcast. "
-                "A collective is called by every rank: the others must call it too, to receive."),
+                "A collective is called by every rank: the others must call it too, to receive.",
+                hangs=True),
         Mistake(_broadcast(_everything, who=lambda rank: rank != 0), "Rank 0 does not call "
-                "broadcast. A collective is called by every rank: the source has to send."),
+                "broadcast. A collective is called by every rank: the source has to send.",
+                hangs=True),
         Mistake(_broadcast(_copies), "You broadcast into copies: the received values never reach "
                 "the model. Broadcast the tensor itself, or copy it back."),
         Mistake(average_weights, _AVERAGED),
@@ -254,7 +256,8 @@ class AverageGradients(Exercise):
         Mistake(_on_each(_reduce_to_rank_0), "`reduce` gives the result to rank 0 alone. Every "
                 "rank takes the step, so every rank needs the mean: `all_reduce`."),
         Mistake(_on_each(lambda parameter: _mean_of(parameter.grad), only_rank_0=True), "Only "
-                "rank 0 calls the collective, and waits for ever: every rank has to call it."),
+                "rank 0 calls the collective, and waits for ever: every rank has to call it.",
+                hangs=True),
         Mistake(_by_constant(2), _CONSTANT),
         Mistake(_by_constant(4), _CONSTANT),
         Mistake(_on_each(_divide, frozen_too=True), _FROZEN),

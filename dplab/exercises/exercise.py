@@ -21,12 +21,21 @@ from dplab.spawn import RankError, run
 NOT_ATTEMPTED, PASSED, WRONG, CRASHED = "not attempted", "passed", "wrong", "crashed"
 
 
+# Of calls that return at once, whatever the operation.
+ASYNCHRONOUS = {"async_op", "isend", "irecv", "batch_isend_irecv"}
+
+
 @dataclass
 class Mistake:
-    """A short wrong implementation, and the sentence that explains it to who wrote the same."""
+    """A short wrong implementation, and the sentence that explains it to who wrote the same.
+
+    One that ``hangs`` where it first fails is compared with attempts that are stuck there, and
+    with no others: it takes a while to be found stuck.
+    """
 
     attempt: Callable
     why: str
+    hangs: bool = False
 
 
 @dataclass
@@ -59,9 +68,11 @@ class Exercise:
     world_sizes = (1, 2, 3, 4)
     seconds = 20.0  # that an attempt may take at one world size
     tolerance = 1e-5  # relative to the largest element of the expected tensor
+    communicates = True  # whether an attempt without a collective of its own deserves that hint
 
     def __init__(self):
         self.given = None
+        self._outcomes = {}  # of the known mistakes, which are the same in every check
 
     def prepare(self):
         return None
@@ -121,24 +132,34 @@ class Exercise:
         if crashed and difference.kind == "unpicklable" and difference.rank is None:
             return Verdict(CRASHED, "", str(difference))
         detail = str(difference) if crashed else f"{where}, {difference}"
-        if "async_op" in _names_in(attempt) and "wait" not in _names_in(attempt):
-            return Verdict(WRONG, "With `async_op=True` a call returns at once: keep the handle "
-                                  "and `wait()` on it before you use the tensor.", detail)
-        alike = self._alike(self.mistakes, got, expected, world_size)
+        started = sorted(_names_in(attempt) & ASYNCHRONOUS)
+        if started and "wait" not in _names_in(attempt):
+            return Verdict(WRONG, f"With `{started[0]}` a call returns at once: keep the handle "
+                                  "and `wait()` on it before you use or change the tensor.", detail)
+        stuck = crashed and difference.kind == "stuck"
+        alike = self._alike([mistake for mistake in self.mistakes if mistake.hangs == stuck],
+                            got, expected, world_size)
         for larger in self.world_sizes:
             if larger > world_size and alike and not crashed:
                 later = self._observe(attempt, larger)
                 alike = self._alike(alike, later, self._expected(larger), larger)
         if alike:
             return Verdict(WRONG, alike[0].why, detail)
-        if not crashed and self.stub is None and not any(facts[COMMUNICATED] for facts in got):
+        if (not crashed and self.stub is None and self.communicates
+                and not any(facts[COMMUNICATED] for facts in got)):
             return Verdict(WRONG, "Nothing was communicated: no rank called a collective.", detail)
         return Verdict(CRASHED if crashed else WRONG, f"{where}:" if crashed else "", detail)
 
     def _alike(self, mistakes, got, expected, world_size):
         """The mistakes that end as the attempt did."""
         return [mistake for mistake in mistakes if same_outcome(
-            got, self._observe(mistake.attempt, world_size), expected, self.tolerance)]
+            got, self._outcome_of(mistake, world_size), expected, self.tolerance)]
+
+    def _outcome_of(self, mistake, world_size):
+        place = self.mistakes.index(mistake), world_size
+        if place not in self._outcomes:
+            self._outcomes[place] = self._observe(mistake.attempt, world_size)
+        return self._outcomes[place]
 
     def _expected(self, world_size):
         expected = self.expected(world_size)
