@@ -1,0 +1,449 @@
+"""Exercises of chapter 01: split the batch, copy the model."""
+
+import functools
+import operator
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from dplab.exercises.compare import AtMost
+from dplab.exercises.exercise import Exercise, Mistake
+from dplab.measure import CallLog
+
+# 1.1
+
+
+def local_part(samples, rank, world_size):
+    size, longer = divmod(samples, world_size)
+    start = rank * size + min(rank, longer)
+    return start, start + size + (rank < longer)
+
+
+def _rounded_down(samples, rank, world_size):
+    size = samples // world_size
+    return rank * size, (rank + 1) * size
+
+
+def _rounded_up(samples, rank, world_size):
+    size = -(-samples // world_size)
+    return rank * size, (rank + 1) * size
+
+
+def _longer_but_not_moved(samples, rank, world_size, *, longer_ones=False):
+    size, longer = divmod(samples, world_size)
+    start = rank * (size + (longer_ones and rank < longer))
+    return start, start + size + (rank < longer)
+
+
+def _by_chunk(samples, rank, world_size):
+    mine = torch.arange(samples).chunk(world_size)[rank]
+    return mine[0], mine[-1] + 1
+
+
+def _changed(change):
+    """The right part, with something done to it."""
+    return lambda samples, rank, world_size: change(*local_part(samples, rank, world_size))
+
+
+_NOT_MOVED = ("The first ranks take one more, as they should, but parts behind them start as if "
+              "they did not: samples are taken twice, and the last ones by nobody. Move each "
+              "start by the longer parts before it.")
+
+
+class LocalPart(Exercise):
+    id = "1.1"
+    title = "This rank's part of a global batch"
+    name = "local_part"
+    minutes = 10
+    hints = (
+        "Try it on paper with 10 samples on 4 ranks. Sizes that differ by at most one are 2 and 3: "
+        "how many ranks take 3?",
+        "`divmod(samples, world_size)` gives the size that every rank takes at least, and how "
+        "many samples are left. As many ranks take one more.",
+        "A part starts where the one before it stops: each of the longer parts before this rank "
+        "moves its start by one, so by `min(rank, longer)` in all.",
+    )
+    solution = staticmethod(local_part)
+    mistakes = (
+        Mistake(_rounded_down, "You dropped the remainder: `samples // world_size` for each "
+                "rank leaves the last samples out, or all, if they are fewer than the ranks."),
+        Mistake(lambda samples, rank, ranks: (rank * (samples // ranks), samples
+                if rank == ranks - 1 else (rank + 1) * (samples // ranks)), "One rank takes the "
+                "whole remainder, and all others wait for it. Give one sample of the remainder to "
+                "each of as many ranks."),
+        Mistake(_rounded_up, "You rounded the size up, so that the last parts run past the end of "
+                "the batch."),
+        Mistake(lambda samples, *rest: tuple(min(end, samples) for end in _rounded_up(
+                samples, *rest)), "You rounded the size up and cut off what lies behind the end: "
+                "the last rank has too few samples, or none, as with `torch.chunk`."),
+        Mistake(_by_chunk, "`torch.chunk` rounds the size up, so it may make fewer parts than "
+                "there are ranks: with 1 sample for 2 ranks, rank 1 finds none in the list."),
+        Mistake(_longer_but_not_moved, _NOT_MOVED),
+        Mistake(functools.partial(_longer_but_not_moved, longer_ones=True), _NOT_MOVED),
+        Mistake(lambda samples, rank, ranks: (0, samples // ranks), "Every rank takes the first "
+                "part: where a part starts must depend on the rank."),
+        Mistake(lambda samples, rank, ranks: (0, samples), "Every rank takes the whole batch, so "
+                "nothing was split."),
+        Mistake(_changed(lambda start, stop: (start, stop - 1)), "You return the last index of the "
+                "part. `stop` is the one behind it, as in `batch[start:stop]`."),
+        Mistake(_changed(lambda start, stop: (start, stop + 1)), "Each part goes one too far. "
+                "`stop` itself is not in the part: the next one starts right there."),
+        Mistake(_changed(lambda start, stop: (start, stop - start)), "You return the start and the "
+                "*size*. The second number is where the part stops: the start plus the size."),
+        Mistake(lambda samples, rank, ranks: local_part(samples, rank - 1, ranks), "You count the "
+                "ranks from 1. They are numbered from 0, so rank 0 starts at sample 0."),
+        Mistake(_changed(lambda start, stop: list(range(start, stop))), "You return the indices "
+                "themselves. Return two numbers: where the part starts, and where it stops."),
+        Mistake(lambda samples, rank, ranks: samples // ranks, "You return how many samples a rank "
+                "takes. Where they start matters too: return `start, stop`."),
+        Mistake(lambda samples, rank, ranks: (rank * samples / ranks, (rank + 1) * samples / ranks),
+                "`/` makes a float, and a slice needs whole numbers. Divide with `//`."),
+    )
+    batches = (12, 10, 7, 13, 5, 3, 2, 1)
+
+    def trial(self, attempt):
+        facts = {}
+        for samples in self.batches:
+            mine = attempt(samples, dist.get_rank(), dist.get_world_size())
+            parts = [None] * dist.get_world_size()
+            dist.all_gather_object(parts, _bounds_of(mine))
+            facts |= _facts_of_parts(samples, parts)
+        return facts
+
+    def expected(self, world_size):
+        facts = {}
+        for samples in self.batches:
+            parts = [local_part(samples, rank, world_size) for rank in range(world_size)]
+            facts |= _facts_of_parts(samples, parts)
+        return facts
+
+
+def _bounds_of(part):
+    """Start and stop as plain numbers, or else in words what `part` is."""
+    if isinstance(part, slice | range):
+        part = part.start, part.stop
+    try:
+        start, stop = map(operator.index, part)
+    except (TypeError, ValueError):
+        each = part if isinstance(part, tuple | list) else [part]
+        return ", ".join(type(one).__name__ for one in each)
+    return start, max(start, stop)
+
+
+def _facts_of_parts(samples, parts):
+    """What holds for every fair split, whichever ranks take one sample more."""
+    names = ("what is returned", "the list of samples that nobody takes", "the list of samples "
+             "taken twice", "the list of indices outside the batch", "the size of the largest part",
+             "the size of the smallest part", "that parts follow in the order of the ranks")
+    names = [f"with {samples} sample{'s' * (samples > 1)}, {name}" for name in names]
+    unusable = [part for part in parts if isinstance(part, str)]
+    if unusable:
+        return dict.fromkeys(names) | {names[0]: unusable[0]}
+    taken = [index for start, stop in parts for index in range(start, stop)]
+    sizes = [stop - start for start, stop in parts]
+    missing = [index for index in range(samples) if index not in taken]
+    twice = sorted({index for index in taken if taken.count(index) > 1})
+    outside = sorted({index for index in taken if not 0 <= index < samples})
+    found = ("int, int", missing, twice, outside, max(sizes), min(sizes), taken == sorted(taken))
+    return dict(zip(names, found, strict=True))
+
+
+# 1.2
+
+
+def einsum_split_over_d(x, w):
+    out = torch.einsum("bd,df->bf", x, w)
+    dist.all_reduce(out)
+    return out
+
+
+def _then(change):
+    """The product of what this rank has, and then something done to it."""
+
+    def attempt(x, w):
+        out = x @ w
+        change(out)
+        return out
+
+    return attempt
+
+
+def _gathered(tensor):
+    parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, tensor)
+    return parts
+
+
+def _inputs_gathered(x, w):
+    blocks = [None] * dist.get_world_size()
+    dist.all_gather_object(blocks, (x, w))
+    return torch.cat([x for x, _ in blocks], dim=1) @ torch.cat([w for _, w in blocks])
+
+
+def _summed(tensor):
+    dist.all_reduce(tensor)
+    return tensor
+
+
+_ALL_EVERYWHERE = ("You gathered the inputs: every rank holds all of `x` and `w`, and nothing is "
+                   "split. Multiply what this rank has, and add the results.")
+_NOT_INPUTS = ("You summed the inputs over the ranks. They are different columns and rows, which "
+               "do not add up to anything: multiply first, then add the results.")
+_NOT_STACKED = ("You put the ranks' results side by side. They are not parts of the output: each "
+                "has the output's full shape and lacks the terms of the other ranks, so they have "
+                "to be *added*. (Side by side is right where the weights are split along f.)")
+
+
+class SplitOverD(Exercise):
+    id = "1.2"
+    title = "Tensor parallelism by hand: split the sum"
+    name = "einsum_split_over_d"
+    minutes = 10
+    hints = (
+        "Write one element of the output as a sum over d. Which terms of this sum can this rank "
+        "compute from its columns of `x` and its rows of `w`?",
+        "Each rank computes a tensor of the output's full shape, in which the other ranks' terms "
+        "are missing. Which collective adds tensors, and leaves the sum on every rank?",
+        "`out = x @ w`, then `dist.all_reduce(out)`, which changes `out` in place; return `out`.",
+    )
+    solution = staticmethod(einsum_split_over_d)
+    mistakes = (
+        Mistake(_then(lambda out: None), "This is each rank's partial sum: it lacks the terms of d "
+                "that the other ranks hold. Add the partial sums over the ranks."),
+        Mistake(lambda x, w: einsum_split_over_d(x, w) / dist.get_world_size(), "You divided by "
+                "the world size. The sum over d was cut into pieces, and the pieces add up to it: "
+                "here it is a sum, not a mean."),
+        Mistake(lambda x, w: torch.cat(_gathered(x @ w), dim=1), _NOT_STACKED),
+        Mistake(lambda x, w: torch.cat(_gathered(x @ w)), _NOT_STACKED),
+        Mistake(lambda x, w: torch.stack(_gathered(x @ w)).sum(dim=0), "The output is right, but "
+                "each rank received every other rank's partial sum: N−1 whole outputs. An "
+                "all-reduce sends less than two, whatever N is."),
+        Mistake(lambda x, w: torch.cat(_gathered(x), 1) @ torch.cat(_gathered(w)), _ALL_EVERYWHERE),
+        Mistake(_inputs_gathered, _ALL_EVERYWHERE),
+        Mistake(_then(lambda out: dist.reduce(out, dst=0)), "`reduce` gives the sum to rank 0 "
+                "alone. Every rank needs the output: `all_reduce`."),
+        Mistake(_then(lambda out: dist.broadcast(out, src=0)), "You broadcast rank 0's partial "
+                "sum: all ranks agree, on an output that lacks the terms of the others. Add them "
+                "with `all_reduce`."),
+        Mistake(_then(lambda out: dist.all_reduce(out.clone())), "You all-reduced a copy: the sum "
+                "never reaches the tensor that you return."),
+        Mistake(lambda x, w: dist.all_reduce(x @ w), "`dist.all_reduce` changes its tensor in "
+                "place and returns None. Keep the tensor, and return that."),
+        Mistake(_then(lambda out: dist.get_rank() or dist.all_reduce(out)), "Only rank 0 calls the "
+                "all-reduce, and waits for ever: every rank has to call it.", hangs=True),
+        Mistake(_then(lambda out: [dist.all_reduce(out) for _ in range(2)]), "You summed over the "
+                "ranks twice: the second all-reduce adds up N tensors that are the sum already."),
+        Mistake(lambda x, w: _summed(x) @ _summed(w), _NOT_INPUTS),
+        Mistake(lambda x, w: _summed(x) @ w, _NOT_INPUTS),
+    )
+
+    def trial(self, attempt):
+        x, w = _block(dist.get_rank(), dist.get_world_size())
+        before = x.clone(), w.clone()
+        with CallLog() as log:
+            out = attempt(x, w)
+        return {"the output": out, "`x` and `w` are left alone":
+                torch.equal(x, before[0]) and torch.equal(w, before[1]),
+                "that no more is sent than by one all-reduce of the output":
+                _elements_sent(log) <= 2 * len(x) * w.shape[1]}
+
+    def expected(self, world_size):
+        x, w = _whole()
+        return {"the output": x @ w, "`x` and `w` are left alone": True,
+                "that no more is sent than by one all-reduce of the output": True}
+
+
+def _whole():
+    """x (3, 26) and w (26, 5), all elements different. Only on 2 ranks the parts are equal."""
+    x = torch.sin(torch.arange(78.0) * 1.7).reshape(3, 26)
+    w = torch.cos(torch.arange(130.0) * 0.9 + 0.3).reshape(26, 5)
+    return x, w
+
+
+def _block(rank, world_size):
+    """This rank's columns of x and rows of w."""
+    x, w = _whole()
+    return x.tensor_split(world_size, dim=1)[rank].contiguous(), w.tensor_split(world_size)[rank]
+
+
+def _elements_sent(log):
+    """By one rank, on average, with the algorithms of chapter 03."""
+    others = dist.get_world_size() - 1
+    share = others / dist.get_world_size()
+    times = {"all_reduce": 2 * share, "all_gather": others, "reduce_scatter": share,
+             "broadcast": share, "reduce": share, "gather": share, "scatter": share, "recv": 0}
+    return sum(times.get(call.operation, 1) * call.bytes for call in log.calls) / 4
+
+
+# 1.3
+
+
+def accumulate_gradients(model, images, labels, micro_batch):
+    for x, y in zip(images.split(micro_batch), labels.split(micro_batch), strict=True):
+        loss = F.cross_entropy(model(x), y, reduction="sum") / len(labels)
+        loss.backward()
+    for parameter in model.parameters():
+        parameter.grad /= dist.get_world_size()
+        dist.all_reduce(parameter.grad)
+
+
+def _accumulate(*, weigh="by size", zero=False, reduce="at the end", divisor=dist.get_world_size,
+                cut=torch.split, keep_last=True, at_once=False, of="grad"):
+    """The accumulation with one thing wrong."""
+
+    def attempt(model, images, labels, size):
+        parts = list(zip(cut(images, size), cut(labels, size), strict=True))
+        parts = parts if keep_last else [part for part in parts if len(part[1]) == size]
+        losses = (F.cross_entropy(model(x), y) * {
+            "by size": len(y) / len(labels), "full size": size / len(labels), "sum": len(y),
+            "by micro-batch": len(y) / size, "equal": 1 / len(parts), "none": 1,
+            "mean by micro-batch": 1 / size, "mean by local batch": 1 / len(labels),
+        }[weigh] for x, y in parts)
+        for loss in [sum(losses)] if at_once else losses:
+            if zero:
+                model.zero_grad()
+            loss.backward()
+            if reduce == "each time":
+                _sum_divided(model, divisor(), of)
+        if reduce == "at the end":
+            _sum_divided(model, divisor(), of)
+
+    return attempt
+
+
+def _sum_divided(model, divisor, of):
+    for tensor in [getattr(parameter, of) for parameter in model.parameters()]:
+        dist.all_reduce(tensor)
+        tensor /= divisor
+
+
+_TWO_THINGS = ("Two things are missing: the weight of each micro-batch's mean, its share of the "
+               "local batch, and the division of the sum over the ranks by the world size.")
+_MEAN_ALREADY = ("Each micro-batch's loss is a mean already, and you divided it by a number of "
+                 "samples once more. Weigh it by its share: its own samples over the local batch.")
+_LEFT_OUT = "The last, smaller micro-batch is left out: its samples belong to the batch."
+
+
+class AccumulateGradients(Exercise):
+    id = "1.3"
+    title = "Gradient accumulation over micro-batches"
+    name = "accumulate_gradients"
+    minutes = 15
+    hints = (
+        "`backward()` adds to the `.grad` that is there. So call it once for each micro-batch, and "
+        "clear nothing in between: `images.split(micro_batch)` makes the slices.",
+        "The mean over the local batch is not the sum of the micro-batches' means. Weigh each mean "
+        "by its share of the samples, `len(x) / len(images)`, before its `backward()`: the last "
+        "one may be smaller.",
+        "Nothing has to be sent before the last micro-batch is done. Then average over the ranks: "
+        "one all-reduce for each gradient, and a division by `dist.get_world_size()`.",
+    )
+    solution = staticmethod(accumulate_gradients)
+    mistakes = (
+        Mistake(_accumulate(weigh="none"), "You add up the micro-batches' means, so the gradient "
+                "grows with their number. Weigh each mean by its share of the local batch."),
+        Mistake(_accumulate(weigh="equal"), "You divide by the number of micro-batches, as if all "
+                "were equally large. The last one is smaller, so its samples count too much: weigh "
+                "each mean by its share of the samples."),
+        Mistake(_accumulate(weigh="full size"), "Every micro-batch is weighed as a full one. The "
+                "last one is smaller, and so is its share: its own samples over the local batch."),
+        Mistake(_accumulate(weigh="sum"), "You summed the losses of all samples and never divided: "
+                "the mean over the local batch divides by its size."),
+        Mistake(_accumulate(weigh="by micro-batch"), "You divided by the size of a micro-batch. "
+                "The mean is over the whole local batch: divide by its size."),
+        Mistake(_accumulate(zero=True), "The gradients are cleared before each micro-batch, so "
+                "only the last one counts. Let `backward()` add them up."),
+        Mistake(_accumulate(weigh="mean by micro-batch"), _MEAN_ALREADY),
+        Mistake(_accumulate(weigh="mean by local batch"), _MEAN_ALREADY),
+        Mistake(_accumulate(keep_last=False), _LEFT_OUT),
+        Mistake(_accumulate(keep_last=False, weigh="equal"), _LEFT_OUT),
+        Mistake(_accumulate(cut=lambda tensor, size: [tensor]), "The whole local batch went "
+                "through the model at once. The gradient is right, but the activations of all "
+                "samples were in memory together."),
+        Mistake(_accumulate(cut=torch.chunk), "`chunk(n)` makes n slices, of whatever size. You "
+                "want slices of at most n samples: `split(n)`."),
+        Mistake(_accumulate(at_once=True), "You add up the losses and call `backward` at the end. "
+                "Until then autograd keeps every micro-batch's activations: call it for each."),
+        Mistake(_accumulate(reduce="each time"), "You all-reduce after every micro-batch. What was "
+                "averaged before is averaged again, which changes nothing but costs a message each "
+                "time: all-reduce once, after the last one."),
+        Mistake(_accumulate(reduce="each time", divisor=lambda: 1), "You all-reduce after every "
+                "micro-batch, what was summed before too. All-reduce once, and divide."),
+        Mistake(_accumulate(reduce="never"), "Each rank has accumulated its own local batch, and "
+                "the ranks were never averaged: their gradients still differ."),
+        Mistake(_accumulate(divisor=lambda: 1), "You summed over the ranks and did not divide by "
+                "the world size."),
+        Mistake(_accumulate(divisor=lambda: dist.get_world_size() ** 2), "You divided by the world "
+                "size twice (`ReduceOp.AVG` and `average_gradients` divide already)."),
+        *(Mistake(_accumulate(weigh=weigh, divisor=lambda: 1), _TWO_THINGS)
+          for weigh in ("none", "equal", "sum")),
+        Mistake(lambda model, *batch: _accumulate(reduce="never")(DistributedDataParallel(model),
+                *batch), "DDP all-reduces in every `backward`. Put all micro-batches but the last "
+                "into `with ddp.no_sync():`, forward pass and all."),
+        Mistake(_accumulate(of="data"), "You averaged the weights, which are equal on all ranks. "
+                "What has to be averaged is each parameter's `.grad`."),
+        Mistake(lambda model, *batch: (accumulate_gradients(model, *batch), model.zero_grad()),
+                "At the end `.grad` is None: there the gradients have to be, neither cleared nor "
+                "returned."),
+        Mistake(lambda model, *batch: (accumulate_gradients(model, *batch), torch.optim.SGD(
+                model.parameters(), 0.1).step()), "You took an optimizer's step, which changes "
+                "the weights: stop at the gradients."),
+    )
+    micro_batch = 3
+
+    def trial(self, attempt):
+        model, sizes, held, by_ddp = _classifier(), [], [], []
+
+        def forward_hook(_, inputs, output):
+            sizes.append(len(output))
+            held.append(sum(held[-1:]) + len(output))
+            ddp = DistributedDataParallel._get_active_ddp_module()
+            by_ddp.append(ddp is not None and ddp.require_backward_grad_sync)
+            if output.requires_grad:
+                output.register_hook(lambda gradient: held.append(held[-1] - len(gradient)))
+
+        model.register_forward_hook(forward_hook)
+        before = [parameter.detach().clone() for parameter in model.parameters()]
+        with CallLog() as log:
+            attempt(model, *_labelled(dist.get_rank()), self.micro_batch)
+        size = sum(parameter.nbytes for parameter in model.parameters())
+        return {**_gradients(model),
+                "the weights are left alone": all(map(torch.equal, before, model.parameters())),
+                "the number of samples that this rank computed": sum(sizes),
+                "the number of samples in a forward pass": max(sizes, default=0),
+                "the number of samples whose activations are kept at a time": max(held, default=0),
+                "how often the gradients travel": round(log.bytes() / size) + sum(by_ddp)}
+
+    def expected(self, world_size):
+        model = _classifier()
+        parts = [_labelled(rank) for rank in range(world_size)]
+        images, labels = map(torch.cat, zip(*parts, strict=True))
+        F.cross_entropy(model(images), labels).backward()
+        at_once = AtMost(self.micro_batch, "no more than a micro-batch")
+        return {**_gradients(model), "the weights are left alone": True,
+                "the number of samples that this rank computed": len(images) // world_size,
+                "the number of samples in a forward pass": at_once,
+                "the number of samples whose activations are kept at a time": at_once,
+                "how often the gradients travel": AtMost(1, "once per step is enough")}
+
+
+def _classifier():
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 3))
+
+
+def _labelled(rank):
+    """Rank r's eleven samples of seven features, with a class for each."""
+    images = torch.sin(torch.arange(77.0) * 1.3 + 9 * rank).reshape(11, 7)
+    return images, (torch.arange(11) * (rank + 2)) % 3
+
+
+def _gradients(model):
+    return {f"the gradient of `{name}`": parameter.grad
+            for name, parameter in model.named_parameters()}
+
+
+EXERCISES = (LocalPart, SplitOverD, AccumulateGradients)
