@@ -219,9 +219,13 @@ class Notebook:
         """Presses the ■ of the toolbar."""
         self.page.locator("[data-command='notebook:interrupt-kernel']:visible").first.click()
 
-    def _outputs(self, cell):
+    def output(self, cell):
+        """The part of the page below the cell, as Playwright's locator."""
         cell = self.page.locator(".jp-NotebookPanel .jp-Cell").nth(self.index(cell))
-        return cell.locator(".jp-OutputArea-output").all()
+        return cell.locator(".jp-Cell-outputWrapper")
+
+    def _outputs(self, cell):
+        return self.output(cell).locator(".jp-OutputArea-output").all()
 
     def output_text(self, cell):
         """What a reader sees below the cell, as text."""

@@ -101,3 +101,25 @@ def test_the_stop_button_ends_hung_ranks(lab, root, tmp_path):
         notebook.run_cell("next")
         assert notebook.output_text("next") == "2"
         assert psutil.wait_procs(ranks, timeout=5)[1] == []
+
+
+def test_the_slider_steps_through_the_ring(lab):
+    with lab.open("chapters/03_all_reduce.ipynb") as notebook:
+        for cell in ("setup", "given-guess", "your-numbers", "guess-complete", "record-the-ring",
+                     "states-of-the-ring", "step-through"):
+            notebook.run_cell(cell)
+        assert notebook.errors() == []
+        output = notebook.output("step-through")
+        picture, handle = output.locator("img"), output.locator("[role=slider]")
+        seen = [picture.get_attribute("alt")]
+        assert seen[0].startswith("After step 3 of 6, 4 of 16 chunks are complete")
+        for key in ("ArrowRight", "ArrowLeft", "Home"):
+            source = picture.get_attribute("src")
+            handle.press(key)
+            until(lambda source=source: picture.get_attribute("src") != source, 20,
+                  f"{key} left the picture as it was")
+            seen.append(picture.get_attribute("alt"))
+        assert seen[1].startswith("After step 4 of 6, 8 of 16 chunks are complete")
+        assert seen[2] == seen[0]
+        assert seen[3].startswith("Before the first step, 0 of 16 chunks are complete")
+        assert "1, 2, 3, 4" in seen[3] and "1000, 2000, 3000, 4000" in seen[3]
