@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from dplab import run
-from dplab.measure import EmulatedLink, Trace, aligned, save_chrome_trace
+from dplab.measure import EmulatedLink, Trace, aligned, layer_times, save_chrome_trace
 from dplab.parallel import OverlappedDDP
 from dplab.predict.step import COMMUNICATION, COMPUTE, WAITING, Span
 
@@ -131,3 +131,38 @@ def test_the_saved_trace_is_what_perfetto_reads(tmp_path):
     send = next(event for event in events if event["name"] == "all_reduce")
     assert (send["pid"], send["tid"], send["ts"], send["dur"]) == (1, COMMUNICATION, 1e6, 2.5e6)
     assert send["args"] == {"bytes": 1024}
+
+
+class Pause(nn.Module):
+    """Passes its input on, and takes its time in backward."""
+
+    class Slow(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, seconds):
+            ctx.seconds = seconds
+            return x.view_as(x)
+
+        @staticmethod
+        def backward(ctx, gradient):
+            time.sleep(ctx.seconds)
+            return gradient, None
+
+    def __init__(self, seconds):
+        super().__init__()
+        self.seconds = seconds
+
+    def forward(self, x):
+        return self.Slow.apply(x, self.seconds)
+
+
+def test_layer_times_are_those_of_backward_in_the_order_of_forward():
+    model = nn.Sequential(nn.Linear(5, 7), Pause(0.05), nn.Linear(7, 3, bias=False), Pause(0.02),
+                          nn.Linear(3, 2).requires_grad_(False), nn.Linear(2, 2))
+    kept = model[0].weight.grad = torch.ones(7, 5)
+    first, second, last = layer_times(model, torch.randn(4, 5), rounds=3)
+    assert [layer.gradient_bytes for layer in (first, second, last)] == [4 * 42, 4 * 21, 4 * 6]
+    assert first.backward_seconds >= 0.05 and second.backward_seconds >= 0.02
+    assert first.forward_seconds > 0
+    assert model[0].weight.grad is kept and model[2].weight.grad is None
+    with pytest.raises(ValueError, match="trainable"):
+        layer_times(nn.Sequential(nn.ReLU(), nn.Linear(2, 2).requires_grad_(False)), torch.ones(2))

@@ -24,8 +24,9 @@ class OnARing(Exercise):
 
     def judge(self, *objects):
         verdict = super().judge(*objects)
-        if "(SIGABRT)" in verdict.detail:  # gloo's answer to a message that does not fit
-            verdict.outcome, verdict.why = WRONG, _TOO_LONG
+        for signal, why in _HOW_GLOO_DIES.items():
+            if f"({signal})" in verdict.detail:
+                verdict.outcome, verdict.why = WRONG, why
         return verdict
 
     def trial(self, attempt):
@@ -48,7 +49,8 @@ class OnARing(Exercise):
             limits = (
                 AtMost(steps * math.ceil(length / world_size) * dtype.itemsize,
                        "one chunk in each step is enough"),
-                AtMost(steps, "a ring has N-1 steps for each half"),
+                # Exact, to tell a step too few; but a ring may leave out empty messages.
+                steps if length >= world_size else AtMost(steps, "a ring has N-1 steps per half"),
                 AtMost(1, "on a ring, a rank sends to one neighbour only"),
                 AtMost(0, "build it from send and receive"))
             for rank, chunk in enumerate(total.tensor_split(world_size)):
@@ -76,9 +78,13 @@ def _sum(length, dtype, world_size):
 
 _ONE_STEP_MORE = ("You go around once too often: N-1 steps are enough for one half. In the first, "
                   "another step adds a part a second time.")
-_TOO_LONG = ("A message is longer than the tensor that receives it, and gloo gives up. Both must "
-             "be the same chunk: make `arriving` as long as the one that your neighbour sends in "
-             "this step, which need not be as long as the one that you send, and of its dtype.")
+_NO_SUCH_RANK = ("There is no rank N, nor a rank -1: the neighbours are (rank + 1) % N and "
+                 "(rank - 1) % N.")
+_HOW_GLOO_DIES = {
+    "SIGSEGV": _NO_SUCH_RANK,  # if it does not hang
+    "SIGABRT": "A message is longer than the tensor that receives it, and gloo gives up. Both must "
+               "be the same chunk: give `arriving` the length and dtype of the one that your "
+               "neighbour sends in this step. The one that you send may be shorter."}
 
 
 # 3.1
@@ -163,26 +169,16 @@ def _into_the_tuple(tensor):
         chunks[0] += arriving
 
 
-def _in_the_first_half(ring):
-    """``ring`` makes an attempt from options of `_half`."""
-    return (
-        Mistake(ring(combine=_overwrite), "The chunk that arrives overwrites yours. It holds the "
-                "sum of the ranks that it has passed: add it to your own part."),
-        Mistake(ring(steps=-2), "You stop one step early: to collect the parts of N ranks, a chunk "
-                "has to travel N-1 times."),
-        Mistake(ring(move=0), "You send the same chunk in every step. The chunk to send moves on "
-                "with the step: it is the one that you added to last."),
-        Mistake(ring(combine=_forget), "The sum goes into a new tensor, and the chunk stays as it "
-                "was. Add in place, `chunk.add_(arriving)`, or put the sum where you need it."),
-    )
-
-
 def _common(ring, whole):
     """In either exercise. ``whole`` makes an attempt from an all-reduce."""
     return (
         Mistake(_into_the_tuple, "`chunks[i] += arriving` adds, and then assigns to an item of the "
                 "tuple that `tensor_split` returns. Write `chunks[i].add_(arriving)`."),
         Mistake(ring(steps=0), _ONE_STEP_MORE),
+        Mistake(ring(steps=-2), "You stop one step early: to collect the parts of N ranks, a chunk "
+                "has to travel N-1 times."),
+        Mistake(ring(move=0), "You send the same chunk in every step. The chunk to send moves on "
+                "with the step: it is the one that you added to last."),
         Mistake(ring(cut=_without_remainder), "You drop the remainder: where N does not divide the "
                 "length, the last elements are in no chunk. `tensor_split(N)` makes chunks that "
                 "differ by at most one."),
@@ -204,8 +200,7 @@ def _common(ring, whole):
         Mistake(ring(swap=_from_the_wrong_side), "You receive from the neighbour that you send "
                 "to. On a ring, what you send goes to one side, and what arrives comes from the "
                 "other.", hangs=True),
-        Mistake(ring(swap=_without_modulo), "There is no rank N, nor a rank -1: the neighbours "
-                "are (rank + 1) % N and (rank - 1) % N.", hangs=True),
+        Mistake(ring(swap=_without_modulo), _NO_SUCH_RANK, hangs=True),
     )
 
 
@@ -254,10 +249,13 @@ class RingReduceScatter(OnARing):
     )
     solution = staticmethod(ring_reduce_scatter)
     mistakes = (
-        *_in_the_first_half(_half),
         *_common(_half, _own_chunk_after),
-        Mistake(_half(start=0), "You return chunk r, which you sent first, and to which nothing "
-                "was added since. To complete chunk r on rank r, start one chunk further back."),
+        Mistake(_half(combine=_overwrite), "The chunk that arrives overwrites yours. It holds the "
+                "sum of the ranks that it has passed: add it to your own part."),
+        *(Mistake(attempt, "You return chunk r as it was. Either you sent it first: to complete it "
+                  "on rank r, start one chunk further back. Or the sum goes into a new tensor: "
+                  "`chunk.add_(arriving)` adds in place.")
+          for attempt in (_half(start=0), _half(combine=_forget))),
         *(Mistake(_half(start=0, way=way, keep=way), "The chunk is complete, but it is a "
                   "neighbour's. Rank r has to end with chunk r: start with another chunk, so that "
                   "its way ends there.") for way in (1, -1)),
@@ -301,22 +299,21 @@ def _ring(start=-1, second=None, **first):
 def _beginning_with(start):
     """In rings whose ranks first send chunk rank + ``start``."""
     ring = functools.partial(_ring, start)
-    right = ring()
     return (
-        *_in_the_first_half(ring),
         Mistake(ring({"combine": _add}), "You add in the second half, too. The chunks that travel "
                 "there are finished: overwrite."),
-        *(Mistake(ring({"start": start + more}), "The second half starts with the wrong chunk. The "
-                  "first one to pass on is the one that this rank has completed: the last that it "
-                  "added to.") for more in (0, 2)),
+        Mistake(ring({"start": start + 2}), "The second half starts with the wrong chunk. Pass "
+                "on the one first that this rank has completed: the last that it added to."),
         Mistake(ring({"steps": -2}), "The second half stops one step early: a finished chunk has "
                 "to travel N-1 times to be on all ranks."),
         Mistake(ring({"combine": _forget}), "What arrives in the second half does not get into the "
                 "tensor. Assigning to its name, or to an item of a list, leaves the caller's as it "
                 "was: receive into its chunks, or `copy_`."),
-        Mistake(lambda tensor: right(tensor.clone()), "The sum is in a new tensor: write it into "
-                "the one that you were given, as `dist.all_reduce` does."),
     )
+
+
+def _into_a_new_tensor(tensor):
+    ring_all_reduce(tensor.clone())
 
 
 class RingAllReduce(OnARing):
@@ -339,6 +336,13 @@ class RingAllReduce(OnARing):
         *_common(_ring, lambda all_reduce: all_reduce),
         *_beginning_with(-1),
         *_beginning_with(0),
+        *(Mistake(_ring(combine=combine), "Nothing is added up: each chunk ends as that of a "
+                  "single rank. Either the first half overwrites, or its sum goes into a new "
+                  "tensor or a copy (`chunk.add_(arriving)` adds in place); or the second half "
+                  "starts with a chunk that this rank has not completed.")
+          for combine in (_overwrite, _forget)),
+        Mistake(_into_a_new_tensor, "The sum is in a new tensor: write it into the one that you "
+                "were given, as `dist.all_reduce` does."),
         Mistake(_reduce_scatter_in_place, "This is a reduce-scatter: only chunk r is complete on "
                 "rank r. The all-gather is missing, which brings each chunk to all ranks."),
         Mistake(_ring(second={"steps": 0}), _ONE_STEP_MORE),

@@ -2,7 +2,9 @@
 
 from dplab.measure.call_log import CallLog
 from dplab.measure.emulated_link import EmulatedLink
+from dplab.measure.layers import layer_times
 from dplab.measure.trace import Trace, aligned, save_chrome_trace
 from dplab.measure.wire import WireMeter
 
-__all__ = ["CallLog", "EmulatedLink", "Trace", "WireMeter", "aligned", "save_chrome_trace"]
+__all__ = ["CallLog", "EmulatedLink", "Trace", "WireMeter", "aligned", "layer_times",
+           "save_chrome_trace"]
