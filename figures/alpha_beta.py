@@ -2,6 +2,7 @@
 
 import math
 
+from dplab.predict.cost import ALGORITHMS
 from dplab.show import Canvas, rank_color, save_beside, style
 from dplab.show.theme import INK, MUTED
 
@@ -12,27 +13,13 @@ BANDWIDTH = 10e9
 """Bytes per second that a rank sends."""
 
 
-def tree_messages(ranks: int) -> int:
-    """Whole messages one after another in a binary tree, where a rank serves one at a time."""
-    def children(rank):
-        return [child for child in (2 * rank + 1, 2 * rank + 2) if child < ranks]
-
-    def up(rank):
-        ready = 0
-        for child in children(rank):
-            ready = max(ready, up(child)) + 1
-        return ready
-
-    def down(rank, ready):
-        ends = [down(child, ready + turn) for turn, child in enumerate(children(rank), start=1)]
-        return max([ready, *ends])
-
-    return down(0, up(0))
+def messages_and_chain(name: str) -> tuple[int, float]:
+    """Messages one after another, and how many times the tensor's bytes they carry together."""
+    algorithm = ALGORITHMS[name]
+    return algorithm.messages(RANKS), algorithm.chain(RANKS)
 
 
-# Messages one after another, and how many times the tensor's bytes they carry together.
-RING = 2 * (RANKS - 1), 2 * (RANKS - 1) / RANKS
-TREE = tree_messages(RANKS), tree_messages(RANKS)
+RING, TREE = messages_and_chain("ring all-reduce"), messages_and_chain("tree all-reduce")
 
 
 def seconds(algorithm: tuple[int, float], size: float) -> float:

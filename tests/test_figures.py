@@ -16,6 +16,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 import dplab.parallel
 from dplab import run
+from dplab.predict import cost
 
 FIGURES = Path(__file__).parents[1] / "figures"
 SCRIPTS = sorted(FIGURES.glob("*.py"))
@@ -250,8 +251,8 @@ def test_the_ring_picture_shows_what_the_ring_does():
 
 def test_the_latency_picture_follows_its_formulas():
     module = runpy.run_path(str(FIGURES / "alpha_beta.py"))
-    tree, alpha, beta = module["tree_messages"], module["ALPHA"], 1 / module["BANDWIDTH"]
-    assert [tree(ranks) for ranks in (1, 2, 3, 4, 8)] == [0, 2, 4, 5, 9]
+    alpha, beta = module["ALPHA"], 1 / module["BANDWIDTH"]
+    assert [cost.messages("tree all-reduce", ranks) for ranks in (1, 2, 3, 4, 8)] == [0, 2, 4, 5, 9]
     assert module["RING"] == (14, 1.75) and module["TREE"] == (9, 9)
     for size in (1e3, 1e6, 1e9):
         assert module["seconds"](module["RING"], size) == pytest.approx(
