@@ -3,12 +3,10 @@
 No two ranks and no two elements of the inputs are equal, and most lengths do not divide.
 """
 
-import subprocess
-import sys
-
 import pytest
 import torch
 import torch.distributed as dist
+from job import two_ranks_under_torchrun
 
 import dplab
 from dplab import RankError, run
@@ -314,8 +312,8 @@ def test_a_tree_sends_up_once_and_down_to_two_children():
 # --- elsewhere ----------------------------------------------------------------------------------
 
 def test_it_runs_under_plain_torchrun(tmp_path):
-    script = tmp_path / "plain.py"
-    script.write_text(
+    done = two_ranks_under_torchrun(
+        tmp_path,
         "import torch, torch.distributed as dist\n"
         "from dplab.parallel import collectives\n"
         "dist.init_process_group('gloo')\n"
@@ -323,9 +321,6 @@ def test_it_runs_under_plain_torchrun(tmp_path):
         "collectives.ring_all_reduce(tensor)\n"
         "assert tensor.tolist() == [0, 3, 6, 9, 12], tensor\n"
         "dist.destroy_process_group()\n")
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
-         str(script)], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
 
 

@@ -5,12 +5,11 @@ The models start differently on every rank, and no two inputs are equal.
 
 import copy
 import functools
-import subprocess
-import sys
 
 import pytest
 import torch
 import torch.distributed as dist
+from job import two_ranks_under_torchrun
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
@@ -489,10 +488,6 @@ dist.destroy_process_group()
 
 
 def test_runs_under_plain_torchrun_and_needs_torch_alone(tmp_path):
-    script = tmp_path / "plain.py"
-    script.write_text(UNDER_TORCHRUN)
-    done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone",
-                           "--nproc-per-node", "2", str(script)],
-                          capture_output=True, text=True, timeout=120)
+    done = two_ranks_under_torchrun(tmp_path, UNDER_TORCHRUN)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("<1.5 []>") == 2

@@ -1,11 +1,9 @@
 """The meters: bytes on the wire by the kernel's counters, and the log of calls."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
 import torch.distributed as dist
+from job import two_ranks_under_torchrun
 
 from dplab import RankError, run
 from dplab.measure import CallLog, WireMeter
@@ -112,8 +110,8 @@ def test_a_reader_that_is_overtaken_reads_the_last_calls_and_no_torn_one(tmp_pat
 
 
 def test_the_log_works_under_plain_torchrun(tmp_path):
-    script = tmp_path / "plain.py"
-    script.write_text(
+    done = two_ranks_under_torchrun(
+        tmp_path,
         "import torch, torch.distributed as dist\n"
         "from dplab.measure import CallLog\n"
         "dist.init_process_group('gloo')\n"
@@ -121,7 +119,4 @@ def test_the_log_works_under_plain_torchrun(tmp_path):
         "    dist.all_reduce(torch.ones(6))\n"
         "assert (log.count('all_reduce'), log.bytes()) == (1, 24), str(log)\n"
         "dist.destroy_process_group()\n")
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
-         str(script)], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

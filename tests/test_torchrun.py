@@ -1,10 +1,7 @@
 """`run` inside a torchrun job: it joins the job, and starts nothing."""
 
-import subprocess
-import sys
-from pathlib import Path
+from job import two_ranks_under_torchrun
 
-ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = """
 import os, sys
 import psutil, torch
@@ -33,12 +30,7 @@ dist.destroy_process_group()
 def test_run_joins_the_job(tmp_path):
     import torch
 
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
-         str(script), str(tmp_path / "rank")],
-        cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = two_ranks_under_torchrun(tmp_path, SCRIPT, tmp_path / "rank")
     assert done.returncode == 0, done.stderr
     texts = [(tmp_path / f"rank-{rank}").read_text() for rank in range(2)]
     assert texts[0] == texts[1], "every rank gets the whole list"
@@ -55,10 +47,14 @@ def test_run_joins_the_job(tmp_path):
 
 
 def test_a_rank_of_the_job_fails(tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text("from dplab import run\nimport torch.distributed as dist\n"
-                      "run(lambda: 1 // dist.get_rank(), 2, backend='gloo')\n")
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
-         str(script)], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = two_ranks_under_torchrun(
+        tmp_path, "from dplab import run\nimport torch.distributed as dist\n"
+                  "run(lambda: 1 // dist.get_rank(), 2, backend='gloo')\n")
     assert done.returncode != 0 and "ZeroDivisionError" in done.stderr
+
+
+def test_no_link_is_emulated_in_a_job(tmp_path):
+    done = two_ranks_under_torchrun(
+        tmp_path, "from dplab import run\nfrom dplab.measure import EmulatedLink\n"
+                  "run(print, 2, link=EmulatedLink(1e9))\n")
+    assert done.returncode != 0 and "the job's own link is there" in done.stderr
