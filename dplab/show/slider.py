@@ -1,13 +1,12 @@
 """A slider above a picture: steps of an algorithm that the reader walks through."""
 
-import base64
 import functools
 import html
 from collections.abc import Callable
 
 from ipywidgets import HTML, HBox, IntSlider, Play, VBox, jslink
 
-from dplab.show.theme import CourseFigure, to_png
+from dplab.show.theme import CourseFigure
 
 
 class Stepper(VBox):
@@ -49,5 +48,5 @@ def stepper(draw: Callable[[int], CourseFigure], steps: int, *, label: str = "st
 
 
 def _drawn(figure: CourseFigure) -> tuple[str, str, int, int]:
-    width, height = (round(96 * inches) for inches in figure.get_size_inches())
-    return base64.b64encode(to_png(figure)).decode(), figure.alt, width, height
+    png, width, height = figure.embedded()
+    return png, figure.alt, width, height

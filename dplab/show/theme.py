@@ -78,11 +78,15 @@ class CourseFigure(Figure):
     def _ipython_display_(self):
         from IPython.display import display
 
-        width, height = (round(96 * inches) for inches in self.get_size_inches())
-        bundle = {"image/png": base64.b64encode(to_png(self)).decode(),
-                  "text/plain": self.alt or repr(self)}
+        png, width, height = self.embedded()
+        bundle = {"image/png": png, "text/plain": self.alt or repr(self)}
         metadata = {"image/png": {"width": width, "height": height, "alt": self.alt}}
         display(bundle, raw=True, metadata=metadata)
+
+    def embedded(self) -> tuple[str, int, int]:
+        """The PNG in base64, and the width and height in CSS pixels at which a page shows it."""
+        width, height = (round(96 * inches) for inches in self.get_size_inches())
+        return base64.b64encode(to_png(self)).decode(), width, height
 
 
 def subplots(rows: int = 1, columns: int = 1, *, title: str = "", xlabel: str = "",

@@ -229,7 +229,7 @@ def _flight():
     from torch._C import _distributed_c10d as c10d
 
     trace = json.loads(c10d._dump_fr_trace_json())
-    status = trace.get("pg_status", {}).get("0", {})
+    status = trace.get("pg_status", {}).get(calls.DEFAULT_GROUP, {})
     waiting = [_in_flight(entry) for entry in trace.get("entries", []) if not entry["retired"]]
     return int(status.get("last_enqueued_collective", 0)), waiting
 
@@ -246,7 +246,8 @@ def _in_flight(entry):
     if entry["input_dtypes"] and name != "barrier":
         dtype = entry["input_dtypes"][0]
         words += f" of {_DTYPES.get(dtype, dtype.lower())}{(entry['input_sizes'] or [[]])[0]}"
-    in_default_group = entry["process_group"][0] == "0" and not entry["is_p2p"]
+    in_default_group = (entry["process_group"][0] == calls.DEFAULT_GROUP
+                        and not entry["is_p2p"])
     return (number if in_default_group else 0), words
 
 
