@@ -261,6 +261,8 @@ def recorded(original, operation, own):
             return original(group, *args, **kwargs)
         options = args[-1] if args else kwargs.get("opts")
         point_to_point = operation in ("send", "recv")
+        if point_to_point:
+            _refuse_absent_peer(group, operation, args)
         noted = recorder.record(
             group, operation,
             tensors_in(args[own]) if own is not None and len(args) > own else [],
@@ -296,7 +298,14 @@ def _reduce_names():
 
 
 def _peer(args):
-    return args[1] if len(args) > 2 else -1
+    return args[1] if len(args) > 2 else -1  # -1: recv from any rank
+
+
+def _refuse_absent_peer(group, operation, args):
+    """gloo would hang, or take the process with it."""
+    if len(args) > 2 and args[1] not in range(group.size()):
+        raise ValueError(f"{operation} {'to' if operation == 'send' else 'from'} rank {args[1]}: "
+                         f"the ranks of this group are 0 to {group.size() - 1}")
 
 
 _LIBRARIES = tuple(os.path.join(folder, "") for folder in (
