@@ -71,7 +71,7 @@ class EmulatedLink:
 
     def __str__(self):
         return f"emulated {self.name or 'link'}: {self.bandwidth / 1e9:.3g} GB/s, " \
-               f"{1e6 * self.latency:.3g} µs"
+               f"{round(1e6 * self.latency, 1):g} µs"
 
     def seconds(self, operation: str, world_size: int, nbytes: float) -> float:
         """The least time of a call that hands over ``nbytes`` on each rank."""
