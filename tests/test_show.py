@@ -534,3 +534,14 @@ def test_without_widgets_the_picture_is_shown(walk):
 def test_a_stepper_starts_at_one_of_its_steps(steps, start):
     with pytest.raises(ValueError, match=f"bucket {start} is not one of 0 to {steps - 1}"):
         show.stepper(lambda step: None, steps, label="bucket", start=start)
+
+
+def test_a_table_of_three_rows():
+    made = show.table(["ranks", "bytes"], [1, 0], (2, "1.5 M"))
+    assert made.data == "| ranks | bytes |\n|:--|--:|\n| 1 | 0 |\n| 2 | 1.5 M |"
+    with pytest.raises(ValueError, match="a row of 1 under a head of 2"):
+        show.table(["ranks", "bytes"], [1])
+
+
+def test_a_guess_that_is_not_there_reads_none():
+    assert (show.given(None), show.given(0), show.given("ring")) == ("none", "0", "ring")

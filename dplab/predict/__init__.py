@@ -1,4 +1,7 @@
 """What arithmetic says, in plain Python: no torch, and nothing else of dplab.
 
-`cost`: bytes, messages and seconds of a collective; `catalogue`: published links and GPUs.
+`cost`: bytes, messages and seconds of a collective; `step`: one step in time; `memory`: model
+states and what fits; `shards`: exact bytes of real implementations; `activations`; `traffic`: bytes
+per step of each strategy; `transformer`: a model's tensors; `catalogue`: published links, GPUs and
+models.
 """

@@ -1,7 +1,7 @@
-"""Links and GPUs as their makers publish them: `LINKS` and `GPUS`, by name.
+"""Links, GPUs and models as their makers publish them: `LINKS`, `GPUS` and `MODELS`, by name.
 
-The numbers lie in ``catalogue.json``, each table with its source. They are peaks: a link or a GPU
-in use reaches less.
+The numbers lie in ``catalogue.json``, each table with its source. Those of links and GPUs are
+peaks: in use they reach less.
 """
 
 import json
@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from importlib import resources
 
 from dplab.predict.cost import Link
+from dplab.predict.transformer import Transformer
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,14 @@ def _gpus(table):
             for name, row in table["rows"].items()}
 
 
+def _models(table):
+    return {name: Transformer(**row["sizes"], **table["families"][row["family"]], name=name,
+                              source=f"{row['what']}; {table['source']}")
+            for name, row in table["rows"].items()}
+
+
 _TABLES = json.loads(resources.files(__package__).joinpath("catalogue.json").read_text("utf-8"))
 
 LINKS: dict[str, Link] = _links(_TABLES["links"])
 GPUS: dict[str, Gpu] = _gpus(_TABLES["gpus"])
+MODELS: dict[str, Transformer] = _models(_TABLES["models"])

@@ -1,0 +1,85 @@
+"""What forward leaves in memory for backward, by the formulas of Korthikanti et al.
+
+A rank's activations belong to its own part of the batch: data parallelism never shards them, and
+never copies them either. Counted is what autograd saves, each tensor once: inputs of linear
+layers, norms and nonlinearities, queries, keys and values, and dropout's masks of one byte an
+element. Left out as small: the norms' statistics (8 bytes a token and norm), masks, rotary tables.
+
+Source: V. Korthikanti et al., "Reducing activation recomputation in large transformer models",
+2022, https://arxiv.org/abs/2205.05198, section 4: sbh(34 + 5as/h) bytes for a block of GPT.
+"""
+
+from dataclasses import dataclass
+
+from dplab.predict.transformer import Transformer, whole
+
+RECOMPUTE = {
+    "none": "all is kept",
+    "selective": "the attention scores are computed again in backward",
+    "full": "of each block only its input is kept",
+}
+
+
+@dataclass(frozen=True)
+class Activations:
+    """Bytes on one rank at the end of forward, but for ``recomputed``.
+
+    ``blocks``: what they keep; ``recomputed``: what one block needs when backward computes its
+    activations again; ``ends``: the inputs of the last norm and of the head, and the
+    embedding's dropout; ``logits``: the
+    head's output; ``loss``: its logarithmic probabilities in fp32, which cross-entropy keeps.
+    """
+
+    blocks: int
+    recomputed: int
+    ends: int
+    logits: int
+    loss: int
+
+    @property
+    def total(self) -> int:
+        return self.blocks + self.recomputed + self.ends + self.logits + self.loss
+
+
+def activations(model: Transformer, batch: int, sequence: int, *, element: int = 2,
+                recompute: str = "none", flash: bool = True,
+                dropout: bool = False) -> Activations:
+    """The activations of ``batch`` sequences of ``sequence`` tokens: the *local* batch of a rank.
+
+    ``element``: bytes of an activation; ``recompute``: one of `RECOMPUTE`; ``flash``: attention
+    that never stores its scores of sequence × sequence, but 4 bytes a token and head; ``dropout``:
+    on scores, attention and feed-forward, as in GPT-2. Raises ValueError for an unknown
+    ``recompute``, and for a sequence longer than the learned positions.
+    """
+    if recompute not in RECOMPUTE:
+        raise ValueError(f"no recompute {recompute!r}; there are {', '.join(RECOMPUTE)}")
+    tokens = whole(batch, "the batch") * whole(sequence, "the sequence")
+    element = whole(element, "bytes of an activation")
+    if model.learned_positions and sequence > model.context:
+        raise ValueError(f"{model.name or 'the model'} has positions for {model.context} tokens, "
+                         f"not for {sequence}")
+    scores = 4 * model.heads if flash else model.heads * sequence * (
+        2 * element + 1 if dropout else element)
+    block = tokens * (_linear(model, element, dropout) + scores)
+    entry = tokens * element * model.d_model
+    kept, recomputed = {
+        "none": (block, 0),
+        "selective": (block, 0) if flash else (block - tokens * scores, tokens * scores),
+        "full": (entry, block - entry),
+    }[recompute]
+    ends = 2 * entry + (tokens * model.d_model if dropout else 0)
+    return Activations(blocks=model.layers * kept, recomputed=recomputed, ends=ends,
+                       logits=tokens * element * model.vocabulary,
+                       loss=4 * tokens * model.vocabulary)
+
+
+def _linear(model, element, dropout):
+    """Bytes of a block per token, without the attention scores."""
+    # The gated unit keeps gate and up, the gate after its nonlinearity, and their product.
+    inside = (4 if model.gated else 2) * model.d_ff
+    norms, attention, feed_forward = (
+        2 * model.d_model,
+        3 * model.d_model + 2 * model.d_kv,  # the input, the queries, what goes into `out`
+        model.d_model + inside)
+    masks = 2 * model.d_model if dropout else 0
+    return element * (norms + attention + feed_forward) + masks

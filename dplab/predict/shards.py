@@ -1,0 +1,147 @@
+"""Who holds how many elements, exactly: shards that do not divide, and padding.
+
+Implementations cut differently. ``fully_shard`` cuts each tensor by its rows; the course's own lay
+tensors side by side and cut the whole, straight through them; ``ZeroRedundancyOptimizer`` gives
+each tensor as a whole to one rank. Sources: torch 2.13, distributed/fsdp/_fully_shard and
+distributed/optim/zero_redundancy_optimizer.py; dplab/parallel/shards.py.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from itertools import accumulate, pairwise
+
+from dplab.predict.memory import PRECISIONS, Precision, States, find
+from dplab.predict.transformer import Shape, numel, whole
+
+# Each way of splitting gives, for every rank, the elements that it stores and in how many tensors.
+
+
+def _replicated(units, ranks):
+    shapes = _together(units)[0]
+    return [(numel(shapes), len(shapes))] * ranks
+
+
+def _owned(units, ranks):
+    """Whole tensors, the largest first, each to the rank that has least so far."""
+    elements, counts = [0] * ranks, [0] * ranks
+    for size in sorted((numel([shape]) for shape in _together(units)[0]), reverse=True):
+        rank = elements.index(min(elements))
+        elements[rank] += size
+        counts[rank] += 1
+    return list(zip(elements, counts, strict=True))
+
+
+def _rows(units, ranks):
+    """Each tensor by its first dimension, in pieces of ⌈rows/N⌉, as `torch.chunk` makes them."""
+    pieces = [(math.ceil(shape[0] / ranks), shape) for shape in _together(units)[0]]
+    return [(sum(min(most, max(0, shape[0] - rank * most)) * math.prod(shape[1:])
+                 for most, shape in pieces), len(pieces)) for rank in range(ranks)]
+
+
+def _padded_rows(units, ranks):
+    return [_rows(units, ranks)[0]] * ranks
+
+
+def _chunks(units, ranks):
+    """Each unit laid flat, cut into N chunks of ⌈elements/N⌉; the last ones may have less."""
+    held = []
+    for rank in range(ranks):
+        elements = count = 0
+        for unit in units:
+            most = math.ceil(numel(unit) / ranks)
+            places = pairwise(accumulate((numel([shape]) for shape in unit), initial=0))
+            pieces = [min(stop, (rank + 1) * most) - max(start, rank * most)
+                      for start, stop in places]
+            elements += sum(piece for piece in pieces if piece > 0)
+            count += sum(piece > 0 for piece in pieces)
+        held.append((elements, count))
+    return held
+
+
+def _chunks_with_empty_pieces(units, ranks):
+    return [(elements, len(_together(units)[0])) for elements, _ in _chunks(units, ranks)]
+
+
+def _padded_chunks(units, ranks):
+    return [_chunks(units, ranks)[0]] * ranks
+
+
+def _padded_whole(units, ranks):
+    elements, count = _chunks(units, ranks)[0]
+    return [(ranks * elements, count)] * ranks
+
+
+def _of_one_unit(way):
+    return lambda units, ranks: way(_together(units), ranks)
+
+
+IMPLEMENTATIONS = {
+    "DDP": (_replicated, _replicated, _replicated),
+    "ZeroRedundancyOptimizer": (_replicated, _replicated, _owned),
+    "ShardedOptimizer": (_of_one_unit(_padded_whole), _replicated, _of_one_unit(_chunks)),
+    "ShardedGradientOptimizer": (_padded_whole, _padded_chunks, _chunks),
+    "FullyShardedModel": (_padded_chunks, _padded_chunks, _chunks_with_empty_pieces),
+    "fully_shard": (_padded_rows, _padded_rows, _rows),
+}
+"""How each splits parameters, gradients and optimizer state, by its name."""
+
+
+def real_states(implementation: str, precision: Precision | str, world_size: int,
+                units: Iterable[Sequence[Shape]]) -> list[States]:
+    """The bytes of model states on each rank, in rank order, after a step, before ``zero_grad``.
+
+    Exact, where all tensors are of one dtype. ``implementation``: one of `IMPLEMENTATIONS`.
+    ``units``: the shapes of the trainable tensors, each tied one once, in order, as lists of what
+    is sharded together: for FullyShardedModel and fully_shard its units, such as
+    `Transformer.units`; for ShardedGradientOptimizer its `gradient_buckets`; for others it does not
+    matter. Buckets and gathered parameters are not model states. Raises ValueError for an unknown
+    implementation or precision, no tensors, and a shape without dimensions or with a size below 1.
+    """
+    ways = find(IMPLEMENTATIONS, implementation, "implementation")
+    precision = find(PRECISIONS, precision, "precision")
+    ranks, units = whole(world_size, "the world size"), checked_units(units)
+    parameters, gradients, optimizer = (way(units, ranks) for way in ways)
+    return [States(parameters[rank][0] * precision.parameters,
+                   gradients[rank][0] * precision.gradients,
+                   optimizer[rank][0] * precision.optimizer
+                   + optimizer[rank][1] * precision.per_tensor) for rank in range(ranks)]
+
+
+def padded_parameters(implementation: str, world_size: int,
+                      units: Iterable[Sequence[Shape]]) -> int:
+    """The elements of all parameters, with the padding that travels along in its collectives."""
+    ranks, units = whole(world_size, "the world size"), checked_units(units)
+    cut = {"fully_shard": _padded_rows, "ShardedOptimizer": _of_one_unit(_padded_chunks)}
+    return ranks * cut.get(implementation, _padded_chunks)(units, ranks)[0][0]
+
+
+def gradient_buckets(shapes: Iterable[Shape], element: int = 4,
+                     bucket_mb: float = 25.0) -> list[list[Shape]]:
+    """The units of a `ShardedGradientOptimizer`: from the last tensor on, closed at ``bucket_mb``.
+
+    ``element``: bytes of one, ``bucket_mb``: MiB.
+    """
+    buckets = [[]]
+    for shape in reversed(list(shapes)):
+        if numel(buckets[-1]) * element >= bucket_mb * 2**20:
+            buckets.append([])
+        buckets[-1].append(shape)
+    return buckets
+
+
+def checked_units(units: Iterable[Sequence[Shape]]) -> list[list[Shape]]:
+    """The units as lists of tuples; TypeError and ValueError for what are no shapes of tensors."""
+    units = [[tuple(shape) for shape in unit] for unit in units]
+    shapes = _together(units)[0]
+    if not shapes:
+        raise ValueError("units needs at least one tensor")
+    for shape in shapes:
+        if not shape:
+            raise ValueError("a tensor without dimensions cannot be sharded: make it of shape (1,)")
+        for size in shape:
+            whole(size, f"each size in a shape such as {shape}")
+    return units
+
+
+def _together(units):
+    return [[shape for unit in units for shape in unit]]

@@ -1,0 +1,409 @@
+"""What a rank's memory holds: states to the byte, and the timeline of a step."""
+
+import itertools
+import sys
+import threading
+
+import cloudpickle
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+from dplab import run
+from dplab.measure import MemoryTimeline, state_bytes
+from dplab.measure.memory import CATEGORIES
+from dplab.parallel import FullyShardedModel, ShardedGradientOptimizer, ShardedOptimizer
+from dplab.predict import shards
+from dplab.predict.memory import States, budget
+from dplab.predict.transformer import Transformer
+from dplab.workloads import transformer
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+WIDTHS = [7, 11, 5, 3]  # no world size above 1 divides them
+UNITS = [[(wide, narrow), (wide,)] for narrow, wide in itertools.pairwise(WIDTHS)]
+BUCKET_MB = 4 * 20 / 2**20  # 20 elements
+OPTIMIZERS = {
+    "fp32": torch.optim.AdamW,
+    "fp32, SGD with momentum": lambda parameters: torch.optim.SGD(parameters, 0.1, momentum=0.9),
+    "fp32, SGD": lambda parameters: torch.optim.SGD(parameters, 0.1),
+}
+
+
+def layers(widths):
+    return nn.Sequential(*[nn.Linear(*pair) for pair in itertools.pairwise(widths)])
+
+
+def prepared(implementation, make_optimizer, widths=WIDTHS):
+    """A model and its optimizer."""
+    model = layers(widths)
+    if implementation.startswith("fully_shard"):
+        options = {"fully_shard": {}, "fully_shard, reshard_after_forward=True": {
+            "reshard_after_forward": True}, "fully_shard, reshard_after_forward=False": {
+            "reshard_after_forward": False}}[implementation]
+        for layer in model[:-1]:
+            fully_shard(layer, **options)
+        fully_shard(model, **options)
+    elif implementation in ("DDP", "ZeroRedundancyOptimizer", "ShardedOptimizer"):
+        model = DistributedDataParallel(model)
+    elif implementation == "FullyShardedModel":
+        model = FullyShardedModel(model)
+    if implementation == "ZeroRedundancyOptimizer":
+        return model, ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW)
+    if implementation == "ShardedOptimizer":
+        return model, ShardedOptimizer(model.parameters(), torch.optim.AdamW)
+    if implementation == "ShardedGradientOptimizer":
+        return model, ShardedGradientOptimizer(model.parameters(), torch.optim.AdamW,
+                                               bucket_mb=BUCKET_MB)
+    return model, make_optimizer(model.parameters())
+
+
+CASES = [(implementation, precision) for implementation, precisions in {
+    "plain": OPTIMIZERS, "DDP": ["fp32"], "ZeroRedundancyOptimizer": ["fp32"],
+    "ShardedOptimizer": ["fp32"], "ShardedGradientOptimizer": ["fp32"],
+    "FullyShardedModel": ["fp32", "fp32, SGD"], "fully_shard": OPTIMIZERS,
+}.items() for precision in precisions]
+
+
+def states_after_steps():
+    found = []
+    for implementation, precision in CASES:
+        model, optimizer = prepared(implementation, OPTIMIZERS[precision])
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(torch.randn(4, WIDTHS[0])).square().mean().backward()
+            optimizer.step()
+        found.append(state_bytes(model, optimizer))
+    return found
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_states_are_those_predicted_to_the_byte(ranks):
+    measured = run(states_after_steps, ranks, backend="gloo")
+    for case, (implementation, precision) in enumerate(CASES):
+        units = UNITS
+        if implementation == "ShardedGradientOptimizer":
+            shapes = [shape for unit in UNITS for shape in unit]
+            units = shards.gradient_buckets(shapes, bucket_mb=BUCKET_MB)
+            assert len(units) == 3
+        way = "DDP" if implementation == "plain" else implementation
+        expected = shards.real_states(way, precision, ranks, units)
+        assert [rank[case] for rank in measured] == expected, (implementation, precision)
+
+
+WIDE, BATCH = 40, 6  # a layer of WIDE × WIDE; 4 ranks divide it, so that units have no padding
+LAYER = 4 * (WIDE * WIDE + WIDE)  # bytes
+LAYERS = 4
+
+
+def timeline_of_a_step(implementation, make_optimizer=OPTIMIZERS["fp32, SGD"]):
+    model, optimizer = prepared(implementation, make_optimizer, [WIDE] * (LAYERS + 1))
+    x = torch.randn(BATCH, WIDE)
+    for _ in range(3):
+        with MemoryTimeline(model, optimizer) as memory:
+            with memory.phase("forward"):
+                loss = model(x).square().mean()
+            with memory.phase("backward"):
+                loss.backward()
+            with memory.phase("optimizer"):
+                optimizer.step()
+        held = state_bytes(model, optimizer)
+        optimizer.zero_grad()
+    return memory.samples, memory.phases, memory.peak, memory.at_peak, held
+
+
+def most(samples, category, phase=None):
+    return max(sample.bytes[category] for sample in samples
+               if phase is None or phase.start <= sample.op <= phase.end)
+
+
+def test_the_timeline_of_one_process():
+    [(samples, phases, peak, at_peak, held)] = run(timeline_of_a_step, 1, "plain")
+    forward, backward, optimizer = phases
+    assert [phase.name for phase in phases] == ["forward", "backward", "optimizer"]
+    assert forward.end == backward.start and backward.end == optimizer.start
+    assert all(list(sample.bytes) == list(CATEGORIES) for sample in samples)
+    assert [s.op for s in samples] == sorted(s.op for s in samples)
+    assert [s.seconds for s in samples] == sorted(s.seconds for s in samples)
+
+    states = LAYERS * LAYER
+    assert {sample.bytes["parameters"] for sample in samples} == {states}
+    assert not any(sample.bytes[category] for sample in samples
+                   for category in ("optimizer", "gathered", "communication"))
+    output = 4 * BATCH * WIDE  # a layer's; the square's is freed when the mean is there
+    at_end_of_forward = [sample for sample in samples if sample.op <= forward.end][-1]
+    assert at_end_of_forward.bytes["activations"] == LAYERS * output + 4
+    assert samples[-1].bytes["activations"] == 4, "the loss"
+    assert samples[0].bytes["gradients"] == 0
+    grown = [sample.bytes["gradients"] for sample in samples if sample.op <= backward.end]
+    assert grown == sorted(grown), "gradients only come, while backward goes on"
+    assert grown[-1] == states == held.gradients
+    assert peak == max(sample.total for sample in samples) == sum(at_peak.values())
+
+
+def test_ddp_holds_its_buckets_all_along():
+    for samples, *_ in run(timeline_of_a_step, 2, "DDP", backend="gloo"):
+        assert {sample.bytes["communication"] for sample in samples} == {LAYERS * LAYER}
+
+
+@pytest.mark.parametrize(("implementation", "gathered"), [
+    ("fully_shard", [2, 2]), ("fully_shard, reshard_after_forward=True", [2, 2]),
+    ("fully_shard, reshard_after_forward=False", [4, 4]), ("FullyShardedModel", [2, 2])])
+def test_sharded_parameters_are_gathered_and_freed(implementation, gathered):
+    for samples, phases, _, _, held in run(timeline_of_a_step, 4, implementation, backend="gloo"):
+        shard = LAYERS * LAYER // 4
+        assert {sample.bytes["parameters"] for sample in samples} == {shard}
+        assert held == States(shard, shard, 0)
+        assert samples[0].bytes["gathered"] == samples[-1].bytes["gathered"] == 0
+        assert [most(samples, "gathered", phase) / LAYER for phase in phases[:2]] == gathered
+        if implementation.startswith("fully_shard"):  # where whole gradients are some tensor's grad
+            rises = [after.bytes["gradients"] - before.bytes["gradients"]
+                     for before, after in itertools.pairwise(samples)]
+            assert rises.count(4 * WIDE * WIDE) == LAYERS
+        assert samples[-1].bytes["gradients"] == shard
+        assert samples[-1].bytes["communication"] == 0
+
+
+def test_only_the_root_wrapped_gathers_the_whole_model():
+    def gathered():
+        model = layers([WIDE] * (LAYERS + 1))
+        fully_shard(model)
+        with MemoryTimeline(model) as memory:
+            model(torch.randn(BATCH, WIDE)).sum().backward()
+        return most(memory.samples, "gathered")
+
+    assert run(gathered, 2, backend="gloo") == [LAYERS * LAYER] * 2
+
+
+def test_whole_gradients_of_zero_2_live_in_buckets_and_shards_remain():
+    for samples, phases, _, _, held in run(
+            timeline_of_a_step, 4, "ShardedGradientOptimizer", backend="gloo"):
+        whole = LAYERS * LAYER
+        assert {sample.bytes["parameters"] for sample in samples} == {whole}
+        assert held.gradients == whole // 4 == samples[-1].bytes["gradients"]
+        assert most(samples, "communication", phases[1]) >= 4 * WIDE * WIDE
+        assert most(samples, "gradients", phases[1]) < whole / 2 + LAYER
+
+
+def test_mixed_precision_gathers_half_the_bytes_and_the_root_nothing():
+    def gathered():
+        model = layers([WIDE] * (LAYERS + 1))
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        for layer in model:
+            fully_shard(layer, mp_policy=policy)
+        fully_shard(model, mp_policy=policy)
+        for _ in range(2):
+            with MemoryTimeline(model) as memory:
+                model(torch.randn(BATCH, WIDE)).sum().backward()
+        return most(memory.samples, "gathered"), state_bytes(model)
+
+    for ours, held in run(gathered, 2, backend="gloo"):
+        assert ours == LAYER // 2, "one layer at a time, in bf16"
+        assert held == States(LAYERS * LAYER / 2, LAYERS * LAYER / 2, 0)
+
+
+def test_what_a_sharded_tensor_does_inside_is_seen():
+    def most_while_gathering():
+        model = layers([WIDE, WIDE])
+        fully_shard(model)
+        with MemoryTimeline(model) as memory, torch.no_grad():
+            product = model[0].weight @ model[0].weight  # which gathers one of the two
+        return most(memory.samples, "communication"), product.shape
+
+    for held, shape in run(most_while_gathering, 2, backend="gloo"):
+        assert shape == (WIDE, WIDE) and held >= 4 * WIDE * WIDE
+
+
+def test_replicas_of_shards_hold_what_a_group_of_shards_does():
+    def states():
+        model = layers(WIDTHS)
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        for layer in model[:-1]:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        optimizer = torch.optim.AdamW(model.parameters())
+        model(torch.randn(4, WIDTHS[0])).sum().backward()
+        optimizer.step()
+        return state_bytes(model, optimizer)
+
+    expected = shards.real_states("fully_shard", "fp32", 2, UNITS)
+    assert run(states, 4, backend="gloo") == expected * 2
+
+
+SMALL_GPT = Transformer(layers=6, d_model=64, heads=4, d_ff=256, vocabulary=97, context=32)
+
+
+def step_of_a_transformer(stage):
+    model = transformer.Transformer(SMALL_GPT)
+    if stage == "ZeRO-3":
+        for block in model.blocks:
+            fully_shard(block)
+        fully_shard(model)
+    else:
+        model = DistributedDataParallel(model)
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+    tokens = torch.randint(97, (8, 33))
+    for _ in range(3):
+        with MemoryTimeline(model, optimizer) as memory:
+            logits = model(tokens[:, :-1])
+            nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
+            optimizer.step()
+        held = state_bytes(model, optimizer)
+        optimizer.zero_grad()
+    return memory.peak, most(memory.samples, "activations"), held
+
+
+@pytest.mark.parametrize(("stage", "implementation"), [("DDP", "DDP"), ("ZeRO-3", "fully_shard")])
+def test_a_transformers_step_stays_just_within_its_budget(stage, implementation):
+    predicted = budget(SMALL_GPT, 2, 80e9, stage=stage, precision="fp32", batch=8, sequence=32)
+    states = shards.real_states(implementation, "fp32", 2, SMALL_GPT.units)
+    measured = run(step_of_a_transformer, 2, stage, backend="gloo")
+    for (peak, activations, held), expected in zip(measured, states, strict=True):
+        assert held == expected
+        assert activations == pytest.approx(predicted.activations.total, rel=0.01)
+        assert 0.85 * predicted.total < peak <= predicted.total
+
+
+# What follows needs no other rank.
+
+def test_a_storage_counts_once_and_its_views_do_not():
+    model = layers([4, 4])
+    shared = torch.zeros(100)
+    with MemoryTimeline(model) as memory:
+        views = [shared[:50] + 0, shared.view(10, 10)]
+        views.append(views[0][10:])
+        del views[0]
+        del views
+    assert memory.samples[-1].total == 4 * 20 + 400, "the shared one, and no copy"
+    assert most(memory.samples, "activations") == 200
+
+
+def test_what_is_freed_is_noticed_at_once_and_a_resized_storage_too():
+    model = layers([4, 4])
+    with MemoryTimeline(model) as memory:
+        first = torch.zeros(1000)
+        del first
+        second = torch.zeros(500)
+        second.untyped_storage().resize_(0)
+        second.untyped_storage().resize_(800)
+    assert [sample.total - 80 for sample in memory.samples] == [0, 4000, 0, 2000, 0, 800]
+    assert memory.samples[-1].bytes["gathered"] == 800
+    assert torch.zeros(2).untyped_storage().resize_(40).nbytes() == 40
+
+
+def test_recomputed_activations_are_activations():
+    model = layers([WIDE] * 4)
+
+    def most_in_forward(use_checkpoints):
+        x = torch.randn(BATCH, WIDE, requires_grad=True)
+        with MemoryTimeline(model) as memory:
+            for layer in model:
+                deep = nn.Sequential(layer, nn.GELU(), nn.GELU())
+                x = checkpoint(deep, x, use_reentrant=False) if use_checkpoints else deep(x)
+            end = memory._op
+            x.sum().backward()
+        kept = [sample for sample in memory.samples if sample.op <= end][-1].bytes["activations"]
+        return kept, max(sample.bytes["activations"] for sample in memory.samples
+                         if sample.op > end + 3)
+
+    one = 4 * BATCH * WIDE
+    assert most_in_forward(False)[0] == 3 * 3 * one
+    kept, in_backward = most_in_forward(True)
+    assert kept == 3 * one and in_backward > kept
+
+
+def test_optimizer_state_and_that_of_an_optimizer_inside_are_told_from_the_rest():
+    class Wrapped(torch.optim.Optimizer):
+        def __init__(self, parameters):
+            parameters = list(parameters)
+            self.masters = [nn.Parameter(p.detach().double()) for p in parameters]
+            self.inner = torch.optim.AdamW(self.masters)
+            super().__init__(parameters, {})
+
+        @torch.no_grad()
+        def step(self):
+            for master, own in zip(self.masters, self.param_groups[0]["params"], strict=True):
+                master.grad = own.grad.double()
+            self.inner.step()
+
+    model = layers([5, 6])
+    optimizer = Wrapped(model.parameters())
+    model(torch.ones(2, 5)).sum().backward()
+    with MemoryTimeline(model, optimizer) as memory:
+        optimizer.step()
+    count = 5 * 6 + 6
+    masters, moments, steps = 8 * count, 2 * 8 * count, 2 * 4
+    assert memory.samples[-1].bytes["optimizer"] == masters + moments + steps
+    assert memory.samples[-1].bytes["gradients"] == (4 + 8) * count
+    assert state_bytes(model, optimizer) == States(4 * count, 12 * count, masters + moments + steps)
+
+
+def test_parameters_that_are_tied_frozen_or_unused_count_as_they_are():
+    model = nn.ModuleDict({"a": nn.Linear(3, 3, bias=False), "b": nn.Linear(3, 3, bias=False),
+                           "frozen": nn.Linear(2, 2), "norm": nn.BatchNorm1d(3)})
+    model["b"].weight = model["a"].weight
+    model["frozen"].requires_grad_(False)
+    model["a"](model["b"](torch.ones(1, 3))).sum().backward()
+    assert state_bytes(model) == States(4 * (9 + 6 + 6), 4 * 9, 0)
+
+
+def test_only_the_wanted_type_of_device_counts():
+    model = layers([4, 4])
+    with MemoryTimeline(model, device="cuda") as memory:
+        model(torch.ones(3, 4))
+    assert memory.peak == 0
+    with MemoryTimeline(model, device="cpu") as memory:
+        model(torch.ones(3, 4))
+    assert memory.peak == 80 + 2 * 48
+
+
+def test_what_other_threads_do_is_left_alone():
+    with MemoryTimeline(layers([4, 4])) as memory:
+        thread = threading.Thread(target=lambda: torch.zeros(10_000).sum())
+        thread.start()
+        thread.join()
+    assert memory.peak == 80
+
+
+def test_a_step_computes_the_same_with_and_without_the_timeline():
+    def weights(watched):
+        torch.manual_seed(0)
+        model = layers([WIDE] * 3)
+        fully_shard(model)
+        optimizer = torch.optim.AdamW(model.parameters())
+        for _ in range(3):
+            optimizer.zero_grad()
+            if watched:
+                with MemoryTimeline(model, optimizer):
+                    model(torch.ones(2, WIDE)).square().sum().backward()
+                    optimizer.step()
+            else:
+                model(torch.ones(2, WIDE)).square().sum().backward()
+                optimizer.step()
+        return [parameter.full_tensor().detach() for parameter in model.parameters()]
+
+    def both():
+        return all(torch.equal(a, b) for a, b in zip(weights(True), weights(False), strict=True))
+
+    assert run(both, 2, backend="gloo") == [True, True]
+
+
+def test_one_timeline_at_a_time_and_everything_is_put_back():
+    resize = torch.UntypedStorage.resize_
+    with MemoryTimeline(layers([2, 2])):
+        with (pytest.raises(RuntimeError, match="active already"),
+              MemoryTimeline(layers([2, 2]))):
+            pass
+        assert torch.UntypedStorage.resize_ is not resize
+    assert torch.UntypedStorage.resize_ is resize
+    with pytest.raises(ZeroDivisionError), MemoryTimeline(layers([2, 2])) as memory:
+        torch.ones(3) / (1 // 0)
+    assert torch.UntypedStorage.resize_ is resize and memory.peak > 0
+    with MemoryTimeline(nn.Sequential()) as memory:
+        pass
+    assert memory.peak == 0

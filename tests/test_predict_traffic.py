@@ -1,0 +1,245 @@
+"""Bytes per step: against formulas and measurements of real implementations, and counted calls."""
+
+import itertools
+import math
+import sys
+
+import cloudpickle
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+
+from dplab import run
+from dplab.measure import CallLog
+from dplab.parallel import FullyShardedModel, ShardedGradientOptimizer, ShardedOptimizer
+from dplab.predict import catalogue, cost, shards, traffic
+from dplab.predict.traffic import bytes_per_step, collectives
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+RESHARDING = "fully_shard, reshard_after_forward=True"
+KEEPING = "fully_shard, reshard_after_forward=False"
+P = 7 * 10**9
+
+
+@pytest.mark.parametrize(("strategy", "gathers", "reduces"), [
+    # in units of pΨf and gΨf, where a reduce-scatter is 1 and an all-reduce 2
+    ("DDP", 0, 2), ("ZeRO-1", 1, 1), ("ZeRO-2", 1, 1), ("ZeRO-3", 2, 1),
+    ("ZeroRedundancyOptimizer", 1, 2), ("ShardedOptimizer", 1, 2),
+    ("ShardedOptimizer, reduce_gradients=True", 1, 1), ("ShardedGradientOptimizer", 1, 1),
+    ("FullyShardedModel", 2, 1), (RESHARDING, 2, 1), (KEEPING, 1, 1),
+    ("DeepSpeed 0", 0, 2), ("DeepSpeed 1", 1, 2), ("DeepSpeed 2", 1, 2), ("DeepSpeed 3", 2, 1),
+    ("DeepSpeed 1, reduce to the owner", 1, 1), ("DeepSpeed 2, reduce to the owner", 1, 1),
+])
+@pytest.mark.parametrize("ranks", [1, 2, 8, 64])
+def test_a_step_costs_what_the_formula_says(strategy, gathers, reduces, ranks):
+    f = (ranks - 1) / ranks
+    assert bytes_per_step(strategy, ranks, P, parameter_bytes=2, gradient_bytes=4) == (
+        pytest.approx((2 * gathers + 4 * reduces) * P * f))
+
+
+@pytest.mark.parametrize(("ranks", "two", "three"), [  # 7e9 in bf16, GB: 2f, and 3f
+    (2, 14.0, 21.0), (8, 24.5, 36.75), (64, 27.5625, 41.3438), (1024, 27.9727, 41.959)])
+def test_a_7b_models_gigabytes(ranks, two, three):
+    assert bytes_per_step("DDP", ranks, P) / 1e9 == pytest.approx(two, rel=1e-5)
+    assert bytes_per_step("ZeRO-1", ranks, P) / 1e9 == pytest.approx(two, rel=1e-5)
+    assert bytes_per_step(RESHARDING, ranks, P) / 1e9 == pytest.approx(three, rel=1e-5)
+
+
+# Over the loopback, by the kernel's counters: 4 ranks, gloo, torch 2.13; bytes
+# sent by a rank, in units of the model's.
+@pytest.mark.parametrize(("strategy", "measured"), [
+    ("DDP", 1.502), ("ZeroRedundancyOptimizer", 2.254), ("DeepSpeed 0", 1.504),
+    ("DeepSpeed 1", 2.255), ("DeepSpeed 2", 2.254), ("DeepSpeed 3", 2.253),
+    (KEEPING, 2.254), (RESHARDING, 3.005)])
+def test_the_wire_over_gloo(strategy, measured):
+    assert bytes_per_step(strategy, 4, P, gloo=True) / (2 * P) == pytest.approx(measured, rel=4e-3)
+
+
+def test_zero_3_costs_half_as_much_again_and_not_three_times():
+    assert bytes_per_step("ZeRO-3", 8, P) == pytest.approx(1.5 * bytes_per_step("DDP", 8, P))
+
+
+@pytest.mark.parametrize(("strategy", "no_sync", "volumes"), [
+    # of k = 5 micro-steps, in units of Ψf at p = g
+    ("DDP", True, 2), ("DDP", False, 10), ("ZeRO-1", False, 2), ("ZeRO-2", False, 6),
+    ("ZeRO-2", True, 2), ("ZeRO-3", False, 15), ("ZeRO-3", True, 11), (RESHARDING, False, 15),
+    (RESHARDING, True, 11), (KEEPING, False, 10), (KEEPING, True, 6),
+    ("ZeroRedundancyOptimizer", True, 3), ("ZeroRedundancyOptimizer", False, 11),
+    ("ShardedOptimizer, reduce_gradients=True", False, 2), ("ShardedGradientOptimizer", False, 6),
+    ("FullyShardedModel", True, 11), ("DeepSpeed 0", False, 2), ("DeepSpeed 1", False, 3),
+    ("DeepSpeed 2", False, 11), ("DeepSpeed 2", True, 11), ("DeepSpeed 3", True, 15)])
+def test_accumulating_over_five_micro_steps(strategy, no_sync, volumes):
+    size = 8 * 10**6
+    found = bytes_per_step(strategy, 8, size, micro_steps=5, no_sync=no_sync)
+    assert found == pytest.approx(volumes * 2 * size * 7 / 8)
+
+
+def test_hybrid_sharding_inside_and_across_hosts():
+    size, shard, copies = 10**9, 8, 16
+    found = collectives("HSDP", shard * copies, size, shard_ranks=shard, gradient_bytes=4)
+    inside = sum(each.bytes_sent for each in found if each.world_size == shard)
+    across = sum(each.bytes_sent for each in found if each.world_size == copies)
+    assert inside == pytest.approx((2 * 2 + 4) * size * (shard - 1) / shard)
+    assert across == pytest.approx(2 * 4 * size / shard * (copies - 1) / copies)
+    # Zhao et al., 2023, section 3.2.2, made exact: 2M(W−G)/(GW) cross a host's boundary
+    ranks = shard * copies
+    assert across == pytest.approx(2 * 4 * size * (ranks - shard) / (shard * ranks))
+    assert bytes_per_step("HSDP", 8, 80, shard_ranks=8) == bytes_per_step(RESHARDING, 8, 80)
+
+
+def test_by_default_the_root_is_gathered_once():
+    units = catalogue.MODELS["Llama-3 8B"].units
+    root = sum(map(math.prod, units[-1]))
+    whole = catalogue.MODELS["Llama-3 8B"].parameters
+    expected = (2 * 2 * (whole - root) + 2 * root + 2 * whole) * 7 / 8
+    assert bytes_per_step("fully_shard", 8, units) == pytest.approx(expected)
+    assert bytes_per_step(KEEPING, 8, units) < expected < bytes_per_step(RESHARDING, 8, units)
+
+
+@pytest.mark.parametrize(("strategy", "gathers"), [
+    (RESHARDING, 10), ("fully_shard", 9), (KEEPING, 5), ("FullyShardedModel", 10)])
+def test_collectives_of_five_equal_layers(strategy, gathers):
+    found = collectives(strategy, 2, [[(64, 64), (64,)]] * 5)
+    assert sum(each.count for each in found if each.of == "parameters") == gathers
+    assert sum(each.count for each in found if each.of == "gradients") == 5
+
+
+def test_only_the_root_wrapped_is_one_gather_of_the_whole():
+    gather, scatter = collectives("fully_shard", 2, [[(64, 64), (64,)] * 5])
+    assert (gather.count, scatter.count) == (1, 1)
+    assert gather.tensor_bytes == 5 * 2 * (64 * 64 + 64)
+    assert str(gather) == "1 × ring all-gather of parameters"
+    assert str(collectives("DDP", 2, 10)[0]) == "ring all-reduce of gradients"
+
+
+# What follows counts the calls of real ranks.
+
+WIDTHS = [7, 11, 5, 3]
+UNITS = [[(wide, narrow), (wide,)] for narrow, wide in itertools.pairwise(WIDTHS)]
+BUCKET_MB = 4 * 20 / 2**20  # 20 elements
+MICRO_STEPS = 2
+
+
+def layers():
+    return nn.Sequential(*[nn.Linear(*pair) for pair in itertools.pairwise(WIDTHS)])
+
+
+def prepared(strategy):
+    model, _, option = layers(), *strategy.partition(", ")[1:]
+    if strategy == "HSDP" or strategy.startswith("fully_shard"):
+        options = {"reshard_after_forward": option.endswith("True")} if option else {}
+        if strategy == "HSDP":
+            options = {"reshard_after_forward": True,
+                       "mesh": init_device_mesh("cpu", (2, 2), mesh_dim_names=("copy", "shard"))}
+        for layer in model[:-1]:
+            fully_shard(layer, **options)
+        fully_shard(model, **options)
+    elif strategy in ("ZeroRedundancyOptimizer", "ShardedOptimizer"):
+        model = DistributedDataParallel(model)
+    if strategy == "FullyShardedModel":
+        model = FullyShardedModel(model)
+    if strategy == "ZeroRedundancyOptimizer":
+        return model, ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+    if strategy.startswith("ShardedOptimizer"):
+        return model, ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=0.1,
+                                       reduce_gradients=bool(option))
+    if strategy == "ShardedGradientOptimizer":
+        return model, ShardedGradientOptimizer(model.parameters(), torch.optim.SGD, lr=0.1,
+                                               bucket_mb=BUCKET_MB)
+    return model, torch.optim.SGD(model.parameters(), 0.1)
+
+
+STRATEGIES = ["ZeroRedundancyOptimizer", "ShardedOptimizer",
+              "ShardedOptimizer, reduce_gradients=True", "ShardedGradientOptimizer",
+              "FullyShardedModel", "fully_shard", RESHARDING, KEEPING]
+
+
+def calls_of_a_step(strategies):
+    """For each strategy, for each operation: its calls' number and this rank's bytes in all."""
+    found = []
+    for strategy in strategies:
+        model, optimizer = prepared(strategy)
+        for _ in range(2):
+            with CallLog() as log:
+                for _ in range(MICRO_STEPS):
+                    model(torch.randn(4, WIDTHS[0])).square().mean().backward()
+                optimizer.step()
+            optimizer.zero_grad()
+        found.append({each: (log.count(each), log.bytes(each)) for each in (
+            "all_gather", "reduce_scatter", "broadcast", "all_reduce", "send")})
+    return found
+
+
+def units_of(strategy):
+    if strategy == "ShardedGradientOptimizer":
+        return shards.gradient_buckets([shape for unit in UNITS for shape in unit], 4, BUCKET_MB)
+    return UNITS
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_calls_and_bytes_are_those_of_real_implementations(ranks):
+    measured = run(calls_of_a_step, ranks, STRATEGIES, backend="gloo")
+    for number, strategy in enumerate(STRATEGIES):
+        predicted = collectives(strategy, ranks, units_of(strategy), parameter_bytes=4,
+                                gradient_bytes=4, micro_steps=MICRO_STEPS)
+        expected = {}
+        for each in predicted:
+            key = cost.ALGORITHMS[each.algorithm].collective
+            count, size = expected.get(key, (0, 0))
+            expected[key] = count + (each.count or 0), size + each.tensor_bytes
+        for rank in measured:
+            found = rank[number]
+            for key, calls in expected.items():
+                if key == "all_reduce":
+                    continue  # DDP's are launched from C++
+                if key == "reduce_scatter" and not strategy.startswith("fully_shard"):
+                    continue  # the course's own ring: below
+                count, size = found[key]
+                whole = size * (1 if key == "broadcast" else ranks)
+                assert (count, whole) == calls, (strategy, key)
+        if strategy.startswith(("Sharded", "FullyS")) and strategy != "ShardedOptimizer":
+            sent = sum(rank[number]["send"][1] for rank in measured)
+            [scatter] = [each for each in predicted if each.of == "gradients"]
+            assert sent == ranks * scatter.bytes_sent, strategy
+
+
+def test_calls_of_hybrid_sharding():
+    measured = run(calls_of_a_step, 4, ["HSDP"], backend="gloo")
+    predicted = collectives("HSDP", 4, UNITS, parameter_bytes=4, gradient_bytes=4,
+                            micro_steps=MICRO_STEPS, shard_ranks=2)
+    gathers = [each for each in predicted if each.of == "parameters"]
+    [across] = [each for each in predicted if each.world_size == 2 and each.of[:6] == "shards"]
+    for [found] in measured:
+        count, size = found["all_gather"]
+        assert count == sum(each.count for each in gathers)
+        assert 2 * size == sum(each.tensor_bytes for each in gathers)
+        assert found["all_reduce"] == (across.count, across.tensor_bytes)
+
+
+@pytest.mark.parametrize(("options", "error", "says"), [
+    ({"strategy": "ZeRO-4"}, ValueError, "no strategy 'ZeRO-4'; there are DDP"),
+    ({"world_size": 0}, ValueError, "world size is at least 1"),
+    ({"world_size": True}, TypeError, "world size is an integer"),
+    ({"units": 0}, ValueError, "at least 1"), ({"units": 7e9}, TypeError, "integer"),
+    ({"units": []}, ValueError, "at least one tensor"),
+    ({"micro_steps": 0}, ValueError, "micro_steps is at least 1"),
+    ({"gradient_bytes": 0}, ValueError, "gradient_bytes is at least 1"),
+    ({"strategy": "HSDP"}, ValueError, "needs shard_ranks"),
+    ({"shard_ranks": 2}, ValueError, "nothing else does"),
+    ({"strategy": "HSDP", "shard_ranks": 3}, ValueError, "3 ranks to a copy do not divide 8"),
+])
+def test_what_cannot_be_is_refused_in_words(options, error, says):
+    with pytest.raises(error, match=says):
+        bytes_per_step(**{"strategy": "DDP", "world_size": 8, "units": 100, **options})
+
+
+def test_every_strategy_is_made_of_known_collectives():
+    for strategy in traffic.STRATEGIES:
+        options = {"shard_ranks": 2} if strategy == "HSDP" else {}
+        for each in collectives(strategy, 4, UNITS, **options):
+            assert each.algorithm in cost.ALGORITHMS and each.bytes_sent > 0
