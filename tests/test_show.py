@@ -536,6 +536,42 @@ def test_a_stepper_starts_at_one_of_its_steps(steps, start):
         show.stepper(lambda step: None, steps, label="bucket", start=start)
 
 
+@pytest.fixture
+def budget(drawn):
+    """A calculator of two sliders, which notes in ``drawn`` what it draws."""
+    def draw(ranks, precision):
+        drawn.append((ranks, precision))
+        return show.subplots(title=f"{precision} on {ranks}")[0]
+
+    return show.calculator(draw, {"ranks": [1, 2, 4], "precision": ["bf16", "fp32"]}, {"ranks": 2})
+
+
+def test_each_slider_of_a_calculator_changes_the_picture(budget, drawn):
+    assert [slider.description for slider in budget.sliders.values()] == ["ranks", "precision"]
+    assert [slider.value for slider in budget.sliders.values()] == [2, "bf16"]
+    assert shown(budget)[0] == "bf16 on 2"
+    budget.sliders["precision"].value = "fp32"
+    budget.sliders["ranks"].value = 4
+    assert shown(budget)[0] == "fp32 on 4"
+    budget.sliders["ranks"].value = 2
+    budget.sliders["precision"].value = "bf16"
+    assert drawn == [(2, "bf16"), (2, "fp32"), (4, "fp32")]
+
+
+def test_without_widgets_a_calculator_shows_its_picture(budget):
+    data, metadata = InteractiveShell.instance().display_formatter.format(budget)
+    alt, png = shown(budget)
+    assert base64.b64decode(data["image/png"]) == png
+    assert data["text/plain"] == alt == metadata["image/png"]["alt"] == "bf16 on 2"
+    assert data["application/vnd.jupyter.widget-view+json"]["model_id"] == budget.model_id
+
+
+@pytest.mark.parametrize("start", [{"ranks": 3}, {"GPU": "H100"}])
+def test_a_calculator_starts_where_its_sliders_can_stand(start):
+    with pytest.raises(ValueError, match="is not one of"):
+        show.calculator(lambda ranks: None, {"ranks": [1, 2, 4]}, start)
+
+
 def test_a_table_of_three_rows():
     made = show.table(["ranks", "bytes"], [1, 0], (2, "1.5 M"))
     assert made.data == "| ranks | bytes |\n|:--|--:|\n| 1 | 0 |\n| 2 | 1.5 M |"
@@ -545,3 +581,179 @@ def test_a_table_of_three_rows():
 
 def test_a_guess_that_is_not_there_reads_none():
     assert (show.given(None), show.given(0), show.given("ring")) == ("none", "0", "ring")
+
+
+MAPS = {
+    "one parameter, one rank": ([["w"]], {"w": (1,)}, 1),
+    "more ranks than rows have room for": ([["b", "w"]], {"b": (3,), "w": (40, 2)}, 23),
+    "three buckets": ([["d.weight"], ["c.bias", "c.weight"], ["a.bias"]],
+                      {"d.weight": (7, 5), "c.bias": (4,), "c.weight": (2, 3, 4), "a.bias": (9,)},
+                      4),
+}
+
+
+@pytest.mark.parametrize("case", MAPS.values(), ids=MAPS)
+def test_heat_maps_are_drawn_as_given_on_one_scale_with_texts_apart(case):
+    buckets, shapes, ranks = case
+    random = np.random.default_rng(0)
+    before = [{name: random.normal(size=shape) for name, shape in shapes.items()}
+              for _ in range(ranks)]
+    after = [{name: sum(rank[name] for rank in before) / ranks for name in shapes}] * ranks
+    bars = {"calls": {"one by one": 9, "buckets": 3}, "ms exposed": {"one by one": 31.25,
+                                                                    "buckets": None}}
+    figure = show.heat_maps({"before": before, "after": after}, buckets, title="T", note="N",
+                            bars=bars)
+    axes = figure.axes[0]
+    names = [name for bucket in buckets for name in bucket]
+    meshes = [mesh for mesh in axes.collections if hasattr(mesh, "get_clim")]
+    assert len(meshes) == 2 * len(names)
+    for values, name, mesh in zip([before] * len(names) + [after] * len(names), 2 * names, meshes,
+                                  strict=True):
+        drawn = mesh.get_array()
+        assert drawn.shape == (ranks, min(16, before[0][name].size))
+        for rank, row in zip(values, drawn, strict=True):
+            places = np.linspace(0, rank[name].size - 1, drawn.shape[1]).round().astype(int)
+            assert np.array_equal(row, rank[name].ravel()[places])
+    scales = {mesh.get_clim() for mesh in meshes}
+    (low, high), = scales
+    assert low == -high and high == max(abs(mesh.get_array()).max() for mesh in meshes)
+
+    lengths = [bar.get_width() for bar in axes.patches if bar.get_facecolor()[3] == 1
+               and bar.get_fill()]
+    assert lengths[0] == pytest.approx(3 * lengths[1]) and lengths[3] == 0
+    texts = [text for text in axes.texts if text.get_text()]
+    said = [text.get_text() for text in texts]
+    assert [f"bucket {number}" in said for number in range(len(buckets))] == [True] * len(buckets)
+    assert {"9", "3", "31.2", "not counted", "rank 0"} <= set(said)
+    assert "31.2" in figure.alt and "not counted" in figure.alt
+    FigureCanvasAgg(figure).draw()
+    boxes = [text.get_window_extent().shrunk(0.98, 0.8) for text in texts]
+    for one, other in itertools.combinations(range(len(boxes)), 2):
+        assert not boxes[one].overlaps(boxes[other]), (said[one], said[other])
+    for box in boxes:
+        assert figure.bbox.x0 <= box.x0 and box.x1 <= figure.bbox.x1
+
+
+def test_in_a_notebook_heat_maps_leave_the_ranks_their_colors():
+    random = np.random.default_rng(0)
+    ranks = [{name: random.normal(size=64) for name in "abcdefgh"} for _ in range(4)]
+    figure = show.heat_maps({"before": ranks, "after": ranks}, ["abcd", "efgh"], title="T")
+    pixels = 255 * image.imread(io.BytesIO(show.to_png(figure)))[..., :3].reshape(-1, 3)
+    for color in show.RANK_COLORS[:4]:
+        assert abs(pixels - 255 * np.array(to_rgb(color))).sum(axis=1).min() < 25, color
+
+
+def test_lines_part_the_buckets_where_a_new_one_begins():
+    ranks = [{name: [1.0, -1.0] for name in "abc"}]
+    figure = show.heat_maps({"p": ranks}, [["a", "b"], ["c"]], title="T", shown=2)
+    axes = figure.axes[0]
+    a, b, c = [mesh.get_coordinates()[0, :, 0] for mesh in axes.collections]
+    upright = [line.get_xdata()[0] for line in axes.lines if line.get_xdata()[0]
+               == line.get_xdata()[1]]
+    assert len(upright) == 1 and b[-1] < upright[0] < c[0]
+    assert c[0] - b[-1] > 3 * (b[0] - a[-1]) > 0
+
+
+@pytest.mark.parametrize("panels, buckets", [
+    ({}, [["a"]]), ({"p": []}, [["a"]]), ({"p": [{"a": [1.0]}]}, []),
+    ({"p": [{"a": [1.0, math.nan]}]}, [["a"]])])
+def test_heat_maps_that_cannot_be_drawn_are_an_error(panels, buckets):
+    with pytest.raises(ValueError, match="heat_maps"):
+        show.heat_maps(panels, buckets, title="T")
+
+
+def test_gradients_of_zero_are_drawn():
+    figure = show.heat_maps({"p": [{"a": [0.0, 0.0]}]}, [["a"]], title="T")
+    assert figure.axes[0].collections[0].get_array().tolist() == [[0.0, 0.0]]
+    assert show.to_png(figure)
+
+
+class Held:
+    def __init__(self, op, **nbytes):
+        self.op, self.bytes = op, nbytes
+
+
+class Part:
+    def __init__(self, name, start, end):
+        self.name, self.start, self.end = name, start, end
+
+
+def sawtooth(top):
+    """Six layers, each gathered and freed, while gradients grow."""
+    for op in range(24):
+        gathered = [0, 30, 60, 30][op % 4] * top / 100
+        yield Held(op, parameters=top // 5, gathered=gathered, other=0, gradients=op * top / 100,
+                   activations=7)
+
+
+STEPS_OF_MEMORY = {
+    "usual": (list(sawtooth(4e9)), [Part("forward", 0, 10), Part("backward", 10, 20),
+                                    Part("optimizer", 20, 24)]),
+    "bytes": (list(sawtooth(40)), []),
+    "one sample": ([Held(0, parameters=5)], [Part("all", 0, 1)]),
+    "nothing": ([Held(0, parameters=0), Held(3, parameters=0)], []),
+    "several in one operation": ([Held(0, other=1), Held(2, other=9e3, optimizer=4),
+                                  Held(2, other=2e3), Held(5, other=1)], []),
+    "short phases": (list(sawtooth(1e3)), [Part(f"micro-step {i}, its forward", i, i + 1)
+                                           for i in range(9)]),
+    "own categories": ([Held(0, **{"$x": 3, "a cache with quite a long name": 4})], []),
+}
+
+
+def extent_at(path, x):
+    """The bottom and the top of an area there."""
+    crossed = [a[1] + (b[1] - a[1]) * (x - a[0]) / (b[0] - a[0])
+               for a, b in itertools.pairwise(path.vertices) if (a[0] - x) * (b[0] - x) < 0]
+    return min(crossed), max(crossed)
+
+
+@pytest.mark.parametrize("limit", [None, 1e6])
+@pytest.mark.parametrize("step", STEPS_OF_MEMORY.values(), ids=STEPS_OF_MEMORY)
+def test_memory_is_stacked_as_given_with_texts_apart(step, limit):
+    samples, phases = step
+    figure = show.memory_over_step(samples, phases, title="A finding " * 12, limit=limit)
+    assert_readable(figure)
+    most = max(limit or 0, *(sum(sample.bytes.values()) for sample in samples), 0)
+    unit = next(f for f in (1e12, 1e9, 1e6, 1e3, 1) if most >= f or f == 1)
+    areas = {area.get_label(): area.get_paths()[0] for area in figure.axes[0].collections}
+    held = {name for sample in samples for name, value in sample.bytes.items() if value}
+    assert set(areas) == held
+    seen = dict.fromkeys((sample.op for sample in samples), 0)
+    for sample in samples:
+        share = 1 / sum(other.op == sample.op for other in samples)
+        inside = sample.op + (seen[sample.op] + 0.5) * share
+        seen[sample.op] += 1
+        below = 0
+        for name, path in areas.items():
+            bottom, top = (unit * height for height in extent_at(path, inside))
+            assert bottom == pytest.approx(below)
+            assert top - bottom == pytest.approx(sample.bytes.get(name, 0), abs=1e-6 * most)
+            below = top
+    texts = [text.get_text() for text in figure.axes[0].texts]
+    assert all(phase.name in texts for phase in phases)
+    peak = max(samples, key=lambda sample: sum(sample.bytes.values()))
+    for name in held:
+        [label] = [text for text in texts if text.startswith(f"{name} ")]
+        shown = float(label.removeprefix(name).replace(",", ""))
+        assert shown * unit == pytest.approx(peak.bytes.get(name, 0), abs=0.005 * most)
+
+
+def test_a_memory_figure_says_its_peak_in_words():
+    figure = show.memory_over_step(*STEPS_OF_MEMORY["usual"], title="Gathered in turn")
+    assert figure.alt == ("Gathered in turn. 4.08 GB at the peak, in optimizer: activations 0.00, "
+                          "gathered 2.40, gradients 0.88, parameters 0.80, in GB. "
+                          "Phases: forward, backward, optimizer.")
+    top = show.memory_over_step(*STEPS_OF_MEMORY["usual"], title="", top=8e9).axes[0].get_ylim()[1]
+    assert top == pytest.approx(1.04 * 8)
+
+
+@pytest.mark.parametrize(("samples", "phases", "says"), [
+    ([], [], "needs a sample"),
+    ([Held(0, a=-1)], [], "0 or more"),
+    ([Held(0, a=math.nan)], [], "0 or more"),
+    ([Held(0, a=1)], [Part("back", 3, 2)], "ends no earlier"),
+    ([Held(0, **{f"c{i}": 1 for i in range(9)})], [], "colours"),
+])
+def test_memory_that_cannot_be_drawn_is_an_error(samples, phases, says):
+    with pytest.raises(ValueError, match=says):
+        show.memory_over_step(samples, phases, title="")

@@ -20,7 +20,12 @@ _HOME = {
     "time_shares": "shares",
     "timeline": "step_in_time",
     "ring_step": "ring",
+    "memory_over_step": "sawtooth",
+    "heat_maps": "gradient_maps",
     "stepper": "slider",
+    "calculator": "calculator",
+    "given": "tables",
+    "table": "tables",
 }
 
 __all__ = list(_HOME)

@@ -1,0 +1,160 @@
+"""What a rank's memory holds over a step: stacked areas, by category."""
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from matplotlib.patches import Rectangle
+
+from dplab.show.labels import text_height, text_width, wrap
+from dplab.show.shares import OTHER_COLORS, PART_COLORS, SIZE, SWATCH, TITLE_SIZE, number
+from dplab.show.theme import INK, MUTED, STYLE, WARNING, CourseFigure, style
+
+if TYPE_CHECKING:
+    from dplab.measure.memory import Phase, Sample
+
+CATEGORY_COLORS = {  # from the bottom up
+    "parameters": PART_COLORS["backward"],
+    "optimizer": PART_COLORS["optimizer"],
+    "gradients": OTHER_COLORS[1],
+    "gathered": PART_COLORS["forward"],
+    "communication": PART_COLORS["communication"],
+    "activations": OTHER_COLORS[5],
+    "other": OTHER_COLORS[2],
+}
+UNITS = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "bytes"))
+LINE = SIZE * 1.45
+
+
+def memory_over_step(samples: "Sequence[Sample]", phases: "Sequence[Phase]" = (), *, title: str,
+                     limit: float | None = None, top: float | None = None, width: float = 7.5,
+                     height: float = 3.6, alt: str | None = None) -> CourseFigure:
+    """Draws what is held after each change, one area on another, and what that is at the peak.
+
+    ``samples``, in order: ``op``, a count of operations, and ``bytes``, a category to bytes; those
+    of one ``op`` share its width. Categories that never hold anything are left out, and unknown
+    ones follow the known ones. ``phases`` have ``name``, ``start``, ``end`` in operations.
+    ``limit``: bytes of a dashed line, such as a GPU's memory; ``top``: bytes at which the axis
+    ends, so that figures can be compared. ``width`` and ``height`` are in inches. Raises ValueError
+    for no samples, for bytes that are negative or not finite, and for phases that cannot be.
+    """
+    rows = [dict(sample.bytes) for sample in samples]
+    values = [value for row in rows for value in row.values()]
+    if not rows or not all(0 <= value < math.inf for value in values):
+        raise ValueError("memory_over_step needs a sample, and only bytes of 0 or more")
+    if any(not 0 <= phase.start <= phase.end for phase in phases):
+        raise ValueError("a phase starts at 0 or later and ends no earlier than it starts")
+    categories, colors = _categories(rows)
+    totals = [sum(row.values()) for row in rows]
+    peak = max(range(len(rows)), key=totals.__getitem__)
+    most = max(top or 0, limit or 0, totals[peak])
+    factor, unit = next((f, u) for f, u in UNITS if most >= f or f == 1)
+    x = _places([sample.op for sample in samples])
+    end = max([x[-1] + 1, *(phase.end for phase in phases)])
+
+    shown = categories[::-1]
+    total = number(totals[peak] / factor)
+    digits = len(total.partition(".")[2])
+    texts = [f"{category} {rows[peak].get(category, 0) / factor:,.{digits}f}" for category in shown]
+    head = f"{total} {unit} at the peak"
+    left, bottom = 66, 46
+    right = 24 + max([text_width(head, SIZE, "bold"),
+                      *(SWATCH + text_width(text, SIZE) for text in texts)])
+    plot_width = max(72 * width - left - right, 120)
+    rows_of_phases = _rows_of([(phase.name, (phase.start + phase.end) / 2 / end * plot_width)
+                               for phase in phases], plot_width)
+    title = wrap(title, TITLE_SIZE, 72 * width - 24, "bold")
+    above = 12 + text_height(title, TITLE_SIZE) + 10 + LINE * len(rows_of_phases) + 6
+    plot_height = max(72 * height - above - bottom, LINE * (len(texts) + 2))
+    full = above + plot_height + bottom
+
+    with style():
+        figure = CourseFigure(figsize=(width, full / 72), alt=alt or "")
+        axes = figure.add_axes((left / (72 * width), bottom / full,
+                                plot_width / (72 * width), plot_height / full))
+        low = [0.0] * (len(rows) + 1)
+        for category in categories:
+            own = [row.get(category, 0) / factor for row in rows]
+            high = [a + b for a, b in zip(low, [*own, own[-1]], strict=True)]
+            axes.fill_between([*x, end], low, high, step="post", color=colors[category],
+                              linewidth=0, label=category)
+            low = high
+        axes.set(xlim=(0, end), ylim=(0, 1.04 * most / factor or 1),
+                 xlabel="operations of torch since the step began",
+                 ylabel=f"memory of one rank [{unit}]")
+        axes.grid(False, axis="x")
+        for place in sorted({phase.start for phase in phases} - {0}):
+            axes.axvline(place, color=STYLE["axes.edgecolor"], linewidth=0.8)
+        axes.plot([x[peak]], [totals[peak] / factor], "o", color=INK, markersize=4, clip_on=False,
+                  label="_peak")
+
+        def write(across, up, text, **options):
+            axes.text(across / plot_width, up / plot_height, text, transform=axes.transAxes,
+                      va="center", size=SIZE, parse_math=False, **options)
+
+        for row, placed in enumerate(rows_of_phases):
+            for name, center in placed:
+                write(center, plot_height + 8 + LINE * (row + 0.5) - 4, name, ha="center",
+                      color=MUTED)
+        across, up = plot_width + 12, plot_height - LINE / 2
+        write(across, up, head, weight="bold")
+        for category, text in zip(shown, texts, strict=True):
+            up -= LINE
+            axes.add_patch(Rectangle((across / plot_width, (up - 4.5) / plot_height),
+                                     9 / plot_width, 9 / plot_height, transform=axes.transAxes,
+                                     facecolor=colors[category], clip_on=False, label="_swatch"))
+            write(across + SWATCH, up, text)
+        if limit is not None:
+            axes.axhline(limit / factor, color=WARNING, linewidth=1.2, linestyle=(0, (4, 3)))
+            axes.annotate(f"{number(limit / factor)} {unit}", (0, limit / factor), (4, -3),
+                          textcoords="offset points", va="top", size=SIZE, color=WARNING,
+                          bbox={"facecolor": "white", "edgecolor": "none", "pad": 1})
+        figure.text(12 / (72 * width), 1 - 12 / full, title, size=TITLE_SIZE, weight="bold",
+                    va="top", parse_math=False, linespacing=1.25)
+    if alt is None:
+        figure.alt = " ".join(f"{title}. {_said(samples, phases, peak, head, texts, unit)}".split())
+    return figure
+
+
+def _categories(rows):
+    """The categories that ever hold something, from the bottom up, and the colours of all."""
+    found = {category for row in rows for category, value in row.items() if value}
+    others = [category for category in dict.fromkeys(c for row in rows for c in row)
+              if category in found and category not in CATEGORY_COLORS]
+    free = [color for color in OTHER_COLORS if color not in CATEGORY_COLORS.values()]
+    if len(others) > len(free):
+        raise ValueError(f"memory_over_step has no distinct colours left for {others}")
+    colors = {**CATEGORY_COLORS, **dict(zip(others, free, strict=False))}
+    return [category for category in colors if category in found], colors
+
+
+def _places(ops):
+    """Where each sample begins: those of one operation share it."""
+    counts, seen, places = Counter(ops), Counter(), []
+    for op in ops:
+        places.append(op + seen[op] / counts[op])
+        seen[op] += 1
+    return places
+
+
+def _rows_of(labels, width):
+    """The (text, centre in points), in rows from below in which none covers another."""
+    rows, ends = [], []
+    for text, center in labels:
+        half = text_width(text, SIZE) / 2
+        center = min(max(center, half), max(width - half, half))
+        row = next((i for i, last in enumerate(ends) if last + 6 <= center - half), len(rows))
+        if row == len(rows):
+            rows.append([])
+            ends.append(0.0)
+        rows[row].append((text, center))
+        ends[row] = center + half
+    return rows
+
+
+def _said(samples, phases, peak, head, texts, unit):
+    during = [phase.name for phase in phases if phase.start < samples[peak].op <= phase.end]
+    where = f", in {during[0]}" if during else ""
+    last = phases and f" Phases: {', '.join(phase.name for phase in phases)}."
+    return f"{head}{where}: {', '.join(texts)}, in {unit}.{last or ''}"
