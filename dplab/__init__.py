@@ -16,7 +16,7 @@ _HOME = {
     "solution": "exercises",
     "progress": "exercises",
 }
-_PACKAGES = {"bench", "demos", "exercises", "measure", "parallel", "predict", "show",
+_PACKAGES = {"bench", "demos", "dryrun", "exercises", "measure", "parallel", "predict", "show",
              "spawn", "workloads"}
 
 __all__ = [*_HOME, "load_ipython_extension"]

@@ -29,10 +29,15 @@ PUBLIC_NAMES = [
 
 NAMES_OF_PACKAGES = [
     "dplab.measure.WireMeter", "dplab.measure.CallLog", "dplab.measure.EmulatedLink",
-    "dplab.predict.cost", "dplab.predict.catalogue", "dplab.parallel.ManualDDP",
+    "dplab.measure.MemoryTimeline", "dplab.measure.state_bytes",
+    "dplab.predict.cost", "dplab.predict.catalogue", "dplab.predict.memory",
+    "dplab.predict.traffic", "dplab.predict.shards", "dplab.predict.activations",
+    "dplab.predict.transformer", "dplab.parallel.ManualDDP",
     "dplab.parallel.naive_all_reduce", "dplab.parallel.tree_all_reduce",
     "dplab.parallel.ring_all_reduce", "dplab.parallel.ring_reduce_scatter",
-    "dplab.parallel.ring_all_gather",
+    "dplab.parallel.ring_all_gather", "dplab.parallel.ShardedOptimizer",
+    "dplab.parallel.ShardedGradientOptimizer", "dplab.parallel.FullyShardedModel",
+    "dplab.parallel.clip_grad_norm_",
 ]
 
 MACHINE_PATH = re.compile(r"(?<![\w/+.~$}])/(?:home|root|work|Users)/[\w.]")

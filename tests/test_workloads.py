@@ -1,9 +1,10 @@
-"""The digits: what they are, that they never change, and that the classifier learns them."""
+"""The digits and the source of the library: what they are, and that they never change."""
 
 import pytest
 import torch
 from torch.nn import functional as F
 
+from dplab.workloads import standard_library
 from dplab.workloads.digits import (
     TEST_SIZE,
     TRAIN_SIZE,
@@ -11,6 +12,7 @@ from dplab.workloads.digits import (
     digits_classifier,
     load_digits,
 )
+from dplab.workloads.standard_library import load_source, sample
 
 
 def test_digits_have_the_documented_shapes_and_ranges():
@@ -87,3 +89,31 @@ def test_accuracy_counts_in_eval_mode_and_restores_the_mode():
     assert model.training
     assert accuracy(model.eval(), logits, torch.tensor([1, 0, 0])) == 1.0
     assert not model.training
+
+def test_the_standard_library_is_bytes_of_python_source():
+    source = load_source()
+    assert source.dtype == torch.uint8 and len(source) > 1_000_000
+    text = bytes(source.tolist())
+    assert b"\nimport " in text and text.count(b"\ndef ") > 100
+    source.zero_()
+    assert load_source().any()
+
+
+def test_samples_are_windows_and_the_same_for_the_same_seed():
+    source = torch.arange(200, dtype=torch.uint8)
+    before = torch.random.get_rng_state()
+    inputs, targets = sample(source, batch=64, length=7, seed=3)
+    assert torch.equal(before, torch.random.get_rng_state())
+    assert inputs.shape == targets.shape == (64, 7)
+    assert inputs.dtype == targets.dtype == torch.int64
+    assert torch.equal(targets, inputs + 1)
+    assert torch.equal(inputs, sample(source, 64, 7, seed=3)[0])
+    assert not torch.equal(inputs, sample(source, 64, 7, seed=4)[0])
+    first, _ = sample(source[:8], batch=3, length=7, seed=0)
+    assert torch.equal(first, torch.arange(7).expand(3, 7))
+
+
+def test_a_python_without_source_says_so(monkeypatch, tmp_path):
+    monkeypatch.setattr(standard_library.sysconfig, "get_paths", lambda: {"stdlib": tmp_path})
+    with pytest.raises(FileNotFoundError, match="no source files"):
+        standard_library._source.__wrapped__()

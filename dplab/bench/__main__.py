@@ -2,9 +2,10 @@
 
 import argparse
 
-from dplab.bench import collectives, ddp, launch
+from dplab.bench import collectives, ddp, dryrun, launch, sharded, step
 
-BENCHES = {"collectives": collectives, "ddp": ddp, "launch": launch}
+BENCHES = {"collectives": collectives, "ddp": ddp, "dryrun": dryrun, "launch": launch,
+           "sharded": sharded, "step": step}
 
 
 def main():

@@ -8,11 +8,16 @@ from dplab.parallel.collectives import (
     ring_reduce_scatter,
     tree_all_reduce,
 )
+from dplab.parallel.fully_sharded_model import FullyShardedModel
 from dplab.parallel.manual_ddp import ManualDDP, average_gradients, broadcast_module
 from dplab.parallel.overlapped_ddp import OverlappedDDP
+from dplab.parallel.sharded_gradients import ShardedGradientOptimizer
+from dplab.parallel.sharded_optimizer import ShardedOptimizer
+from dplab.parallel.shards import clip_grad_norm_
 
 __all__ = [
-    "BucketedDDP", "ManualDDP", "OverlappedDDP", "average_gradients", "broadcast_module",
+    "BucketedDDP", "FullyShardedModel", "ManualDDP", "OverlappedDDP", "ShardedGradientOptimizer",
+    "ShardedOptimizer", "average_gradients", "broadcast_module", "clip_grad_norm_",
     "naive_all_reduce", "ring_all_gather", "ring_all_reduce", "ring_reduce_scatter",
     "tree_all_reduce",
 ]

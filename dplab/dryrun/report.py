@@ -1,0 +1,107 @@
+"""What a dry run found: memory over the step, by category, and collectives."""
+
+from dataclasses import dataclass, field
+
+from dplab.measure.memory import CATEGORIES, Phase, Sample
+from dplab.predict import cost
+from dplab.predict.memory import States
+
+_RINGS = {"all_reduce": "ring all-reduce", "all_gather": "ring all-gather",
+          "reduce_scatter": "ring reduce-scatter", "broadcast": "pipelined broadcast"}
+
+
+class UnsupportedOperator(RuntimeError):
+    """The model or its loss asks for a tensor's values, and a dry run has shapes alone."""
+
+
+@dataclass(frozen=True)
+class Collective:
+    """``bytes`` is the size of the whole tensor: what an all-gather makes, what a reduce-scatter
+    takes; ``phase`` is "forward", "backward" or "optimizer".
+    """
+
+    operation: str
+    bytes: int
+    dtype: str
+    phase: str = ""
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """One training step of one rank, the fullest of ``world_size``, that never held any data.
+
+    It is a step in the middle of training: the optimizer's state exists. ``samples`` and ``phases``
+    are those of `dplab.measure.MemoryTimeline`, without seconds; ``samples`` are at most a few
+    thousand, the peak among them. ``states``: bytes of parameters, gradients and optimizer state
+    that remain after the step. ``traced_blocks`` of ``blocks`` blocks were run; where these are
+    fewer, the step of one in the middle stands for the others that are like it.
+
+    ``seconds`` and ``process_bytes`` are what the dry run itself took, the latter at its peak.
+    """
+
+    strategy: str
+    world_size: int
+    parameters: int
+    states: States
+    samples: list[Sample] = field(repr=False)
+    phases: list[Phase] = field(repr=False)
+    collectives: tuple[Collective, ...] = field(repr=False)
+    blocks: int
+    traced_blocks: int
+    seconds: float
+    process_bytes: int
+
+    @property
+    def peak(self) -> int:
+        """The most bytes held at once."""
+        return self._highest.total
+
+    @property
+    def at_peak(self) -> dict[str, int]:
+        """What was held then: each of `dplab.measure.memory.CATEGORIES` to bytes."""
+        return self._highest.bytes
+
+    @property
+    def peak_phase(self) -> str:
+        """The part of the step in which that was: "forward", "backward" or "optimizer"."""
+        return next(phase.name for phase in reversed(self.phases)
+                    if phase.start <= self._highest.op)
+
+    @property
+    def extrapolated(self) -> bool:
+        """Whether blocks were taken to be like one that was run."""
+        return self.traced_blocks < self.blocks
+
+    def count(self, operation: str | None = None) -> int:
+        """How many collectives there were, of one operation or of all."""
+        return sum(operation in (None, each.operation) for each in self.collectives)
+
+    def bytes(self, operation: str | None = None) -> int:
+        """The bytes of the whole tensors that they worked on."""
+        return sum(each.bytes for each in self.collectives if operation in (None, each.operation))
+
+    @property
+    def sent_bytes(self) -> float:
+        """What a rank sends in the step if every collective goes by a ring, on average."""
+        return sum(cost.bytes_sent(_RINGS[each.operation], self.world_size, each.bytes)
+                   for each in self.collectives)
+
+    @property
+    def _highest(self):
+        return max(self.samples, key=lambda sample: sample.total)
+
+    def __str__(self):
+        how = (f"{self.traced_blocks} of {self.blocks} blocks traced, the others like them"
+               if self.extrapolated else "traced in full")
+        lines = [f"dry run of {self.strategy}: {self.parameters:,} parameters, "
+                 f"{self.world_size} ranks ({how}, {self.seconds:.1f} s)",
+                 f"peak {_gb(self.peak)} per rank, in {self.peak_phase}"]
+        lines += [f"  {category:14}{_gb(self.at_peak[category])}" for category in CATEGORIES]
+        for operation in dict.fromkeys(each.operation for each in self.collectives):
+            lines.append(f"{self.count(operation):5} × {operation:14}"
+                         f"{_gb(self.bytes(operation))}")
+        return "\n".join(lines)
+
+
+def _gb(nbytes):
+    return f"{nbytes / 1e9:10.3f} GB"

@@ -1,0 +1,159 @@
+"""What a reader calls: arguments checked here, the step run in a process of its own."""
+
+import os
+import struct
+import tempfile
+import threading
+from collections.abc import Callable
+from contextlib import contextmanager
+from numbers import Integral
+
+import torch
+from torch import nn
+
+from dplab.dryrun.report import DryRun
+from dplab.dryrun.units import POLICIES
+from dplab.predict.transformer import Transformer, whole
+
+PRECISIONS = ("fp32", "mixed", "bf16")
+
+
+def fully_shard(model: Transformer | Callable[[], nn.Module], world_size: int, *, batch: int = 1,
+                sequence: int | None = None, units="blocks",
+                reshard_after_forward: bool | None = None, precision: str = "mixed",
+                reduce_dtype: str = "fp32", checkpointing: bool = False,
+                optimizer: Callable = torch.optim.AdamW, inputs: Callable | None = None,
+                loss: Callable | None = None, full: bool = True,
+                progress: bool = True) -> DryRun:
+    """A training step under torch's `fully_shard`, on fake tensors: memory and collectives.
+
+    model: a configuration, such as ``predict.catalogue.MODELS["llama3-70b"]``, or a function
+        without arguments that makes an ``nn.Module``.
+    batch, sequence: sequences of each rank, and tokens of each; by default the model's context.
+    units: what is gathered at a time, besides the root with what is left: ``"blocks"``, each block
+        (a child of an ``nn.ModuleList``, or of the model if it is an ``nn.Sequential``);
+        a number of blocks; ``"root"``, the whole model; a class of modules, or several; or a
+        function from the model to a list of modules, and of lists of modules gathered together.
+    reshard_after_forward: as for `torch.distributed.fsdp.fully_shard`: by default, all but the
+        root are.
+    precision: ``"fp32"``; ``"mixed"``: fp32 shards, gathered in bf16, gradients reduced as
+        ``reduce_dtype``, "fp32" or "bf16"; ``"bf16"``: everything, Adam's moments too.
+    checkpointing: each block keeps its input alone, and computes the rest again in backward.
+    optimizer: makes an optimizer from the parameters, such as
+        ``functools.partial(torch.optim.SGD, momentum=0.9)``.
+    inputs, loss: for a model of your own. ``inputs()`` makes what it is called with, a tensor or a
+        tuple; ``loss(output)`` is a scalar, by default the output's mean.
+    full: False runs a few blocks of a configuration and takes the others to be like them, where
+        that is possible; ``traced_blocks`` tells.
+    progress: whether a bar is shown while it takes longer than two seconds.
+
+    Attention is `scaled_dot_product_attention`'s flash kernel for CPUs, which like that for GPUs
+    keeps no scores. Nothing remains in this process: there is no process group afterwards.
+
+    Raises TypeError and ValueError for arguments that cannot be, `UnsupportedOperator` for a model
+    that asks for a tensor's values, and `RankError` for whatever the model itself raises.
+    """
+    if reduce_dtype not in ("fp32", "bf16"):
+        raise ValueError(f'reduce_dtype is "fp32" or "bf16", not {reduce_dtype!r}')
+    if reshard_after_forward not in (None, True, False):
+        raise TypeError(f"reshard_after_forward is True, False or None, "
+                        f"not {reshard_after_forward!r}")
+    if isinstance(units, str):
+        _one_of(units, POLICIES, "units")
+    elif isinstance(units, Integral):
+        units = whole(units, "units, a number of blocks,")
+    elif not callable(units) and not isinstance(units, tuple):
+        raise TypeError(f"units are a name, a number, a class or a function, not {units!r}")
+    return _run("fully_shard", model, world_size, batch, sequence, precision, checkpointing,
+                optimizer, inputs, loss, progress, full=full, units=units,
+                reshard_after_forward=reshard_after_forward, reduce_dtype=reduce_dtype)
+
+
+def ddp(model: Transformer | Callable[[], nn.Module], world_size: int, *, batch: int = 1,
+        sequence: int | None = None, precision: str = "mixed", checkpointing: bool = False,
+        optimizer: Callable = torch.optim.AdamW, inputs: Callable | None = None,
+        loss: Callable | None = None, progress: bool = True) -> DryRun:
+    """The same for `DistributedDataParallel`, in its second step, with the buckets that stay.
+
+    With ``precision="mixed"`` the step runs under `torch.autocast`, whose copies of the parameters
+    in bf16 count as gathered. The rest is as for `fully_shard`.
+    """
+    return _run("DDP", model, world_size, batch, sequence, precision, checkpointing, optimizer,
+                inputs, loss, progress)
+
+
+def zero_1(model: Transformer | Callable[[], nn.Module], world_size: int, *, batch: int = 1,
+           sequence: int | None = None, precision: str = "mixed", checkpointing: bool = False,
+           optimizer: Callable = torch.optim.AdamW, inputs: Callable | None = None,
+           loss: Callable | None = None, progress: bool = True) -> DryRun:
+    """The same for `ZeroRedundancyOptimizer` with DDP, on the rank that has most of the state."""
+    return _run("ZeRO-1", model, world_size, batch, sequence, precision, checkpointing, optimizer,
+                inputs, loss, progress)
+
+
+def _run(strategy, model, world_size, batch, sequence, precision, checkpointing, optimizer,
+         inputs, loss, progress, **more):
+    world_size = whole(world_size, "the world size")
+    _one_of(precision, PRECISIONS, "precision")
+    if isinstance(model, Transformer):
+        if inputs is not None or loss is not None:
+            raise TypeError("inputs and loss are for a model of your own, not for a configuration")
+        batch = whole(batch, "the batch")
+        sequence = whole(model.context if sequence is None else sequence, "the sequence")
+        if model.learned_positions and sequence > model.context:
+            raise ValueError(f"a sequence of {sequence} tokens, and learned positions for "
+                             f"{model.context}")
+    elif isinstance(model, nn.Module) or not callable(model):
+        raise TypeError("the model is a configuration, or a function that makes an nn.Module, not "
+                        f"{type(model).__name__}: for a module that is there already, its memory "
+                        "would have been needed")
+    elif not callable(inputs):
+        raise TypeError("a model of your own needs inputs, a function that makes its arguments")
+    if not callable(optimizer):
+        raise TypeError(f"the optimizer is a class or a function, not {optimizer!r}")
+
+    from dplab.dryrun.step import Job, dry_run
+    from dplab.spawn import run
+
+    job = Job(strategy, model, world_size, batch, sequence, precision, bool(checkpointing),
+              optimizer, inputs, loss, **more)
+    with tempfile.NamedTemporaryFile() as file, _bar(file.name, job, progress):
+        result = run(dry_run, 1, job, file.name, backend="gloo", timeout=24 * 3600)[0]
+    if isinstance(result, Exception):
+        raise result
+    return result
+
+
+def _one_of(value, allowed, name):
+    if value not in allowed:
+        raise ValueError(f"no {name} {value!r}; there are {', '.join(allowed)}")
+
+
+@contextmanager
+def _bar(path, job, wanted):
+    """Shows how far the other process is, as it writes it to ``path``."""
+    if not wanted or os.environ.get("DPLAB_LIVE") == "0":
+        yield
+        return
+    from tqdm.auto import tqdm
+
+    done = threading.Event()
+    name = getattr(job.model, "name", "") or "the model"
+    form = "{desc}: {percentage:3.0f}% |{bar}| {elapsed}"
+
+    def follow():
+        with tqdm(total=100, desc=f"dry run of {name}, {job.world_size} ranks", delay=2,
+                  leave=False, bar_format=form) as bar:
+            while not done.wait(0.2):
+                with open(path, "rb") as file:
+                    read = file.read(8)
+                if len(read) == 8:
+                    bar.update(min(100, 100 * struct.unpack("d", read)[0]) - bar.n)
+
+    thread = threading.Thread(target=follow, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()

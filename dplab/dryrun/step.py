@@ -1,0 +1,292 @@
+"""The step itself, in a process of its own: as one rank of a group that sends nothing.
+
+The model is made on the meta device and wrapped there, and its shards become fake tensors, as large
+models are initialised in earnest. Then the optimizer's state is made, and one step is traced.
+"""
+
+import gc
+import resource
+import struct
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch._subclasses import fake_tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from dplab.dryrun.kernels import use_fused_kernels
+from dplab.dryrun.report import DryRun, UnsupportedOperator
+from dplab.dryrun.trace import blocks_to_trace, held_after, lengthened, replay
+from dplab.dryrun.tracker import Tracker
+from dplab.dryrun.units import UnknownUnits, blocks_of, checkpointed, shard, units_of
+from dplab.predict import shards
+from dplab.predict.memory import States
+from dplab.predict.transformer import Transformer
+from dplab.spawn import calls
+from dplab.workloads.transformer import Transformer as Model
+
+_VALUES_NEEDED = (fake_tensor.DataDependentOutputException,
+                  fake_tensor.DynamicOutputShapeException,
+                  fake_tensor.UnsupportedOperatorException)
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to run: the arguments of `dplab.dryrun.fully_shard` and its like, checked."""
+
+    strategy: str
+    model: Transformer | Callable[[], nn.Module]
+    world_size: int
+    batch: int
+    sequence: int
+    precision: str
+    checkpointing: bool
+    optimizer: Callable
+    inputs: Callable | None
+    loss: Callable | None
+    full: bool = True
+    units: object = "blocks"
+    reshard_after_forward: bool | None = None
+    reduce_dtype: str = "fp32"
+
+
+def dry_run(job: Job, progress_file: str) -> DryRun | Exception:
+    """Runs the job and returns its report, or the exception that the caller is to raise."""
+    start = time.perf_counter()
+    calls.recorder = None  # nobody reads the log of calls here
+    use_fused_kernels()
+    try:
+        run, trace = _few_blocks(job, progress_file) or _all_blocks(job, progress_file)
+    except _VALUES_NEEDED as error:
+        return UnsupportedOperator(_words(error))
+    except UnknownUnits as error:
+        return ValueError(str(error))
+    samples, phases, collectives = replay(trace)
+    after = held_after(trace)
+    blocks = len(run.blocks)
+    if isinstance(job.model, Transformer):
+        blocks = job.model.layers
+    unit = 1 if sys.platform == "darwin" else 1024
+    return DryRun(
+        job.strategy, job.world_size,
+        job.model.parameters if isinstance(job.model, Transformer) else run.parameters,
+        States(after["parameters"], after["gradients"], after["optimizer"]),
+        samples, phases, collectives, blocks, len(run.blocks), time.perf_counter() - start,
+        resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)
+
+
+def _few_blocks(job, progress_file):
+    """The run of a model with fewer blocks, and the trace of all; None where that cannot be."""
+    period = job.units if isinstance(job.units, int) else 1
+    alike = job.units == "blocks" or isinstance(job.units, int | type)
+    if job.full or not alike or not isinstance(job.model, Transformer):
+        return None
+    blocks = job.model.layers
+    few = blocks_to_trace(blocks, period)
+    if few == blocks:
+        return None
+    run = Run(replace(job, model=replace(job.model, layers=few)), progress_file)
+    trace = lengthened(run.trace(), few, blocks, period)
+    return trace and (run, trace)
+
+
+def _all_blocks(job, progress_file):
+    run = Run(job, progress_file)
+    return run, run.trace()
+
+
+class Run:
+    """One rank's model, optimizer and step."""
+
+    def __init__(self, job: Job, progress_file: str):
+        self._job, self._progress_file, self._begun = job, progress_file, 0
+        self._steps = 1 if job.strategy == "fully_shard" else 2
+        self._gathered = {}  # full parameters by id, once they are there
+        with torch.device("meta"):
+            built = job.model
+            self._model = Model(built) if isinstance(built, Transformer) else built()
+            if job.precision == "bf16":
+                self._model.to(torch.bfloat16)
+        self.parameters = sum(parameter.numel() for parameter in self._model.parameters())
+        self.blocks = blocks_of(self._model)
+        self._tracker = Tracker(self._report)
+
+    def trace(self):
+        """One step in the middle of training."""
+        job = self._job
+        _join(job.world_size, self._fullest_rank())
+        sharded = job.strategy == "fully_shard"
+        units = units_of(self._model, self.blocks, job.units) if sharded else []
+        if job.checkpointing:
+            self.blocks, units = checkpointed(self._model, self.blocks, units)
+        if sharded:
+            shard(self._model, units, job)
+        gc.collect()
+        gc.disable()  # or cycles would be freed at any time, and no two steps would be alike
+        try:
+            with self._tracker.tracking():
+                _to_fake(self._model)
+                model, optimizer = self._sharded() if sharded else self._replicated()
+                self._watch_blocks()
+                self._mark_states(optimizer)
+                self._tracker.begin_step()
+                self._step(model, optimizer)
+                self._tracker.mark([parameter.grad for parameter in self._model.parameters()
+                                    if parameter.grad is not None], "gradients")
+        finally:
+            gc.enable()
+        return self._tracker.trace()
+
+    def _sharded(self):
+        """The model under `fully_shard`, and its optimizer with state."""
+        self._model._get_fsdp_state()._lazy_init()  # it may pad the shards anew
+        for module in self._model.modules():
+            if isinstance(module, FSDPModule):
+                module.register_forward_pre_hook(self._mark_gathered)
+        optimizer = self._job.optimizer(self._model.parameters())
+        for parameter in self._model.parameters():
+            if parameter.requires_grad:
+                parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+        optimizer.zero_grad()
+        return self._model, optimizer
+
+    def _replicated(self):
+        """The model under DDP, and its optimizer, after one step: only then are the buckets those
+        of every later step.
+        """
+        model = DistributedDataParallel(self._model, init_sync=False)  # all ranks' are alike
+        model.register_comm_hook(None, _average)
+        parameters = self._model.parameters()
+        optimizer = (self._job.optimizer(parameters) if self._job.strategy == "DDP" else
+                     ZeroRedundancyOptimizer(parameters, self._job.optimizer))
+        self._step(model, optimizer)
+        optimizer.zero_grad()
+        with self._tracker.real_integers():
+            model.reducer._rebuild_buckets()
+        return model, optimizer
+
+    def _step(self, model, optimizer):
+        arguments, targets = self._batch()
+        self._tracker.begin("forward")
+        with torch.autocast("cpu", torch.bfloat16, enabled=self._job.precision == "mixed"
+                            and self._job.strategy != "fully_shard"):
+            output = model(*arguments)
+            if self._job.loss is not None:
+                loss = self._job.loss(output)
+            elif targets is not None:
+                loss = F.cross_entropy(output.flatten(0, 1).float(), targets.flatten())
+            else:
+                loss = output.float().mean()
+        del output
+        self._tracker.begin("backward")
+        loss.backward()
+        self._tracker.begin("optimizer")
+        optimizer.step()
+
+    @torch.no_grad()
+    def _batch(self):
+        job = self._job
+        if not isinstance(job.model, Transformer):
+            arguments = job.inputs()
+            return arguments if isinstance(arguments, tuple) else (arguments,), None
+        tokens = torch.zeros(job.batch, job.sequence, dtype=torch.int64)
+        return (tokens,), torch.zeros_like(tokens)
+
+    def _fullest_rank(self):
+        if self._job.strategy != "ZeRO-1":
+            return 0  # which has what does not divide
+        shapes = [tuple(parameter.shape) or (1,) for parameter in self._model.parameters()
+                  if parameter.requires_grad]
+        states = shards.real_states("ZeroRedundancyOptimizer", "fp32", self._job.world_size,
+                                    [shapes])
+        return max(range(len(states)), key=lambda rank: states[rank].optimizer)
+
+    def _watch_blocks(self):
+        for block, module in enumerate(self.blocks):
+            module.register_forward_pre_hook(
+                lambda *_, block=block: self._tracker.begin("forward", block))
+            module.register_forward_hook(
+                lambda module, inputs, output, block=block: self._watch_backward(output, block))
+
+    def _watch_backward(self, output, block):
+        first = output[0] if isinstance(output, tuple | list) else output
+        if isinstance(first, torch.Tensor) and first.requires_grad:
+            first.register_hook(lambda _: self._tracker.begin("backward", block))
+
+    def _mark_states(self, optimizer):
+        state = getattr(optimizer, "optim", optimizer).state
+        for block, module in [(None, self._model), *enumerate(self.blocks)]:
+            parameters = list(module.parameters())
+            self._tracker.mark(parameters, "parameters", block)
+            for parameter in parameters:
+                tensors = [value for value in state.get(parameter, {}).values()
+                           if isinstance(value, torch.Tensor)]
+                self._tracker.mark(tensors, "optimizer", block)
+
+    def _mark_gathered(self, module, _):
+        for parameter in module.parameters():
+            if isinstance(parameter, DTensor) or id(parameter) in self._gathered:
+                continue
+            self._gathered[id(parameter)] = parameter
+            self._tracker.mark([parameter], "gathered")
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(
+                    lambda parameter: self._tracker.mark([parameter.grad], "gradients"))
+
+    def _report(self, phase, block):
+        """Writes how much of the step is done."""
+        self._begun += 1
+        with open(self._progress_file, "r+b") as file:
+            file.write(struct.pack("d", self._begun / (self._steps * (3 * len(self.blocks) + 3))))
+
+
+def _join(world_size, rank):
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
+
+
+def _to_fake(model):
+    """Gives the parameters on the meta device fake memory; tied ones stay tied."""
+    made = {}
+    for module in model.modules():
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in tensors.items():
+                if tensor is not None and tensor not in made:
+                    made[tensor] = torch.empty_like(tensor, device="cpu")
+                    if isinstance(tensor, nn.Parameter):
+                        made[tensor] = nn.Parameter(made[tensor], tensor.requires_grad)
+                tensors[name] = made.get(tensor)
+
+
+def _average(_, bucket):
+    """What DDP's reducer does itself, which does not understand the fake group's answer."""
+    averaged = bucket.buffer().div_(dist.get_world_size())
+    dist.all_reduce(averaged)
+    done = torch.futures.Future()
+    done.set_result(averaged)
+    return done
+
+
+def _words(error):
+    """Which operator needs values, and the reader's line that asks for it."""
+    operator = getattr(error, "func", None) or error
+    where = [frame for frame in traceback.extract_tb(error.__traceback__)
+             if calls.is_learners(frame.filename)]
+    text = (f"{operator} needs the values of a tensor, or has no rule for shapes alone, and a dry "
+            "run has no values")
+    if where:
+        text += f":\n  {where[-1].filename}:{where[-1].lineno}, in {where[-1].name}\n" \
+                f"    {where[-1].line}"
+    return text

@@ -1,0 +1,249 @@
+"""ZeRO-3: a layer's parameters are whole only while the layer computes.
+
+Each rank keeps 1/N of the parameters, of their gradients and of the optimizer's state. Before a
+layer's forward, an all-gather fetches its parameters; after it, they are freed. Before the layer's
+backward they are gathered again, and the gradient that comes out goes through a reduce-scatter, so
+that each rank is left with the mean for its own part. While one layer computes, the next one's
+parameters are already on their way.
+
+Sources: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
+2020, sections 5.3 and 7.2.2; Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data
+Parallel", 2023, sections 3 and 4.
+"""
+
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from dplab.parallel.gathered_parameters import Unit, divide, places_of
+from dplab.parallel.manual_ddp import broadcast_tensors
+from dplab.parallel.shards import current_backward
+
+
+class FullyShardedModel(nn.Module):
+    """``module`` with 1/N of its parameters on each rank, gathered one unit at a time.
+
+    module: lies on this rank's device, whole; its values on rank 0 are the ones that count. From
+        now on each of its parameters is this rank's piece of it, of one dimension, often empty;
+        only in forward and backward is it whole for a while. Any torch optimizer that treats each
+        element by itself takes ``parameters()``; group them by their names, which stay. Clip with
+        `dplab.parallel.clip_grad_norm_`, not with torch's. Buffers stay whole.
+    units: the submodules that are gathered one at a time, in the order in which forward calls
+        them; by default the children that own parameters, where those of a ModuleList count one
+        by one. What belongs to none, or is tied across several, is gathered for the whole of
+        forward and of backward. Every rank runs the same units in the same order.
+    param_dtype: in which parameters are gathered and layers compute, such as torch.bfloat16, and
+        to which forward casts its inputs; by default their own. The pieces keep theirs.
+    reduce_dtype: in which gradients are summed; by default in that of the gathered parameters.
+
+    A step moves 3(N−1)/N·M bytes: two all-gathers and a reduce-scatter. Every backward adds the
+    mean of its gradients to the pieces' ``grad``, where a parameter that backward did not reach
+    counts as zeros. ValueError for a unit that is not part of ``module``, or is part of another.
+    """
+
+    def __init__(self, module: nn.Module, units=None, *, param_dtype: torch.dtype | None = None,
+                 reduce_dtype: torch.dtype | None = None):
+        super().__init__()
+        units = _children_with_parameters(module) if units is None else list(units)
+        _check(units, module)
+        self.module = module
+        self._param_dtype = param_dtype
+        broadcast_tensors(module.buffers())
+        self._shapes = {name: tuple(p.shape) for name, p in module.named_parameters()}
+        # The first one is of what belongs to no unit: forward and backward both begin with it.
+        places = places_of(module)
+        self._units = [Unit(parameters, places, param_dtype, reduce_dtype)
+                       for parameters in divide(module, units)]
+        for index, unit in enumerate(units, start=1):
+            unit.register_forward_pre_hook(partial(self._before_forward, index), prepend=True)
+            unit.register_forward_hook(partial(self._after_forward, index))
+        self._running = None
+        self._reducing = None
+        self._backward = None
+        self._is_syncing = True
+
+    def forward(self, *args, **kwargs):
+        if current_backward() == -1:
+            self._reducing = None
+            self._take_all_out()
+        self._before_forward(0)
+        output = self.module(*_cast(args, self._param_dtype), **_cast(kwargs, self._param_dtype))
+        self._after_forward(0, None, None, output)
+        return output
+
+    def _before_forward(self, index, *_):
+        self._units[index].put_in(self._take_gradient)
+        if current_backward() == -1 and index + 1 < len(self._units):
+            self._units[index + 1].launch_gather()
+
+    def _after_forward(self, index, _module, _inputs, output):
+        if current_backward() != -1:  # activation checkpointing runs forward again, for backward
+            return
+        if index == 0:
+            self._take_all_out()  # with those that were on their way, and then did not run
+        else:
+            self._units[index].take_out()
+        outputs = [tensor for tensor in _tensors_in(output) if tensor.requires_grad]
+        if outputs:
+            torch.autograd.graph.register_multi_grad_hook(
+                outputs, lambda _: self._before_backward(index), mode="any")
+
+    def _before_backward(self, index):
+        """Autograd calls this when it has the gradient of the unit's output."""
+        if self._backward != current_backward():
+            self._backward = current_backward()
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_of_backward)
+            self._put_in_for_backward(0)
+        if index in (0, self._running):
+            return
+        if self._running is not None:  # whose backward is over when this one's begins
+            self._units[self._running].take_out()
+        self._running = index
+        self._put_in_for_backward(index)
+
+    def _put_in_for_backward(self, index):
+        with torch.enable_grad():  # activation checkpointing will run forward again
+            self._units[index].put_in(self._take_gradient)
+        self._units[index - 1].launch_gather()  # before number 0 stands the last one
+
+    @torch.no_grad()
+    def _take_gradient(self, shard, gradient):
+        shard.keep(gradient)
+        if self._is_syncing:
+            self._launch_reduce(shard)
+
+    def _launch_reduce(self, shard):
+        """Sends a gradient to its owners, as soon as the one before has arrived."""
+        self._finish_reducing()
+        shard.launch_reduce()
+        self._reducing = shard
+
+    def _finish_reducing(self):
+        if self._reducing is not None:
+            self._reducing.finish_reduce()
+            self._reducing = None
+
+    @torch.no_grad()
+    def _end_of_backward(self):
+        for shard in self._shards() if self._is_syncing else ():
+            if shard.unsent is not None:  # from within no_sync(), and not used since
+                self._launch_reduce(shard)
+        self._finish_reducing()
+        self._take_all_out()
+
+    def _take_all_out(self):
+        """Between steps there is nothing to do, unless one failed half-way."""
+        for unit in self._units:
+            unit.take_out()
+        self._running = None
+
+    @contextmanager
+    def no_sync(self):
+        """Inside, gradients are not reduced, and whole ones add up on each rank, M bytes in all.
+
+        The next backward outside takes them along. Without it, accumulation needs no more memory,
+        and every backward has its reduce-scatter.
+        """
+        was_syncing, self._is_syncing = self._is_syncing, False
+        try:
+            yield
+        finally:
+            self._is_syncing = was_syncing
+
+    @torch.no_grad()
+    def full_state_dict(self) -> dict[str, torch.Tensor]:
+        """The whole state dict of ``module``, as it was before: on every rank, copies.
+
+        Parameters have their own dtype, not ``param_dtype``. Every rank calls it, and needs the
+        memory for the whole model.
+        """
+        self._take_all_out()
+        whole = {}
+        for shard in self._shards():
+            whole.update(zip(shard.pieces, shard.gather_copies(), strict=True))
+        state = self.module.state_dict(keep_vars=True)
+        return {name: whole[tensor] if tensor in whole else tensor.detach().clone()
+                for name, tensor in state.items()}
+
+    @torch.no_grad()
+    def load_full_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        """Takes its pieces from a whole state dict, saved on any number of ranks.
+
+        ValueError if names or shapes are not those of ``module``.
+        """
+        self._take_all_out()
+        own = self.module.state_dict(keep_vars=True)
+        if state.keys() != own.keys():
+            raise ValueError("this state belongs to another model: "
+                             f"{sorted(state.keys() ^ own.keys())} is not in both")
+        for name, shape in self._shapes.items():
+            if tuple(state[name].shape) != shape:
+                raise ValueError(f"this state belongs to another model: {name!r} has shape "
+                                 f"{tuple(state[name].shape)} there and {shape} here")
+        piece_of = {piece: partial(shard.layout.piece_of, index)
+                    for shard in self._shards() for index, piece in enumerate(shard.pieces)}
+        for name, tensor in own.items():
+            tensor.copy_(piece_of[tensor](state[name]) if tensor in piece_of else state[name])
+
+    def get_extra_state(self) -> dict:
+        """What the pieces in ``state_dict()`` belong to; ``load_state_dict`` looks at it first."""
+        return {"rank": dist.get_rank(), "world_size": dist.get_world_size(),
+                "shapes": self._shapes}
+
+    def set_extra_state(self, state: dict) -> None:
+        own = self.get_extra_state()
+        for key, words in (("world_size", "world size"), ("shapes", "model"), ("rank", "rank")):
+            if state[key] != own[key]:
+                raise ValueError(
+                    f"this state was saved with another {words}: {state[key]} there, {own[key]} "
+                    "here; full_state_dict() is what any number of ranks can load")
+
+    def _shards(self):
+        return [shard for unit in self._units for shard in unit.shards]
+
+
+def _children_with_parameters(module) -> list[nn.Module]:
+    """The children that own parameters; a list's or dict's own children in place of itself."""
+    units = []
+    for child in module.children():
+        if isinstance(child, nn.ModuleList | nn.ModuleDict):  # which nobody calls
+            units += _children_with_parameters(child)
+        elif any(True for _ in child.parameters()):
+            units.append(child)
+    return units
+
+
+def _check(units, module) -> None:
+    for unit in units:
+        if unit is module or all(unit is not part for part in module.modules()):
+            raise ValueError(f"this unit is not a submodule of the module: {unit}")
+        inside = [part for part in unit.modules() if part is not unit]
+        if any(part is other for part in inside for other in units):
+            raise ValueError(f"a unit may not be part of another; this one holds one: {unit}")
+        if sum(unit is other for other in units) > 1:
+            raise ValueError(f"this unit is given twice: {unit}")
+
+
+def _tensors_in(value) -> list[torch.Tensor]:
+    """The tensors in a module's output, which may be nested lists, tuples and dicts."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, list | tuple):
+        return []
+    return [tensor for part in value for tensor in _tensors_in(part)]
+
+
+def _cast(value, dtype):
+    """A copy of a module's arguments with the floating-point tensors in ``dtype``, if given."""
+    if isinstance(value, torch.Tensor) and dtype and value.is_floating_point():
+        return value.to(dtype)
+    if isinstance(value, dict):
+        return {key: _cast(part, dtype) for key, part in value.items()}
+    if isinstance(value, list | tuple) and type(value) in (list, tuple):
+        return type(value)(_cast(part, dtype) for part in value)
+    return value

@@ -1,0 +1,420 @@
+"""Dry runs: equal to real ranks, to arithmetic, and, block by block, to themselves."""
+
+import functools
+import tempfile
+import threading
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed import fsdp
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+
+from dplab import RankError, dryrun, run
+from dplab.dryrun.step import Job, dry_run
+from dplab.measure import CallLog, MemoryTimeline, state_bytes
+from dplab.predict import shards
+from dplab.predict.activations import activations
+from dplab.predict.catalogue import MODELS
+from dplab.predict.transformer import Transformer
+from dplab.workloads.transformer import Transformer as Model
+from dplab.workloads.transformer import rotated, rotation_table
+
+GPT = Transformer(layers=3, d_model=48, heads=4, d_ff=192, vocabulary=101, context=64)
+LLAMA = Transformer(layers=3, d_model=48, heads=4, kv_heads=2, d_ff=130, vocabulary=101, context=64,
+                    gated=True, biases=False, norm="rmsnorm", learned_positions=False, tied=False)
+LLAMA_70B = MODELS["Llama-3 70B"]
+STATES = {"fp32": "fp32", "mixed": "fp32 shards, bf16 gathered", "bf16": "pure bf16"}
+BATCH = 2
+
+
+# The model
+
+@pytest.mark.parametrize("config", [
+    GPT, LLAMA, replace(GPT, tied=False), replace(GPT, gated=True), replace(LLAMA, biases=True),
+    MODELS["GPT-2"], MODELS["Llama-3 8B"], replace(LLAMA_70B, layers=2)],
+    ids=lambda config: config.name)
+def test_the_model_has_the_parameters_that_are_predicted(config):
+    with torch.device("meta"):
+        model = Model(config)
+    block = sorted(tuple(parameter.shape) for parameter in model.blocks[0].parameters())
+    assert block == sorted(config.block.values())
+    assert sum(parameter.numel() for parameter in model.parameters()) == config.parameters
+
+
+@pytest.mark.parametrize("config", [GPT, LLAMA], ids=["GPT", "Llama"])
+def test_no_position_sees_a_later_one(config):
+    torch.manual_seed(0)
+    model, tokens = Model(config), torch.randint(101, (2, 20))
+    changed = tokens.clone()
+    changed[:, 12] = (changed[:, 12] + 1) % 101
+    difference = (model(tokens) - model(changed)).abs().amax(dim=(0, 2))
+    assert difference[:12].max() < 1e-6 < 1e-4 < difference[12:].min()
+
+
+def test_rotary_attention_depends_on_the_distance_alone():
+    torch.manual_seed(0)
+    query, key = torch.randn(2, 8, dtype=torch.float64)
+    table = rotation_table(10, 8, "cpu", torch.float64)
+    queries, keys = (rotated(vector.expand(1, 10, 1, 8), table)[0, :, 0] for vector in (query, key))
+    scores = queries @ keys.T
+    assert scores[7, 4] == pytest.approx(scores[3, 0].item())
+    assert scores[7, 4] != pytest.approx(scores[7, 3].item())
+
+
+def test_heads_that_share_keys_equal_heads_with_copies_of_them():
+    torch.manual_seed(0)
+    few = Model(LLAMA).double()
+    all_heads = Model(replace(LLAMA, kv_heads=4)).double()
+    state = few.state_dict()
+    for name in state:
+        if ".key." in name or ".value." in name:
+            state[name] = state[name].unflatten(0, (2, 12)).repeat_interleave(2, 0).flatten(0, 1)
+    all_heads.load_state_dict(state)
+    tokens = torch.randint(101, (2, 20))
+    torch.testing.assert_close(few(tokens), all_heads(tokens))
+
+
+def test_the_model_refuses_what_it_cannot_do():
+    with pytest.raises(ValueError, match="65 tokens, and learned positions for 64"):
+        Model(GPT)(torch.zeros(1, 65, dtype=torch.int64))
+    with pytest.raises(ValueError, match="a head has 3 elements"):
+        Model(replace(LLAMA, d_model=12))
+
+
+# Real ranks
+
+def real_step(strategy, config, precision, units, reshard):
+    """Peak and bytes by category then, states, and calls of a real step, once all is warm.
+
+    Of two steps the one with the lower peak: gloo's threads may keep a tensor for a moment.
+    """
+    model = wrapped = Model(config)
+    if strategy == "fully_shard":
+        mixed = fsdp.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+        policy = mixed if precision == "mixed" else fsdp.MixedPrecisionPolicy()
+        blocks = {"blocks": [*model.blocks], "root": [], 2: [[*model.blocks[:2]], model.blocks[2]]}
+        for unit in [*blocks[units], model]:
+            fsdp.fully_shard(unit, mp_policy=policy, reshard_after_forward=reshard)
+    else:
+        wrapped = DistributedDataParallel(model)
+    optimizer = (ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW)
+                 if strategy == "ZeRO-1" else torch.optim.AdamW(model.parameters()))
+    with torch.no_grad():
+        tokens = torch.zeros(BATCH, config.context, dtype=torch.int64)
+        targets = torch.zeros_like(tokens)
+
+    def step():
+        targets.detach()  # what no operation has used yet is not counted
+        F.cross_entropy(wrapped(tokens).flatten(0, 1).float(), targets.flatten()).backward()
+        optimizer.step()
+
+    for _ in range(2):
+        step()
+        optimizer.zero_grad()
+    found = []
+    for _ in range(2):
+        with CallLog() as log, MemoryTimeline(model, optimizer) as memory:
+            step()
+        found.append((memory.peak, memory.at_peak, state_bytes(model, optimizer),
+                      [(call.operation, call.bytes, call.dtype) for call in log.calls]))
+        optimizer.zero_grad()
+    return min(found, key=lambda each: each[0])
+
+
+REAL = [("fully_shard", GPT, "fp32", "blocks", None), ("fully_shard", GPT, "mixed", 2, True),
+        ("fully_shard", GPT, "mixed", "root", None), ("fully_shard", GPT, "fp32", "blocks", False),
+        ("fully_shard", LLAMA, "mixed", "blocks", None),
+        ("DDP", GPT, "fp32", None, None), ("ZeRO-1", GPT, "fp32", None, None)]
+
+
+CASES = [(case, 2) for case in REAL] + [(case, 4) for case in REAL[:2]]
+
+
+def cases_of(world_size):
+    return [case for case, ranks in CASES if ranks == world_size]
+
+
+@functools.cache
+def real_steps(world_size):
+    """Case: what each rank found."""
+    cases = cases_of(world_size)
+    ranks = run(lambda: [real_step(*case) for case in cases], world_size, backend="gloo",
+                timeout=300)
+    return dict(zip(cases, zip(*ranks, strict=True), strict=True))
+
+
+@functools.cache
+def dry_steps(world_size):
+    """Case: its dry run."""
+    cases = cases_of(world_size)
+    return dict(zip(cases, dry_runs(*[
+        job(config, strategy=strategy, world_size=world_size, precision=precision,
+            **({} if units is None else {"units": units, "reshard_after_forward": reshard}))
+        for strategy, config, precision, units, reshard in cases]), strict=True))
+
+
+def name(case, world_size):
+    return "-".join(map(str, (world_size, case[0], "GPT" if case[1] is GPT else "Llama",
+                              *case[2:])))
+
+
+def job(model, world_size=4, strategy="fully_shard", precision="mixed", checkpointing=False,
+        optimizer=torch.optim.AdamW, full=True, sequence=64, batch=BATCH, **more):
+    return Job(strategy, model, world_size, batch, sequence, precision, checkpointing, optimizer,
+               None, None, full, **more)
+
+
+def dry_runs(*jobs):
+    """All in one process."""
+    def every():
+        with tempfile.NamedTemporaryFile() as file:
+            return [dry_run(each, file.name) for each in jobs]
+
+    return run(every, 1, backend="gloo", timeout=300)[0]
+
+
+@pytest.mark.parametrize(("case", "world_size"), CASES, ids=[name(*each) for each in CASES])
+def test_collectives_and_states_are_those_of_real_ranks(case, world_size):
+    ranks, dry = real_steps(world_size)[case], dry_steps(world_size)[case]
+    assert dry.states == max((states for _, _, states, _ in ranks), key=lambda each: each.total)
+    shared = ("all_gather", "reduce_scatter")  # a call hands over one part of these
+    expected = [(each.operation, each.bytes // (world_size if each.operation in shared else 1),
+                 each.dtype) for each in dry.collectives
+                if case[0] == "fully_shard" or each.operation == "broadcast"]  # DDP's are C++'s
+    assert ranks[0][3] == expected
+
+
+SAME_KERNELS = [(case, world_size) for case, world_size in CASES
+                if case[:2] == ("fully_shard", GPT)]
+
+
+@pytest.mark.parametrize(("case", "world_size"), SAME_KERNELS,
+                         ids=[name(*each) for each in SAME_KERNELS])
+def test_the_peak_is_that_of_real_ranks_to_the_byte(case, world_size):
+    peak, at_peak, _, _ = real_steps(world_size)[case][0]
+    dry = dry_steps(world_size)[case]
+    assert dry.at_peak == at_peak
+    assert dry.peak == peak
+
+
+def test_ddp_averages_every_gradient_once():
+    dry = dry_steps(2)[REAL[5]]
+    assert dry.count() == dry.count("all_reduce") == 1
+    assert dry.bytes() == 4 * GPT.parameters
+    assert {each.phase for each in dry.collectives} == {"backward"}
+
+
+# Arithmetic
+
+def test_states_equal_the_prediction():
+    cases = [(strategy, config, precision, world_size)
+             for strategy in ("fully_shard", "DDP", "ZeRO-1") for config in (GPT, LLAMA)
+             for precision, world_size in (("fp32", 3), ("bf16", 7), ("mixed", 1))]
+    cases.append(("fully_shard", GPT, "mixed", 1000))  # more ranks than most tensors have rows
+    found = dry_runs(*[job(config, world_size, strategy, precision)
+                       for strategy, config, precision, world_size in cases])
+    names = {"ZeRO-1": "ZeroRedundancyOptimizer"}
+    for (strategy, config, precision, world_size), dry in zip(cases, found, strict=True):
+        predicted = shards.real_states(names.get(strategy, strategy), STATES[precision],
+                                       world_size, config.units)
+        assert dry.states == max(predicted, key=lambda states: states.total)
+        assert dry.parameters == config.parameters
+
+
+def test_70b_on_8_ranks():
+    dry = dryrun.fully_shard(LLAMA_70B, 8, sequence=4096, full=False, progress=False)
+    assert dry.states.total == pytest.approx(16 * LLAMA_70B.parameters / 8, rel=0.01)
+    assert (dry.count("all_gather"), dry.count("reduce_scatter")) == (161, 81)
+    end = next(phase.end for phase in dry.phases if phase.name == "forward")
+    kept = max(sample.bytes["activations"] for sample in dry.samples if sample.op <= end)
+    assert kept == pytest.approx(activations(LLAMA_70B, 1, 4096).total, rel=0.05)
+    assert (dry.blocks, dry.traced_blocks, dry.extrapolated) == (80, 5, True)
+    assert "5 of 80 blocks traced" in str(dry)
+
+
+def test_what_is_kept_for_backward_is_what_arithmetic_says():
+    config = replace(LLAMA_70B, layers=12, vocabulary=1000)
+    plain, again = dry_runs(*[job(config, checkpointing=checkpointing, full=False, sequence=4096,
+                                  batch=1) for checkpointing in (False, True)])
+    for dry, recompute in ((plain, "none"), (again, "full")):
+        begin = next(phase.start for phase in dry.phases if phase.name == "backward")
+        kept = [sample.bytes["activations"] for sample in dry.samples if sample.op <= begin][-1]
+        expected = activations(config, 1, 4096, recompute=recompute)
+        assert kept == pytest.approx(expected.total - expected.recomputed, rel=0.01)
+
+
+def test_a_collective_counts_what_a_ring_sends():
+    dry = dry_runs(job(GPT, precision="fp32", reshard_after_forward=True))[0]
+    assert dry.sent_bytes == pytest.approx(3 * 3 / 4 * 4 * GPT.parameters, rel=0.01)
+
+
+# A few blocks in place of all
+
+@pytest.mark.parametrize(("config", "more"), [
+    (replace(LLAMA, layers=8), {}), (replace(GPT, layers=7), {"checkpointing": True}),
+    (replace(GPT, layers=15), {"units": 2, "optimizer": torch.optim.SGD}),
+    (replace(GPT, layers=6), {"reshard_after_forward": False, "precision": "bf16"})],
+    ids=["Llama", "checkpointing", "pairs", "kept"])
+def test_few_blocks_stand_for_all(config, more):
+    whole, few = dry_runs(job(config, **more), job(config, full=False, **more))
+    assert few.traced_blocks < few.blocks == whole.traced_blocks == config.layers
+    assert few.samples == whole.samples
+    assert few.phases == whole.phases
+    assert few.collectives == whole.collectives
+    assert (few.states, few.parameters) == (whole.states, whole.parameters)
+
+
+def test_blocks_that_do_not_repeat_are_all_traced():
+    foreach = functools.partial(torch.optim.AdamW, foreach=True)
+    for more in ({"optimizer": foreach}, {"units": "root"},
+                 {"units": lambda model: list(model.blocks[4:])}):
+        dry, = dry_runs(job(replace(GPT, layers=6), full=False, **more))
+        assert (dry.traced_blocks, dry.blocks, dry.extrapolated) == (6, 6, False)
+        assert "traced in full" in str(dry)
+
+
+def test_an_optimizer_on_all_tensors_at_once_needs_more():
+    def most(dry):
+        begin = next(phase.start for phase in dry.phases if phase.name == "optimizer")
+        return max(sample.total for sample in dry.samples if sample.op > begin)
+
+    one, all_at_once = dry_runs(*[job(GPT, optimizer=functools.partial(
+        torch.optim.AdamW, foreach=foreach)) for foreach in (False, True)])
+    shard = one.states.parameters
+    assert most(all_at_once) - most(one) == pytest.approx(shard, rel=0.3)
+
+
+# A model of one's own
+
+def five_layers():
+    return nn.Sequential(*[nn.Linear(64, 64) for _ in range(5)])
+
+
+def rows():
+    return torch.zeros(32, 64)
+
+
+def all_but_the_head(model):
+    return list(model[:4])
+
+
+@pytest.mark.parametrize(("units", "reshard", "gathers", "reduces"), [
+    (all_but_the_head, True, 10, 5), (all_but_the_head, None, 9, 5),
+    (all_but_the_head, False, 5, 5), ("root", None, 1, 1), (nn.Linear, None, 10, 5),
+    (lambda model: [model[0], [model[1], model[2]]], None, 5, 3)])
+def test_gathers_of_a_policy(units, reshard, gathers, reduces):
+    dry = dryrun.fully_shard(five_layers, 4, inputs=rows, precision="fp32", units=units,
+                             reshard_after_forward=reshard, progress=False)
+    assert (dry.count("all_gather"), dry.count("reduce_scatter")) == (gathers, reduces)
+    assert dry.bytes("reduce_scatter") == 4 * dry.parameters
+
+
+def test_a_smaller_unit_needs_less_at_the_peak():
+    by_layer, root = (dryrun.fully_shard(five_layers, 4, inputs=rows, units=units, progress=False)
+                      for units in ("blocks", "root"))
+    gathered = [max(sample.bytes["gathered"] for sample in dry.samples)
+                for dry in (by_layer, root)]
+    assert gathered[0] == 2 * 65 * 64  # one layer
+    assert gathered[1] == 2 * root.parameters
+    assert by_layer.peak < root.peak
+
+
+# Clean, and clear
+
+def test_nothing_remains_in_this_process():
+    assert not dist.is_initialized()
+    threads = threading.active_count()
+    first, second = (dryrun.fully_shard(GPT, 3) for _ in range(2))
+    assert first.samples == second.samples
+    assert not dist.is_initialized()
+    assert threading.active_count() <= threads + 1  # tqdm's monitor stays
+    assert run(dist.get_world_size, 2) == [2, 2]
+
+
+def test_a_process_group_that_is_there_is_left_alone(tmp_path):
+    dist.init_process_group("gloo", rank=0, world_size=1,
+                            store=dist.FileStore(str(tmp_path / "store"), 1))
+    try:
+        dryrun.ddp(GPT, 5, progress=False)
+        assert (dist.get_world_size(), dist.get_backend()) == (1, "gloo")
+        dist.all_reduce(torch.ones(1))
+    finally:
+        dist.destroy_process_group()
+
+
+def test_an_interrupt_leaves_no_thread_behind(monkeypatch):
+    def interrupted(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("dplab.spawn.run", interrupted)
+    before = {thread.name for thread in threading.enumerate()}
+    with pytest.raises(KeyboardInterrupt):
+        dryrun.fully_shard(GPT, 3)
+    assert {thread.name for thread in threading.enumerate()} <= before
+
+
+class Sorter(nn.Module):
+    def __init__(self, question):
+        super().__init__()
+        self.layer, self.question = nn.Linear(64, 64), question
+
+    def forward(self, x):
+        x = self.layer(x)
+        if self.question == "item" and x.sum().item() > 0:
+            return -x
+        if self.question == "nonzero":
+            return x[x.nonzero()[:, 0]]
+        return x @ torch.ones(3, 3)
+
+
+@pytest.mark.parametrize(("question", "operator", "line"), [
+    ("item", "_local_scalar_dense", "x.sum().item()"), ("nonzero", "nonzero", "x.nonzero()")])
+@pytest.mark.parametrize("strategy", [dryrun.fully_shard, dryrun.ddp])
+def test_a_question_about_values_names_the_operator_and_the_line(strategy, question, operator,
+                                                                 line):
+    with pytest.raises(dryrun.UnsupportedOperator, match=operator) as caught:
+        strategy(lambda: Sorter(question), 4, inputs=rows, progress=False,
+                 **({"units": "root"} if strategy is dryrun.fully_shard else {}))
+    assert line in str(caught.value)
+    assert "test_dryrun.py" in str(caught.value)
+
+
+def test_what_the_model_raises_is_shown_as_on_any_rank():
+    with pytest.raises(RankError, match=r"test_dryrun\.py, in forward"):
+        dryrun.ddp(lambda: Sorter("shape"), 4, inputs=rows, progress=False)
+
+
+def heads_that_do_not_divide():
+    return dryrun.fully_shard(replace(GPT, heads=5), 4)
+
+
+@pytest.mark.parametrize(("call", "error", "words"), [
+    (heads_that_do_not_divide, ValueError, "5 heads do not divide"),
+    (lambda: dryrun.fully_shard(GPT, 0), ValueError, "world size is at least 1, not 0"),
+    (lambda: dryrun.ddp(GPT, 2.0), TypeError, "world size is an integer"),
+    (lambda: dryrun.zero_1(GPT, True), TypeError, "world size is an integer"),
+    (lambda: dryrun.fully_shard(GPT, 2, precision="fp8"), ValueError, "no precision 'fp8'"),
+    (lambda: dryrun.fully_shard(GPT, 2, reduce_dtype="fp16"), ValueError, "not 'fp16'"),
+    (lambda: dryrun.fully_shard(GPT, 2, units="layers"), ValueError, "blocks, root"),
+    (lambda: dryrun.fully_shard(GPT, 2, units=0), ValueError, "at least 1, not 0"),
+    (lambda: dryrun.fully_shard(GPT, 2, units=None), TypeError, "a class or a function"),
+    (lambda: dryrun.fully_shard(GPT, 2, reshard_after_forward="yes"), TypeError, "True, False"),
+    (lambda: dryrun.fully_shard(GPT, 2, batch=0), ValueError, "the batch is at least 1"),
+    (lambda: dryrun.fully_shard(GPT, 2, sequence=65), ValueError, "positions for 64"),
+    (lambda: dryrun.fully_shard(five_layers(), 2), TypeError, "makes an nn.Module"),
+    (lambda: dryrun.fully_shard(five_layers, 2), TypeError, "needs inputs"),
+    (lambda: dryrun.fully_shard(GPT, 2, inputs=rows), TypeError, "of your own"),
+    (lambda: dryrun.ddp(GPT, 2, optimizer="adam"), TypeError, "optimizer is a class"),
+    (lambda: dryrun.fully_shard(lambda: nn.Linear(64, 64), 2, inputs=rows), ValueError,
+     "no nn.ModuleList"),
+    (lambda: dryrun.fully_shard(five_layers, 2, inputs=rows, units=nn.Conv2d), ValueError,
+     "Conv2d"),
+])
+def test_bad_input_is_named(call, error, words):
+    with pytest.raises(error, match=words):
+        call()
