@@ -22,8 +22,8 @@ _HOME = {
     "ring_step": "ring",
     "memory_over_step": "sawtooth",
     "heat_maps": "gradient_maps",
-    "stepper": "slider",
-    "calculator": "calculator",
+    "stepper": "sliders",
+    "calculator": "sliders",
     "given": "tables",
     "table": "tables",
 }
