@@ -12,8 +12,8 @@ from dplab.measure import CallLog
 
 _SUM = "You summed and did not divide by the world size: every rank has to end with the mean."
 _TWICE = "You divided by the world size twice (`ReduceOp.AVG` divides already)."
-_COPIES = ("The means are right, but they stay in the bucket, which is a copy: write each part "
-           "back into its parameter's `.grad`.")
+_COPIES = ("Every rank still has its own gradients. What you reduce is a copy: fill the bucket "
+           "from `.grad`, and write each part of the result back into its parameter's `.grad`.")
 
 
 def _write_back(flat, bucket):
@@ -50,8 +50,13 @@ def average_in_buckets(model, bucket_bytes):
             parameter.grad.copy_(part.view_as(parameter))
 
 
-def _in_buckets(*, order=reversed, number_bytes=4, early=False, limit=None, flush=True,
-                reset=True, frozen=False, power=1, write=_write_back, source="grad"):
+def _write_first_part(flat, bucket):
+    for parameter in bucket:
+        parameter.grad.copy_(flat[:parameter.numel()].view_as(parameter))
+
+
+def _in_buckets(*, order=reversed, number_bytes=4, early=False, more=0, limit=None, flush=True,
+                reset=True, recount=True, frozen=False, power=1, write=_write_back, source="grad"):
     """Averages in buckets with one thing wrong; ``limit`` overrules the one that is given."""
 
     def attempt(model, bucket_bytes):
@@ -60,9 +65,9 @@ def _in_buckets(*, order=reversed, number_bytes=4, early=False, limit=None, flus
             if parameter.grad is None and not frozen:
                 continue
             nbytes = number_bytes * parameter.numel()
-            if bucket and (size + nbytes > most if early else size >= most):
+            if bucket and (size + nbytes > most if early else size >= most + more):
                 closed.append(list(bucket))
-                bucket, size = [] if reset else bucket, 0
+                bucket, size = [] if reset else bucket, 0 if recount else size
             bucket.append(parameter)
             size += nbytes
         if flush or size >= most:
@@ -107,6 +112,12 @@ class AverageInBuckets(Exercise):
                 "`bucket_bytes` counts bytes: a number has `element_size()` of them."),
         Mistake(_in_buckets(reset=False), "A bucket keeps its parameters after it was sent, so "
                 "they travel again with the next one: start an empty bucket."),
+        Mistake(_in_buckets(recount=False), "From the second bucket on, each gradient travels by "
+                "itself: set the count of bytes back to zero when a bucket is closed."),
+        Mistake(_in_buckets(more=1), "A bucket that holds exactly `bucket_bytes` is full, and you "
+                "go on filling it: close it at `>=`, not at `>`."),
+        Mistake(_in_buckets(write=_write_first_part), "Each parameter of a bucket gets the first "
+                "numbers of it: its part begins where the one before it ends."),
         Mistake(_in_buckets(power=0), _SUM),
         Mistake(_in_buckets(power=2), _TWICE),
         Mistake(_in_buckets(source="data"), "The bucket holds the parameters' values; what has to "
@@ -181,7 +192,7 @@ class OverlappedGradients:
         self.start_over()
 
 
-def _overlapped(*, launch="full", waits=False, power=1, reset=True, alone=False,
+def _overlapped(*, launch="full", waits=False, power=1, reset=True, clear=True, alone=False,
                 write=_write_back):
     """Overlapped gradients with one thing wrong; ``launch``: when a bucket leaves."""
 
@@ -213,7 +224,8 @@ def _overlapped(*, launch="full", waits=False, power=1, reset=True, alone=False,
             for bucket, flat, work in self.under_way:
                 work.wait()
                 write(flat, bucket)
-            self.under_way = []
+            if clear:
+                self.under_way = []
             if reset:
                 self.missing = list(map(len, self.buckets))
 
@@ -261,11 +273,15 @@ class OverlapGradients(Exercise):
         Mistake(_overlapped(launch="each"), "A bucket leaves before its last gradient is there: "
                 "another one's `.grad` is still None, or old. Count what is missing; and use "
                 "`register_post_accumulate_grad_hook`, since `register_hook` runs before `.grad` "
-                "is written."),
+                "is written. (A lambda in a loop sees the loop's last values: write "
+                "`lambda p, number=number: …`.)"),
         Mistake(_overlapped(alone=True), "Each gradient travels by itself as soon as it is there. "
                 "That overlaps, and pays a latency for each: one all-reduce for a bucket."),
         Mistake(_overlapped(reset=False), "The first step is right, the second is not: "
                 "`finish` has to set the counts of missing gradients back."),
+        Mistake(_overlapped(reset=False, clear=False), "In the second step nothing is launched, "
+                "and `finish` writes the first step's means again: it has to set the counts back, "
+                "and to empty the list of what is under way."),
         Mistake(_overlapped(power=2), _TWICE),
         Mistake(_overlapped(power=0), _SUM),
         Mistake(_overlapped(write=lambda *_: None), _COPIES),
@@ -373,10 +389,10 @@ def _one_after_another(ready, times):
     return free - ready[-1]
 
 
-def _predict(seconds=_ring, exposed=_one_after_another):
+def _predict(seconds=_ring, exposed=_one_after_another, returned=lambda *pair: pair):
     def attempt(buckets, world_size, bandwidth, latency):
         times = [seconds(world_size, nbytes, bandwidth, latency) for _, nbytes in buckets]
-        return sum(times), exposed([ready for ready, _ in buckets], times)
+        return returned(sum(times), exposed([ready for ready, _ in buckets], times))
 
     return attempt
 
@@ -422,19 +438,29 @@ class ExposedCommunication(Exercise):
         Mistake(_predict(lambda n, nbytes, bandwidth, latency: latency + nbytes / bandwidth),
                 "You took an all-reduce for one message. A ring all-reduce has 2(N-1) of them, "
                 "with n/N bytes each."),
+        Mistake(_predict(lambda n, nbytes, *link: _ring(n, nbytes / 2 * n / (n - 1), *link)),
+                "The bytes are counted once. In a ring each rank sends 2(N-1)/N times as many."),
+        Mistake(_predict(lambda *ring: _ring(*ring) / 2), "A ring all-reduce goes round twice: N-1 "
+                "messages to add up, and as many again to bring the sums to all ranks."),
+        Mistake(_predict(returned=lambda everything, exposed: (exposed, everything)),
+                "The order of the two numbers: all communication first, then the exposed part."),
+        Mistake(_predict(returned=lambda everything, exposed: (everything, everything - exposed)),
+                "What you return second is hidden. Exposed is the rest."),
     )
 
     def trial(self, attempt):
         facts = {}
         for number, case in enumerate(CASES, start=1):
             answer = attempt(list(case[0]), *case[1:])
-            pair = answer if isinstance(answer, tuple | list) else (answer, None)
-            facts |= _of_case(number, *pair)
-        return facts
+            if not isinstance(answer, tuple | list) or len(answer) != 2:
+                return {"the kind of answer": type(answer).__name__}
+            facts |= _of_case(number, *answer)
+        return {"the kind of answer": "two numbers"} | facts
 
     def expected(self, world_size):
-        return {fact: value for number, case in enumerate(CASES, start=1)
-                for fact, value in _of_case(number, *exposed_communication(*case)).items()}
+        return {"the kind of answer": "two numbers"} | {
+            fact: value for number, case in enumerate(CASES, start=1)
+            for fact, value in _of_case(number, *exposed_communication(*case)).items()}
 
 
 def _of_case(number, communication, exposed):
