@@ -13,6 +13,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.config
 from kernel import no_ranks_left
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
@@ -94,6 +95,15 @@ def test_classes_travel_by_value():
     points = run(work, 2, Point(5))
     assert all(isinstance(point, Point) for point in points)
     assert [point.x for point in points] == [5, 6]
+
+
+def test_modules_of_other_types_travel_by_name():
+    assert "torch.distributed.config" in sys.modules  # whose name `config` is enough to bring it
+
+    def work(config):
+        return torch.ops.aten.add.__name__, dist.get_rank() + config
+
+    assert run(work, 2, 5) == [("add", 5), ("add", 6)]
 
 
 def tensors():

@@ -4,8 +4,10 @@ Functions and classes of the notebook travel by value (cloudpickle), tensors as 
 CPU: a result that lay on a GPU comes back usable in a kernel without one.
 """
 
+import importlib
 import io
 import pickle
+import sys
 import types
 
 import cloudpickle
@@ -19,6 +21,9 @@ class _Pickler(cloudpickle.Pickler):
     def reducer_override(self, value):
         torch = _torch_of(value)
         if torch is None:
+            if type(value) is not types.ModuleType and _is_imported(value):
+                # torch.ops, torch.distributed.config: cloudpickle knows plain modules only
+                return importlib.import_module, (value.__name__,)
             return super().reducer_override(value)
         if type(value) not in (torch.Tensor, torch.nn.Parameter) or value.layout != torch.strided:
             return value.cpu().__reduce_ex__(4) if value.device.type != "cpu" else NotImplemented
@@ -33,10 +38,12 @@ class _Pickler(cloudpickle.Pickler):
 
 def _torch_of(value):
     """The torch module if ``value`` is a tensor, else None, without importing torch."""
-    import sys
-
     torch = sys.modules.get("torch")
     return torch if torch is not None and isinstance(value, torch.Tensor) else None
+
+
+def _is_imported(value):
+    return isinstance(value, types.ModuleType) and sys.modules.get(value.__name__) is value
 
 
 def _tensor(raw, dtype, shape, requires_grad, is_parameter):
