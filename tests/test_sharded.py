@@ -567,7 +567,7 @@ def test_of_whole_gradients_there_are_few_buckets_at_a_time():
 # --- bytes ----------------------------------------------------------------------------------------
 
 def metered(kind):
-    """Bytes per rank of one step, as a multiple of the model's; the least of three tries."""
+    """Bytes per rank of one step, as a multiple of the model's; the least of five tries."""
     sizes = (1024, 1025, 1023, 1024, 1026)
     module = nn.Sequential(*[nn.Linear(a, b) for a, b in itertools.pairwise(sizes)])
     size = 4 * sum(p.numel() for p in module.parameters())
@@ -585,7 +585,7 @@ def metered(kind):
         model = FullyShardedModel(module, param_dtype=torch.bfloat16 if "bf16" in kind else None)
         optimizer = torch.optim.SGD(model.parameters(), **options)
     x, sent = torch.randn(4, 1024), []
-    for _ in range(4):
+    for _ in range(6):
         optimizer.zero_grad()
         with WireMeter() as wire:
             model(x).float().square().mean().backward()
