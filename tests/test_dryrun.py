@@ -113,7 +113,7 @@ def real_step(strategy, config, precision, units, reshard):
         F.cross_entropy(wrapped(tokens).flatten(0, 1).float(), targets.flatten()).backward()
         optimizer.step()
 
-    for _ in range(2):
+    for _ in range(1 if strategy == "fully_shard" else 2):  # DDP's buckets change after the first
         step()
         optimizer.zero_grad()
     found = []
@@ -213,7 +213,8 @@ def test_ddp_averages_every_gradient_once():
 
 def test_states_equal_the_prediction():
     cases = [(strategy, config, precision, world_size)
-             for strategy in ("fully_shard", "DDP", "ZeRO-1") for config in (GPT, LLAMA)
+             for strategy in ("fully_shard", "DDP", "ZeRO-1")
+             for config in (replace(GPT, layers=1), replace(LLAMA, layers=1))
              for precision, world_size in (("fp32", 3), ("bf16", 7), ("mixed", 1))]
     cases.append(("fully_shard", GPT, "mixed", 1000))  # more ranks than most tensors have rows
     found = dry_runs(*[job(config, world_size, strategy, precision)
@@ -271,9 +272,9 @@ def test_few_blocks_stand_for_all(config, more):
 
 def test_blocks_that_do_not_repeat_are_all_traced():
     foreach = functools.partial(torch.optim.AdamW, foreach=True)
-    for more in ({"optimizer": foreach}, {"units": "root"},
-                 {"units": lambda model: list(model.blocks[4:])}):
-        dry, = dry_runs(job(replace(GPT, layers=6), full=False, **more))
+    variants = ({"optimizer": foreach}, {"units": "root"},
+                {"units": lambda model: list(model.blocks[4:])})
+    for dry in dry_runs(*[job(replace(GPT, layers=6), full=False, **more) for more in variants]):
         assert (dry.traced_blocks, dry.blocks, dry.extrapolated) == (6, 6, False)
         assert "traced in full" in str(dry)
 

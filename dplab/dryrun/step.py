@@ -149,7 +149,7 @@ class Run:
 
     def _sharded(self):
         """The model under `fully_shard`, and its optimizer with state."""
-        self._model._get_fsdp_state()._lazy_init()  # it may pad the shards anew
+        self._model._get_fsdp_state()._lazy_init()  # which else is a part of the first step
         for module in self._model.modules():
             if isinstance(module, FSDPModule):
                 module.register_forward_pre_hook(self._mark_gathered)
