@@ -36,11 +36,11 @@ _FIT_BYTES = [64 * 2**10 * 4**power for power in range(5)]
 
 
 def add_arguments(parser):
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 3, 4], help="default 2 3 4")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="default 2 4")
     parser.add_argument("--buckets", type=float, nargs="+", default=[1, 4, 100], metavar="MIB",
                         help="default 1 4 100")
-    parser.add_argument("--blocks", type=int, default=5,
-                        help="each times the layers and the steps, in turn (default 5)")
+    parser.add_argument("--blocks", type=int, default=2,
+                        help="each times the layers and the steps, in turn (default 2)")
     parser.add_argument("--save", action="store_true",
                         help=f"write {RESULTS.name}, which chapter 06 shows")
 
