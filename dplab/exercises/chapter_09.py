@@ -1,0 +1,478 @@
+"""Exercises of chapter 09: FSDP."""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from dplab.exercises.compare import COMMUNICATED, AtMost
+from dplab.exercises.exercise import Exercise, Mistake
+from dplab.exercises.units import BLOCKS, Network, bytes_beyond_shards, dry_run_of
+from dplab.measure import CallLog, MemoryTimeline
+from dplab.spawn import RankError
+
+# 9.1
+
+WIDTHS = (37, 41, 38, 40, 39, 41, 37, 40, 38)
+LAYERS = len(WIDTHS) - 1
+MOST_LAYERS = 5  # held whole at once; gathering as a list of parts and then joining takes three
+HELD = "layers whose whole parameters were held at once"
+
+
+def forward_of_shards(shards, shapes, x):
+    for shard, (rows, columns) in zip(shards, shapes, strict=True):
+        whole = shard.new_empty(dist.get_world_size() * shard.numel())
+        dist.all_gather_single(whole, shard)
+        weight = whole[: rows * columns].view(rows, columns)
+        bias = whole[rows * columns :][:rows]
+        x = torch.tanh(x @ weight.T + bias)
+        del whole, weight, bias
+    return x
+
+
+def _layer_of(whole, x, rows, columns):
+    weight, bias = whole[: rows * columns].view(rows, columns), whole[rows * columns :][:rows]
+    return torch.tanh(x @ weight.T + bias)
+
+
+def _gather(shard):
+    whole = shard.new_empty(dist.get_world_size() * shard.numel())
+    dist.all_gather_single(whole, shard)
+    return whole
+
+
+def _forward(gather=_gather, layer=_layer_of, keep=False):
+    """The forward with one thing wrong."""
+
+    def attempt(shards, shapes, x):
+        kept = []
+        for shard, shape in zip(shards, shapes, strict=True):
+            whole = gather(shard)
+            if keep:
+                kept.append(whole)
+            x = layer(whole, x, *shape)
+        return x
+
+    return attempt
+
+
+def _all_at_once(shards, shapes, x):
+    whole = _gather(torch.cat(shards)).view(dist.get_world_size(), -1)
+    parts = whole.split([shard.numel() for shard in shards], dim=1)
+    for part, shape in zip(parts, shapes, strict=True):
+        x = _layer_of(part.flatten(), x, *shape)
+    return x
+
+
+def _interleaved(shard):
+    return _gather(shard).view(dist.get_world_size(), -1).T.flatten()
+
+
+def _of_rank_0(shard):
+    copy = shard.clone()
+    dist.broadcast(copy, src=0)
+    return copy.repeat(dist.get_world_size())
+
+
+def _by_broadcasts(shard):
+    parts = [torch.empty_like(shard) for _ in range(dist.get_world_size())]
+    parts[dist.get_rank()] = shard.clone()
+    for source, part in enumerate(parts):
+        dist.broadcast(part, src=source)
+    return torch.cat(parts)
+
+
+def _by_all_reduce(shard):
+    whole = shard.new_zeros(dist.get_world_size(), shard.numel())
+    whole[dist.get_rank()] = shard
+    dist.all_reduce(whole)
+    return whole.flatten()
+
+
+def _bias_at_end(whole, x, rows, columns):
+    return torch.tanh(x @ whole[: rows * columns].view(rows, columns).T + whole[-rows:])
+
+
+def _without_bias(whole, x, rows, columns):
+    return torch.tanh(x @ whole[: rows * columns].view(rows, columns).T)
+
+
+class ForwardOfShards(Exercise):
+    id = "9.1"
+    title = "Gather, use, free"
+    name = "forward_of_shards"
+    minutes = 20
+    hints = (
+        "One loop over the layers. Each turn gathers the layer, computes, and lets go of what it "
+        "gathered before the next turn needs its place.",
+        "`whole = shard.new_empty(world_size * shard.numel())` and "
+        "`dist.all_gather_single(whole, shard)` put the ranks' shards side by side, in rank order.",
+        "`whole[: rows * columns].view(rows, columns)` is the weight, the next `rows` numbers are "
+        "the bias, and the rest is padding. Memory is free when no name holds the tensor: `del`, "
+        "or assign something else to the name.",
+    )
+    solution = staticmethod(forward_of_shards)
+    mistakes = (
+        Mistake(_all_at_once, "You gather all layers with one collective: for a while every rank "
+                "holds the whole model, and nothing was gained. Gather inside the loop, one layer "
+                "at a time."),
+        Mistake(_forward(keep=True), "You gather layer by layer, and something keeps what was "
+                "gathered (a list, a dict), so that in the end the whole model is there. Let go "
+                "of each layer after its use."),
+        Mistake(_forward(_interleaved), "You mixed the ranks' shards element by element. A shard "
+                "is a contiguous part: the whole is rank 0's shard, then rank 1's, and so on."),
+        Mistake(_forward(lambda shard: shard.repeat(dist.get_world_size())), "You fill the layer "
+                "with copies of this rank's own shard: the others have to be gathered."),
+        Mistake(_forward(_of_rank_0), "You broadcast rank 0's shard, and use it for all. Each rank "
+                "has another part of the layer: gather them."),
+        Mistake(_forward(_by_broadcasts), "You broadcast each rank's shard by itself: that is N "
+                "collectives for a layer, where one all-gather does it."),
+        Mistake(_forward(_by_all_reduce), "You put the shard into a tensor of zeros and sum over "
+                "the ranks. That is right, and moves twice the bytes of an all-gather, half of "
+                "them zeros."),
+        Mistake(_forward(layer=_bias_at_end), "You take the bias from the end of the flat tensor, "
+                "where the padding is. It begins right behind the weight."),
+        Mistake(_forward(layer=_without_bias), "The bias is missing: it lies behind the weight in "
+                "the same flat tensor."),
+    )
+
+    def trial(self, attempt):
+        wholes, shapes = _layers()
+        shards = nn.ParameterList(
+            nn.Parameter(_shard_of(whole), requires_grad=False) for whole in wholes)
+        x = _input(dist.get_rank())
+        with CallLog() as log, MemoryTimeline(shards) as memory, torch.no_grad():
+            output = attempt([shard.data for shard in shards], shapes, x)
+        held = max(sample.total - sample.bytes["parameters"] for sample in memory.samples)
+        layers = held / max(4 * whole.numel() for whole in wholes)
+        calls = [call for call in log.calls if not call.is_point_to_point]
+        return {"the output": output, "the number of collectives": len(calls),
+                "the bytes that a rank hands to one collective":
+                    max((call.bytes for call in calls), default=0),
+                HELD: f"at most {MOST_LAYERS}" if layers < MOST_LAYERS + 0.5 else f"all {LAYERS}"}
+
+    def expected(self, world_size):
+        wholes, shapes = _layers()
+        largest = max(-(-whole.numel() // world_size) for whole in wholes)
+        facts = {"the number of collectives": AtMost(LAYERS, "one all-gather for each layer"),
+                 "the bytes that a rank hands to one collective":
+                     AtMost(4 * largest, "that is more than its shard of the largest layer"),
+                 HELD: f"at most {MOST_LAYERS}"}
+        found = []
+        for rank in range(world_size):
+            x = _input(rank)
+            for whole, shape in zip(wholes, shapes, strict=True):
+                x = _layer_of(whole, x, *shape)
+            found.append({"the output": x, **facts})
+        return found
+
+
+def _layers():
+    """Each layer's flat parameters, weight and then bias, and the weight's shape."""
+    generator = torch.Generator().manual_seed(9)
+    shapes = list(zip(WIDTHS[1:], WIDTHS[:-1], strict=True))
+    return [torch.randn(rows * columns + rows, generator=generator) / 5
+            for rows, columns in shapes], shapes
+
+
+def _shard_of(whole):
+    """This rank's part of it, padded at the end with what must not be used."""
+    size = -(-whole.numel() // dist.get_world_size())
+    padded = torch.cat([whole, torch.full((size * dist.get_world_size() - whole.numel(),), 7.0)])
+    return padded[dist.get_rank() * size :][:size].clone()
+
+
+def _input(rank):
+    return torch.randn(3, WIDTHS[0], generator=torch.Generator().manual_seed(rank))
+
+
+# 9.2
+
+BYTES_BEYOND_SHARDS, MOST_COLLECTIVES = 5_500_000, 15
+
+
+def choose_units(model):
+    pairs = [list(pair) for pair in zip(model.blocks[::2], model.blocks[1::2], strict=True)]
+    return [model.embedding, *pairs, [model.norm, model.head]]
+
+
+def _groups(model, size):
+    return [list(model.blocks[first : first + size]) for first in range(0, BLOCKS, size)]
+
+
+def _ends_at_root(size):
+    return lambda model: _groups(model, size)
+
+
+def _with_ends(size):
+    return lambda model: [model.embedding, *_groups(model, size), [model.norm, model.head]]
+
+
+_ENDS = ("The embedding and the head are left to the root. What the root owns is gathered when the "
+         "step begins and stays until the end of backward: make units of them.")
+
+
+class ChooseUnits(Exercise):
+    id = "9.2"
+    title = "Units that fit"
+    name = "choose_units"
+    minutes = 25
+    communicates = False
+    hints = (
+        "Start with `list(model.blocks)`, look at the peak and at the collectives, and ask of "
+        "each parameter: when is it gathered, and when freed?",
+        "What no unit holds belongs to the root, which keeps it for the whole of forward and "
+        "backward. Here these are the two largest tensors of the model.",
+        "Each unit costs two all-gathers and a reduce-scatter, so 15 collectives are five units. "
+        "A list of modules inside your list is one unit: `[model.norm, model.head]`.",
+    )
+    solution = staticmethod(choose_units)
+    mistakes = (
+        Mistake(lambda model: [], "You return no unit, so the root is the only one: the whole "
+                "model is gathered at once."),
+        Mistake(lambda model: [model], "The model itself is the root, which is wrapped anyway: "
+                "the whole model is gathered at once. Return submodules."),
+        *(Mistake(_ends_at_root(size), _ENDS) for size in (1, 2, 3)),
+        Mistake(lambda model: [model.embedding, *_groups(model, 2)], "The head is left to the "
+                "root, which keeps it gathered from the head's forward to the end of backward."),
+        Mistake(lambda model: [*_groups(model, 2), [model.norm, model.head]], "The embedding is "
+                "left to the root, which keeps it gathered for the whole step."),
+        Mistake(lambda model: [[model.embedding, model.norm, model.head], *_groups(model, 2)],
+                "The embedding and the head are one unit: the first and the last that the step "
+                "needs, so they stay gathered in between. Make two units of them."),
+        Mistake(lambda model: [*_groups(model, 2), model.embedding, model.head],
+                "The norm is left to the root: 256 numbers, and two collectives more. Put it "
+                "together with the head."),
+        Mistake(_with_ends(1), "It fits, with more collectives than allowed: each block is a unit, "
+                "although two of them together still fit."),
+        Mistake(_with_ends(3), "Units of three blocks are too large: for a moment, two neighbours "
+                "are whole at the same time."),
+        Mistake(_with_ends(6), "All blocks are one unit: most of the model is gathered at once."),
+        Mistake(lambda model: [model.embedding, model.blocks, [model.norm, model.head]],
+                "`model.blocks` is an `nn.ModuleList`, whose forward nobody calls, so there is no "
+                "moment at which to gather it. Return its elements, or lists of them."),
+        Mistake(lambda model: [m for m in model.modules() if isinstance(m, nn.Linear)],
+                "Every Linear is a unit: it may fit, and costs far more collectives than allowed, "
+                "while the embedding stays with the root."),
+    )
+
+    def __init__(self):
+        super().__init__()
+        with torch.device("meta"):
+            self._model = Network()
+
+    def _observe(self, attempt, world_size):
+        """The facts of a dry run; on one rank there is nothing to shard."""
+        if world_size == 1:
+            return [{COMMUNICATED: False}]
+        units = attempt if self._parts(attempt) != [] else "root"
+        try:
+            found = dry_run_of(units, world_size)
+        except RankError as error:
+            return error
+        except ValueError as error:
+            facts = {"the units": str(error)}
+        else:
+            facts = {"the units": "wrapped",
+                     "bytes beyond the rank's shards, at the peak": bytes_beyond_shards(found),
+                     "the number of collectives": found.count()}
+        return [{**facts, COMMUNICATED: False}] * world_size
+
+    def expected(self, world_size):
+        if world_size == 1:
+            return {}
+        return {"the units": "wrapped",
+                "bytes beyond the rank's shards, at the peak":
+                    AtMost(BYTES_BEYOND_SHARDS, "too much is whole at the same time"),
+                "the number of collectives": AtMost(MOST_COLLECTIVES, "the units are too many")}
+
+    def _alike(self, mistakes, got, expected, world_size):
+        """Those with the same units, which have the same dry run."""
+        return [mistake for mistake in mistakes
+                if self._attempted is not None and self._parts(mistake.attempt) == self._attempted]
+
+    def _diagnose(self, attempt, *arguments):
+        self._attempted = self._parts(attempt)
+        return super()._diagnose(attempt, *arguments)
+
+    def _parts(self, attempt):
+        """Each unit's parameters, sorted: what makes two policies the same. None if there is no
+        telling, and [] for no units.
+        """
+        names = {parameter: name for name, parameter in self._model.named_parameters()}
+        try:
+            units = [unit if isinstance(unit, list) else [unit] for unit in attempt(self._model)]
+            return sorted(
+                (any(isinstance(module, nn.ModuleList | Network) for module in unit),
+                 sorted(names[each] for module in unit for each in module.parameters()))
+                for unit in units)
+        except Exception:
+            return None
+
+
+# 9.3
+
+
+def clip_by_global_norm(parameters, max_norm):
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    squares = torch.zeros(())
+    for gradient in gradients:
+        squares += gradient.square().sum()
+    dist.all_reduce(squares)
+    norm = squares.sqrt()
+    scale = min(1.0, max_norm / (norm.item() + 1e-6))  # or divide by zero where all is zero
+    for gradient in gradients:
+        gradient.mul_(scale)
+    return norm
+
+
+def _clip(total, scale=lambda norm, limit: min(1.0, limit / (norm + 1e-6)),
+          whose=lambda gradient: gradient):
+    """Clipping with one thing wrong; ``total`` makes the norm from the gradients."""
+
+    def attempt(parameters, max_norm):
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        norm = total(gradients)
+        for gradient in gradients:
+            whose(gradient).mul_(scale(norm.item(), max_norm))
+        return norm
+
+    return attempt
+
+
+def _squares(gradients):
+    return sum((gradient.square().sum() for gradient in gradients), torch.zeros(()))
+
+
+def _reduced(tensor, op=dist.ReduceOp.SUM):
+    dist.all_reduce(tensor, op=op)
+    return tensor
+
+
+def _global_norm(gradients):
+    return _reduced(_squares(gradients)).sqrt()
+
+
+def _own_norm(gradients):
+    return _squares(gradients).sqrt()
+
+
+def _one_call_each(gradients):
+    return sum((_reduced(gradient.square().sum()) for gradient in gradients),
+               torch.zeros(())).sqrt()
+
+
+def _each_alone(parameters, max_norm):
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    squares = _reduced(torch.stack([gradient.square().sum() for gradient in gradients]))
+    for gradient, norm in zip(gradients, squares.sqrt(), strict=True):
+        gradient.mul_(min(1.0, max_norm / max(norm.item(), 1e-12)))
+    return squares.sum().sqrt()
+
+
+def _skips_where_empty(parameters, max_norm):
+    gradients = [parameter.grad for parameter in parameters
+                 if parameter.grad is not None and parameter.grad.numel()]
+    if not gradients:
+        return torch.zeros(())
+    return clip_by_global_norm(parameters, max_norm)
+
+
+_NO_SUM = ("You used the norm of this rank's own shards, as torch's `clip_grad_norm_` does on "
+           "plain tensors. Every rank then scales by another number: sum the squares over the "
+           "ranks.")
+
+
+class ClipByGlobalNorm(Exercise):
+    id = "9.3"
+    title = "Clip sharded gradients by their global norm"
+    name = "clip_by_global_norm"
+    minutes = 15
+    tolerance = 1e-4
+    hints = (
+        "The norm of a vector in pieces: the square root of the sum of all squares, whoever holds "
+        "them. Norms themselves do not add up.",
+        "Add the squares of all your shards to one number, all-reduce that, and take the root.",
+        "The scale is `max_norm / norm`, but never more than 1. A rank whose shards are empty "
+        "still takes part in the all-reduce, with a zero.",
+    )
+    solution = staticmethod(clip_by_global_norm)
+    mistakes = (
+        Mistake(_clip(_own_norm), _NO_SUM),
+        Mistake(nn.utils.clip_grad_norm_, _NO_SUM),
+        Mistake(_clip(lambda each: _reduced(_own_norm(each))), "You summed the ranks' norms. Norms "
+                "do not add up, their squares do: all-reduce the sum of squares, then take the "
+                "root."),
+        Mistake(_clip(lambda each: _reduced(_own_norm(each)) / dist.get_world_size()),
+                "You averaged the ranks' norms. Each is that of a part alone; the squares of the "
+                "parts add up to the square of the whole."),
+        Mistake(_clip(lambda each: _reduced(_own_norm(each), dist.ReduceOp.MAX)),
+                "You took the largest of the ranks' norms. The whole is longer than each of its "
+                "parts: sum the squares."),
+        Mistake(_clip(lambda each: _reduced(_squares(each))), "The root is missing: you used the "
+                "sum of squares as the norm."),
+        Mistake(_clip(lambda each: (_reduced(_squares(each)) / dist.get_world_size()).sqrt()),
+                "You divided the sum of squares by the world size. The shards are parts of one "
+                "gradient, not copies of it: nothing is to be averaged."),
+        Mistake(_each_alone, "You clip each tensor by its own norm, which changes the gradient's "
+                "direction. All are scaled by one number."),
+        Mistake(_clip(_one_call_each), "You all-reduce once for each tensor. Add the squares of "
+                "all tensors first: one number, one collective."),
+        Mistake(_clip(_global_norm, scale=lambda norm, limit: limit / norm), "You scale up, too, "
+                "where the norm is below `max_norm`. The scale is at most 1."),
+        Mistake(_clip(_global_norm, whose=torch.clone), "You scale copies: the gradients "
+                "themselves stay as they were. `mul_` works in place."),
+        Mistake(_skips_where_empty, "A rank whose shards are all empty does not take part, and the "
+                "others wait for it. It contributes a zero.", hangs=True),
+    )
+
+    def trial(self, attempt):
+        facts = {}
+        for name, sizes, factor, max_norm in CASES:
+            parameters = [nn.Parameter(torch.zeros_like(shard)) for shard in _shards(sizes, factor)]
+            for parameter, gradient in zip(parameters, _shards(sizes, factor), strict=True):
+                parameter.grad = gradient
+            frozen = nn.Parameter(torch.ones(3), requires_grad=False)
+            with CallLog() as log:
+                norm = attempt([frozen, *parameters], max_norm)
+            facts |= _of_case(name, norm if norm is None else float(norm),
+                              torch.cat([each.grad for each in parameters]),
+                              log.count(), max((call.bytes for call in log.calls), default=0))
+        return facts
+
+    def expected(self, world_size):
+        found = [{} for _ in range(world_size)]
+        for name, sizes, factor, max_norm in CASES:
+            norm = torch.cat(_wholes(sizes, factor)).norm().item()
+            for rank, facts in enumerate(found):
+                shards = torch.cat(_shards(sizes, factor, rank, world_size))
+                facts |= _of_case(name, norm, shards * min(1.0, max_norm / norm),
+                                  AtMost(1, "one number is all that has to be summed"),
+                                  AtMost(8, "a number has 8 bytes at most"))
+        return found
+
+
+CASES = (("a norm above max_norm", (7, 11, 2, 5), 3.0, 1.0),
+         ("a norm below max_norm", (7, 11, 2, 5), 0.1, 5.0),
+         ("a gradient of two numbers", (2,), 2.0, 1.0))
+
+
+def _of_case(name, norm, gradients, calls, nbytes):
+    return {f"{name}: what it returns": norm, f"{name}: the rank's gradients": gradients,
+            f"{name}: the number of collectives": calls,
+            f"{name}: the bytes of the largest": nbytes}
+
+
+def _wholes(sizes, factor):
+    generator = torch.Generator().manual_seed(5)
+    return [factor * torch.randn(size, generator=generator) for size in sizes]
+
+
+def _shards(sizes, factor, rank=None, world_size=None):
+    """The rank's part of each gradient, cut along it into equal parts, the last ones shorter."""
+    rank = dist.get_rank() if rank is None else rank
+    world_size = dist.get_world_size() if world_size is None else world_size
+    return [whole[-(-len(whole) // world_size) * rank :][: -(-len(whole) // world_size)].clone()
+            for whole in _wholes(sizes, factor)]
+
+
+EXERCISES = (ForwardOfShards, ChooseUnits, ClipByGlobalNorm)
