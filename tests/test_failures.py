@@ -83,21 +83,21 @@ def test_the_first_of_several_errors_is_the_headline(ranks, tmp_path):
 
 
 ABSENT_PEERS = {
-    "send": (lambda: dist.send(torch.ones(3), dist.get_world_size()), "send to rank {ranks}"),
-    "isend": (lambda: dist.isend(torch.ones(3), -1), "send to rank -1"),
-    "recv": (lambda: dist.recv(torch.ones(3), dist.get_world_size()), "recv from rank {ranks}"),
-    "batch": (lambda: dist.batch_isend_irecv([dist.P2POp(dist.irecv, torch.ones(3), -1)]),
-              "recv from rank -1"),
+    "send": (lambda: dist.send(torch.ones(3), dist.get_world_size()), "{ranks}"),
+    "isend": (lambda: dist.isend(torch.ones(3), -1), "-1"),
+    "recv": (lambda: dist.recv(torch.ones(3), dist.get_world_size()), "{ranks}"),
+    "batch": (lambda: dist.batch_isend_irecv([dist.P2POp(dist.irecv, torch.ones(3), -1)]), "-1"),
 }
 
 
 @both_sizes
 @pytest.mark.parametrize("how", ABSENT_PEERS)
 def test_a_peer_that_does_not_exist_is_refused(ranks, how):
-    call, says = ABSENT_PEERS[how]
+    call, absent = ABSENT_PEERS[how]
     error = failure(call, ranks)
     assert error.kind == "raised"
-    assert f"{says.format(ranks=ranks)}: the ranks of this group are 0 to {ranks - 1}" in str(error)
+    assert (f"there is no rank {absent.format(ranks=ranks)} to send to or to receive from: the "
+            f"ranks of this group are 0 to {ranks - 1}") in str(error)
 
 
 DEATHS = {

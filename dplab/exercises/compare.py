@@ -93,7 +93,7 @@ def _alike(expected, mine, theirs, tolerance):
 
 def _headline(error):
     """What happened, without numbers and shapes: those are the attempt's own."""
-    return re.sub(r" of \w+\[[^]]*\]|\d+", "", str(error).split("\n\n")[0])
+    return re.sub(r" of \w+\[[^]]*\]|-?\d+", "", str(error).split("\n\n")[0])
 
 
 def _note(expected, got):

@@ -262,7 +262,7 @@ def recorded(original, operation, own):
         options = args[-1] if args else kwargs.get("opts")
         point_to_point = operation in ("send", "recv")
         if point_to_point:
-            _refuse_absent_peer(group, operation, args)
+            _refuse_absent_peer(group, args)
         noted = recorder.record(
             group, operation,
             tensors_in(args[own]) if own is not None and len(args) > own else [],
@@ -301,11 +301,11 @@ def _peer(args):
     return args[1] if len(args) > 2 else -1  # -1: recv from any rank
 
 
-def _refuse_absent_peer(group, operation, args):
+def _refuse_absent_peer(group, args):
     """gloo would hang, or take the process with it."""
     if len(args) > 2 and args[1] not in range(group.size()):
-        raise ValueError(f"{operation} {'to' if operation == 'send' else 'from'} rank {args[1]}: "
-                         f"the ranks of this group are 0 to {group.size() - 1}")
+        raise ValueError(f"there is no rank {args[1]} to send to or to receive from: the ranks of "
+                         f"this group are 0 to {group.size() - 1}")
 
 
 _LIBRARIES = tuple(os.path.join(folder, "") for folder in (
