@@ -233,7 +233,7 @@ class ChooseUnits(Exercise):
                 "the whole model is gathered at once. Return submodules."),
         *(Mistake(_ends_at_root(size), _ENDS) for size in (1, 2, 3)),
         Mistake(lambda model: [model.embedding, *_groups(model, 2)], "The head is left to the "
-                "root, which keeps it gathered from the head's forward to the end of backward."),
+                "root, which gathers it when the step begins and keeps it to the end of backward."),
         Mistake(lambda model: [*_groups(model, 2), [model.norm, model.head]], "The embedding is "
                 "left to the root, which keeps it gathered for the whole step."),
         Mistake(lambda model: [[model.embedding, model.norm, model.head], *_groups(model, 2)],
@@ -447,7 +447,7 @@ class ClipByGlobalNorm(Exercise):
                 shards = torch.cat(_shards(sizes, factor, rank, world_size))
                 facts |= _of_case(name, norm, shards * min(1.0, max_norm / norm),
                                   AtMost(1, "one number is all that has to be summed"),
-                                  AtMost(8, "a number has 8 bytes at most"))
+                                  AtMost(8 * len(sizes), "a number has 8 bytes at most"))
         return found
 
 
