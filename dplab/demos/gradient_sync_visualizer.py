@@ -296,6 +296,8 @@ def parse(argv):
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message):
+        if not prints():
+            time.sleep(60)  # a rank that left first would have torchrun end rank 0 before it speaks
         self.exit(2, f"{self.prog}: {message}\n")
 
 
