@@ -13,7 +13,8 @@ from torch import nn
 
 from dplab.dryrun.report import DryRun
 from dplab.dryrun.units import POLICIES
-from dplab.predict.transformer import Transformer, whole
+from dplab.predict.checks import one_of, whole
+from dplab.predict.transformer import Transformer
 
 PRECISIONS = ("fp32", "mixed", "bf16")
 
@@ -59,7 +60,7 @@ def fully_shard(model: Transformer | Callable[[], nn.Module], world_size: int, *
         raise TypeError(f"reshard_after_forward is True, False or None, "
                         f"not {reshard_after_forward!r}")
     if isinstance(units, str):
-        _one_of(units, POLICIES, "units")
+        one_of(units, POLICIES, "units")
     elif isinstance(units, Integral):
         units = whole(units, "units, a number of blocks,")
     elif not callable(units) and not isinstance(units, tuple):
@@ -94,7 +95,7 @@ def zero_1(model: Transformer | Callable[[], nn.Module], world_size: int, *, bat
 def _run(strategy, model, world_size, batch, sequence, precision, checkpointing, optimizer,
          inputs, loss, progress, **more):
     world_size = whole(world_size, "the world size")
-    _one_of(precision, PRECISIONS, "precision")
+    one_of(precision, PRECISIONS, "precision")
     if isinstance(model, Transformer):
         if inputs is not None or loss is not None:
             raise TypeError("inputs and loss are for a model of your own, not for a configuration")
@@ -122,11 +123,6 @@ def _run(strategy, model, world_size, batch, sequence, precision, checkpointing,
     if isinstance(result, Exception):
         raise result
     return result
-
-
-def _one_of(value, allowed, name):
-    if value not in allowed:
-        raise ValueError(f"no {name} {value!r}; there are {', '.join(allowed)}")
 
 
 @contextmanager

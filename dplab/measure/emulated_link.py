@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from dplab.predict import catalogue, cost
+from dplab.predict.checks import one_of
 from dplab.spawn import calls
 
 ALGORITHMS = {
@@ -53,7 +54,7 @@ class EmulatedLink:
     @classmethod
     def of(cls, name: str) -> "EmulatedLink":
         """A published link, by its name in `predict.catalogue.LINKS`, such as "400 Gb/s"."""
-        link = _find(catalogue.LINKS, name, "link")
+        link = catalogue.LINKS[one_of(name, catalogue.LINKS, "link")]
         return cls(link.bandwidth, link.latency, name)
 
     @classmethod
@@ -64,7 +65,7 @@ class EmulatedLink:
         second takes ``gpu.bf16_flops / flops`` seconds here, and communication is slowed as much:
         their ratio is that of the GPU and its link.
         """
-        slower = _find(catalogue.GPUS, gpu, "GPU").bf16_flops / flops
+        slower = catalogue.GPUS[one_of(gpu, catalogue.GPUS, "GPU")].bf16_flops / flops
         real = cls.of(link)
         return cls(real.bandwidth / slower, real.latency * slower,
                    f"{link} at {gpu}, scaled to this machine")
@@ -239,9 +240,3 @@ def _emulated(method, operation, own):
 for _method, (_operation, _own) in {**calls.COLLECTIVES, **calls.POINT_TO_POINT}.items():
     if hasattr(dist.ProcessGroup, _method):
         setattr(_EmulatedGroup, _method, _emulated(_method, _operation, _own))
-
-
-def _find(table, name, kind):
-    if name not in table:
-        raise ValueError(f"no {kind} {name!r}; there are {', '.join(table)}")
-    return table[name]

@@ -11,7 +11,8 @@ Source: V. Korthikanti et al., "Reducing activation recomputation in large trans
 
 from dataclasses import dataclass
 
-from dplab.predict.transformer import Transformer, whole
+from dplab.predict.checks import one_of, whole
+from dplab.predict.transformer import Transformer
 
 RECOMPUTE = {
     "none": "all is kept",
@@ -51,8 +52,7 @@ def activations(model: Transformer, batch: int, sequence: int, *, element: int =
     on scores, attention and feed-forward, as in GPT-2. Raises ValueError for an unknown
     ``recompute``, and for a sequence longer than the learned positions.
     """
-    if recompute not in RECOMPUTE:
-        raise ValueError(f"no recompute {recompute!r}; there are {', '.join(RECOMPUTE)}")
+    one_of(recompute, RECOMPUTE, "recompute")
     tokens = whole(batch, "the batch") * whole(sequence, "the sequence")
     element = whole(element, "bytes of an activation")
     if model.learned_positions and sequence > model.context:

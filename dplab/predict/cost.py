@@ -21,6 +21,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from numbers import Integral, Real
 
+from dplab.predict.checks import one_of
+
 
 @dataclass(frozen=True)
 class Link:
@@ -160,9 +162,7 @@ def bus_factor(collective: str, world_size: int) -> float:
     ``collective`` is "all_reduce", "reduce_scatter", "all_gather", "all_to_all", "gather",
     "scatter", "broadcast", "reduce" or "send". Source: nccl-tests, doc/PERFORMANCE.md.
     """
-    if collective not in _BUS_FACTORS:
-        raise ValueError(f"no collective {collective!r}; there are {', '.join(_BUS_FACTORS)}")
-    return _BUS_FACTORS[collective](_ranks(world_size))
+    return _BUS_FACTORS[one_of(collective, _BUS_FACTORS, "collective")](_ranks(world_size))
 
 
 def bus_bandwidth(collective: str, world_size: int, tensor_bytes: float, seconds: float) -> float:
@@ -221,9 +221,7 @@ def crossover_bytes(one: str, other: str, world_size: int, link: Link) -> float 
 
 
 def _find(algorithm):
-    if algorithm not in ALGORITHMS:
-        raise ValueError(f"no algorithm {algorithm!r}; there are {', '.join(ALGORITHMS)}")
-    return ALGORITHMS[algorithm]
+    return ALGORITHMS[one_of(algorithm, ALGORITHMS, "algorithm")]
 
 
 def _ranks(world_size):

@@ -14,7 +14,8 @@ import math
 from dataclasses import dataclass
 
 from dplab.predict.activations import Activations, activations
-from dplab.predict.transformer import Transformer, numel, whole
+from dplab.predict.checks import one_of, whole
+from dplab.predict.transformer import Transformer, numel
 
 STAGES: dict[str, tuple[str, ...]] = {
     "DDP": (),
@@ -227,6 +228,4 @@ def find(table: dict, name, kind: str):
     """The entry of that name, or ``name`` itself where it is such a `Precision`."""
     if isinstance(name, Precision):
         return name
-    if name not in table:
-        raise ValueError(f"no {kind} {name!r}; there are {', '.join(table)}")
-    return table[name]
+    return table[one_of(name, table, kind)]

@@ -10,8 +10,9 @@ import math
 from collections.abc import Iterable, Sequence
 from itertools import accumulate, pairwise
 
+from dplab.predict.checks import whole
 from dplab.predict.memory import PRECISIONS, Precision, States, find
-from dplab.predict.transformer import Shape, numel, whole
+from dplab.predict.transformer import Shape, numel
 
 # Each way of splitting gives, for every rank, the elements that it stores and in how many tensors.
 

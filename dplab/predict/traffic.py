@@ -15,8 +15,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from dplab.predict import cost, shards
+from dplab.predict.checks import whole
 from dplab.predict.memory import find
-from dplab.predict.transformer import Shape, numel, whole
+from dplab.predict.transformer import Shape, numel
 
 ALL_REDUCE, SCATTER, GATHER = "ring all-reduce", "ring reduce-scatter", "ring all-gather"
 BROADCAST, TO_OWNER = "pipelined broadcast", "pipelined reduce"

@@ -10,7 +10,8 @@ H. Touvron et al., "Llama 2", 2023; A. Dubey et al., "The Llama 3 herd of models
 
 import math
 from dataclasses import dataclass
-from numbers import Integral
+
+from dplab.predict.checks import one_of, whole
 
 Shape = tuple[int, ...]
 NORMS = ("layernorm", "rmsnorm")
@@ -50,8 +51,7 @@ class Transformer:
             raise ValueError(f"{self.heads} heads do not divide d_model = {self.d_model}")
         if self.heads % self.kv_heads:
             raise ValueError(f"{self.kv_heads} kv_heads do not divide {self.heads} heads")
-        if self.norm not in NORMS:
-            raise ValueError(f"no norm {self.norm!r}; there are {', '.join(NORMS)}")
+        one_of(self.norm, NORMS, "norm")
 
     @property
     def d_kv(self) -> int:
@@ -109,12 +109,3 @@ class Transformer:
 def numel(shapes) -> int:
     """The elements of all tensors of these shapes."""
     return sum(math.prod(shape) for shape in shapes)
-
-
-def whole(value, name, least=1) -> int:
-    """``value`` as an int: TypeError for no integer (or a bool), ValueError below ``least``."""
-    if isinstance(value, bool) or not isinstance(value, Integral):
-        raise TypeError(f"{name} is an integer, not {value!r}")
-    if value < least:
-        raise ValueError(f"{name} is at least {least}, not {value}")
-    return int(value)

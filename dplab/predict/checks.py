@@ -1,0 +1,20 @@
+"""What `predict` asks of its arguments."""
+
+from collections.abc import Collection
+from numbers import Integral
+
+
+def whole(value, name, least=1) -> int:
+    """``value`` as an int: TypeError for no integer (or a bool), ValueError below ``least``."""
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise TypeError(f"{name} is an integer, not {value!r}")
+    if value < least:
+        raise ValueError(f"{name} is at least {least}, not {value}")
+    return int(value)
+
+
+def one_of(name, allowed: Collection[str], kind: str) -> str:
+    """``name``, which is one of ``allowed``: else ValueError, with the names that there are."""
+    if name not in allowed:
+        raise ValueError(f"no {kind} {name!r}; there are {', '.join(allowed)}")
+    return name
