@@ -6,6 +6,7 @@ import pytest
 
 from dplab.predict import catalogue, cost
 from dplab.predict.cost import Link, Measurement
+from dplab.spawn import calls
 
 M = 12_000_000  # bytes
 ALL_REDUCES = ["naive all-reduce", "tree all-reduce", "ring all-reduce"]
@@ -98,6 +99,11 @@ def test_one_rank_sends_nothing_in_no_time(algorithm):
     assert cost.bytes_sent(algorithm, 1, M) == 0
     assert cost.messages(algorithm, 1) == 0
     assert cost.seconds(algorithm, 1, M, link) == 0
+
+
+def test_the_usual_algorithm_is_one_for_that_collective():
+    assert {each: cost.ALGORITHMS[name].collective for each, name in cost.USUAL.items()} == {
+        each: each for each, _ in calls.COLLECTIVES.values()}
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4, 8, 1024])

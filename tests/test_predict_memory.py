@@ -1,15 +1,10 @@
-"""Model states, activations and parameter counts, against published tables and real modules."""
+"""Predicted memory, against the papers' tables and arithmetic by hand."""
 
-import math
 from decimal import ROUND_DOWN, ROUND_HALF_UP, Decimal
 
 import pytest
-import torch
-import torch.nn.functional as F
-from torch import nn
 
-from dplab.predict import catalogue, shards
-from dplab.predict.activations import activations
+from dplab.predict import catalogue
 from dplab.predict.memory import (
     PRECISIONS,
     STAGES,
@@ -18,12 +13,10 @@ from dplab.predict.memory import (
     budget,
     bytes_per_parameter,
     deepspeed_estimate,
-    fits,
     most_parameters,
     readable,
     states,
 )
-from dplab.predict.transformer import Transformer
 
 RANKS = [1, 4, 16, 64, 256, 1024]
 # Rajbhandari et al., arXiv:1910.02054v3, table 1, as printed: GB per device, K = 12.
@@ -142,142 +135,6 @@ def test_estimates_that_deepspeed_does_not_make(stage, options):
         deepspeed_estimate(stage, 10**9, **options)
 
 
-# Published counts: config.json and model cards on huggingface.co.
-PARAMETERS = {
-    "GPT-2": 124_439_808, "GPT-2 medium": 354_823_168, "GPT-2 large": 774_030_080,
-    "GPT-2 XL": 1_557_611_200, "Llama-2 7B": 6_738_415_616, "Llama-2 13B": 13_015_864_320,
-    "Llama-2 70B": 68_976_648_192, "Llama-3 8B": 8_030_261_248, "Llama-3 70B": 70_553_706_496,
-    "Llama-3.1 405B": 405_853_388_800,
-}
-
-
-def test_parameters_of_published_models():
-    assert {name: model.parameters for name, model in catalogue.MODELS.items()} == PARAMETERS
-    for name, model in catalogue.MODELS.items():
-        assert model.name == name and "huggingface.co" in model.source
-        units = model.units
-        assert len(units) == model.layers + 1
-        assert sum(math.prod(shape) for unit in units for shape in unit) == model.parameters
-
-
-GPT = Transformer(2, 24, 4, 96, 50, 16)
-LLAMA = Transformer(2, 24, 4, 40, 50, 16, kv_heads=2, gated=True, biases=False, norm="rmsnorm",
-                    learned_positions=False, tied=False)
-
-
-class Block(nn.Module):
-    """A block as `Transformer` describes it, of torch's own modules; attention over each head."""
-
-    def __init__(self, model, flash, dropout):
-        super().__init__()
-        self.model, self.flash, self.dropout = model, flash, dropout
-        norm = nn.LayerNorm if model.norm == "layernorm" else nn.RMSNorm
-        self.norm1, self.norm2 = norm(model.d_model), norm(model.d_model)
-        for name, shape in model.block.items():
-            if name.endswith("weight") and len(shape) == 2:
-                self.add_module(name[:-7], nn.Linear(*reversed(shape), bias=model.biases))
-
-    def forward(self, x):
-        batch, sequence, _ = x.shape
-        y = self.norm1(x)
-        q, k, v = (part(y).view(batch, sequence, -1, self.model.d_model // self.model.heads)
-                   .transpose(1, 2) for part in (self.query, self.key, self.value))
-        groups = self.model.heads // self.model.kv_heads
-        if self.flash:
-            y = F.scaled_dot_product_attention(q, k, v, enable_gqa=groups > 1)
-        else:
-            k, v = (part.repeat_interleave(groups, 1) if groups > 1 else part for part in (k, v))
-            scores = torch.softmax(q @ k.transpose(2, 3), -1)
-            y = F.dropout(scores, 0.5 if self.dropout else 0.0) @ v
-        y = self.out(y.transpose(1, 2).reshape(batch, sequence, -1))
-        x = x + (F.dropout(y, 0.5) if self.dropout else y)
-        y = self.norm2(x)
-        y = F.silu(self.gate(y)) * self.up(y) if self.model.gated else F.gelu(self.up(y))
-        y = self.down(y)
-        return x + (F.dropout(y, 0.5) if self.dropout else y)
-
-
-def saved_bytes(block, x):
-    """The bytes of the storages that autograd saves, without the block's parameters."""
-    known = {parameter.untyped_storage()._cdata for parameter in block.parameters()}
-    saved = {}
-
-    def pack(tensor):
-        storage = tensor.untyped_storage()
-        if storage._cdata not in known:
-            saved[storage._cdata] = storage
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        y = block(x)
-    nbytes = sum(storage.nbytes() for storage in saved.values())
-    del y
-    return nbytes
-
-
-@pytest.mark.parametrize(("model", "flash", "dropout"), [
-    (GPT, False, False), (GPT, False, True), (GPT, True, False), (LLAMA, True, False),
-    (LLAMA, False, False)])
-def test_a_blocks_activations_are_what_autograd_saves(model, flash, dropout):
-    batch, sequence = 3, 10
-    tokens = batch * sequence
-    x = torch.randn(batch, sequence, model.d_model, requires_grad=True)
-    measured = saved_bytes(Block(model, flash, dropout), x)
-    predicted = activations(model, batch, sequence, element=4, flash=flash, dropout=dropout)
-    # What is left out, and what kernels do on a CPU alone: masks as wide as the elements, an
-    # RMSNorm in steps that also keeps its output before the weights.
-    left_out = 2 * 4 * tokens * (2 if model.norm == "layernorm" else 1)
-    if dropout:
-        left_out += 3 * tokens * (2 * model.d_model + model.heads * sequence)
-    if model.norm == "rmsnorm":
-        left_out += 2 * 4 * tokens * model.d_model
-    if model.kv_heads < model.heads and not flash:  # repeated for all heads, before the product
-        left_out += 2 * 4 * tokens * (model.d_model - model.d_kv)
-    assert measured == predicted.blocks // model.layers + left_out
-
-
-def test_the_loss_keeps_probabilities_in_fp32():
-    tokens, width = 30, GPT.vocabulary
-    logits = torch.randn(tokens, width, requires_grad=True)
-    saved = []
-    with torch.autograd.graph.saved_tensors_hooks(
-            lambda tensor: saved.append(tensor.nbytes) or tensor, lambda tensor: tensor):
-        F.cross_entropy(logits.float(), torch.zeros(tokens, dtype=torch.long))
-    predicted = activations(GPT, 3, 10)
-    assert max(saved) == predicted.loss == 4 * tokens * width
-    assert predicted.logits == 2 * tokens * width
-
-
-@pytest.mark.parametrize("name", [name for name in PARAMETERS if name.startswith("GPT")])
-def test_blocks_of_gpt_have_the_activations_of_the_paper(name):
-    model, s, b = catalogue.MODELS[name], 1024, 3
-    a, h, layers = model.heads, model.d_model, model.layers
-
-    def blocks(recompute):
-        return activations(model, b, s, recompute=recompute, flash=False, dropout=True)
-
-    # Korthikanti et al., 2022: equations 2 (none), 6 (selective) and table 2 (full), t = 1
-    assert blocks("none").blocks == layers * (s * b * h * 34 + 5 * a * s * s * b)
-    assert blocks("selective").blocks == layers * 34 * s * b * h
-    assert blocks("full").blocks == layers * 2 * s * b * h
-    assert blocks("none").recomputed == 0
-    assert blocks("selective").recomputed == 5 * a * s * s * b
-    assert blocks("full").recomputed == s * b * h * 32 + 5 * a * s * s * b
-    # section 4.3, without pipeline: embedding dropout, last norm, head's input, loss
-    assert blocks("none").ends == 5 * s * b * h
-    assert blocks("none").loss == 4 * s * b * model.vocabulary
-
-
-def test_flash_attention_makes_memory_linear_in_the_sequence():
-    model = catalogue.MODELS["Llama-3 8B"]
-    short, long = (activations(model, 1, tokens).total for tokens in (2048, 8192))
-    assert long == 4 * short
-    eager = [activations(model, 1, tokens, flash=False).blocks for tokens in (2048, 8192)]
-    assert eager[1] > 8 * eager[0]
-    halved = activations(model, 2, 4096, recompute="selective")
-    assert halved == activations(model, 1, 8192), "which never kept scores"
-
-
 def test_a_budget_adds_up_and_says_whether_it_fits():
     model, gpu = catalogue.MODELS["Llama-3 70B"], catalogue.GPUS["H100"].memory_bytes
     found = budget(model, 64, gpu, sequence=8192, recompute="full")
@@ -292,8 +149,8 @@ def test_a_budget_adds_up_and_says_whether_it_fits():
     assert "of 80 GB, which fits" in str(found)
     without = budget(model, 64, gpu, sequence=8192)
     assert without.total > gpu and not without.fits and "does not fit" in str(without)
-    assert not fits(model, 8, gpu, recompute="full"), "140 GB of states, at K = 12"
-    assert fits(catalogue.MODELS["GPT-2"], 1, gpu, stage="DDP")
+    assert not budget(model, 8, gpu, recompute="full").fits, "140 GB of states, at K = 12"
+    assert budget(catalogue.MODELS["GPT-2"], 1, gpu, stage="DDP").fits
 
 
 def test_buffers_of_each_stage():
@@ -309,62 +166,6 @@ def test_buffers_of_each_stage():
     assert views.communication == 0
 
 
-UNITS = [[(5, 3), (5,)], [(2, 5), (2,)]]  # 15 + 5 + 10 + 2 elements
-
-
-@pytest.mark.parametrize(("implementation", "parameters", "gradients", "optimizer"), [
-    ("DDP", [32] * 3, [32] * 3, [(32, 4)] * 3),
-    ("ZeroRedundancyOptimizer", [32] * 3, [32] * 3, [(15, 1), (10, 1), (7, 2)]),
-    # side by side 32, in chunks of 11: the first ends in the 15, the second in the 10
-    ("ShardedOptimizer", [33] * 3, [32] * 3, [(11, 1), (11, 3), (10, 2)]),
-    # 20 in chunks of 7, 12 in chunks of 4
-    ("ShardedGradientOptimizer", [33] * 3, [11] * 3, [(11, 2), (11, 2), (10, 4)]),
-    ("FullyShardedModel", [11] * 3, [11] * 3, [(11, 4), (11, 4), (10, 4)]),
-    # rows of 5, 5, 2, 2 in pieces of 2, 2, 1, 1: the last rank has none of the last two
-    ("fully_shard", [14] * 3, [14] * 3, [(14, 4), (14, 4), (4, 4)]),
-])
-def test_shards_that_do_not_divide(implementation, parameters, gradients, optimizer):
-    expected = [States(4 * p, 4 * g, 8 * elements + 4 * tensors) for p, g, (elements, tensors)
-                in zip(parameters, gradients, optimizer, strict=True)]
-    assert shards.real_states(implementation, "fp32", 3, UNITS) == expected
-
-
-@pytest.mark.parametrize("implementation", shards.IMPLEMENTATIONS)
-@pytest.mark.parametrize("ranks", [1, 2, 3, 7, 40])
-def test_nothing_is_lost_between_the_ranks(implementation, ranks):
-    parameters, gradients, optimizer = shards.IMPLEMENTATIONS[implementation]
-    owned = sum(elements for elements, _ in optimizer(UNITS, ranks))
-    assert owned == (32 * ranks if implementation == "DDP" else 32)
-    for way in (parameters, gradients):
-        assert sum(elements for elements, _ in way(UNITS, ranks)) >= 32
-    assert len(shards.real_states(implementation, "fp32", ranks, UNITS)) == ranks
-
-
-def test_shards_that_divide_are_those_of_the_formula():
-    model = catalogue.MODELS["Llama-3 8B"]
-    free = Precision("no counters", 2, 2, 12, per_tensor=0)
-    for implementation, stage in {"DDP": "DDP", "ShardedOptimizer": "ZeRO-1",
-                                  "ShardedGradientOptimizer": "ZeRO-2",
-                                  "FullyShardedModel": "ZeRO-3", "fully_shard": "ZeRO-3"}.items():
-        formula = states(stage, free, 8, model.parameters)
-        assert shards.real_states(implementation, free, 8, model.units) == [formula] * 8
-
-
-def test_padding_is_what_n_equal_shards_need_more():
-    assert shards.padded_parameters("fully_shard", 3, UNITS) == 42
-    assert shards.padded_parameters("FullyShardedModel", 3, UNITS) == 33
-    assert shards.padded_parameters("ShardedOptimizer", 5, UNITS) == 35
-    assert shards.padded_parameters("FullyShardedModel", 5, UNITS) == 20 + 15
-    assert shards.padded_parameters("fully_shard", 1, UNITS) == 32
-
-
-def test_gradient_buckets_close_when_they_reach_their_size():
-    shapes = [shape for unit in UNITS for shape in unit]
-    at = [shards.gradient_buckets(shapes, 4, 4 * size / 2**20) for size in (12, 13, 1000)]
-    assert at == [[[(2,), (2, 5)], [(5,), (5, 3)]], [[(2,), (2, 5), (5,)], [(5, 3)]],
-                  [[(2,), (2, 5), (5,), (5, 3)]]]
-
-
 @pytest.mark.parametrize(("nbytes", "text"), [
     (0, "0 B"), (999, "999 B"), (1000, "1 kB"), (227.5e9, "227.5 GB"), (1.4e12, "1.4 TB"),
     (999_960, "1 MB")])
@@ -372,40 +173,16 @@ def test_bytes_read_in_decimal_units(nbytes, text):
     assert readable(nbytes) == text
 
 
-SMALL = {"layers": 1, "d_model": 8, "heads": 2, "d_ff": 32, "vocabulary": 9, "context": 4}
-
-
-@pytest.mark.parametrize(("change", "error", "says"), [
-    ({"heads": 3}, ValueError, "3 heads do not divide d_model = 8"),
-    ({"heads": 4, "kv_heads": 3}, ValueError, "3 kv_heads do not divide 4 heads"),
-    ({"layers": 0}, ValueError, "layers is at least 1"),
-    ({"vocabulary": -5}, ValueError, "vocabulary is at least 1"),
-    ({"d_ff": 2.0}, TypeError, "d_ff is an integer"),
-    ({"heads": True}, TypeError, "heads is an integer, not True"),
-    ({"norm": "batchnorm"}, ValueError, "layernorm, rmsnorm"),
-])
-def test_configurations_that_cannot_be_are_refused(change, error, says):
-    with pytest.raises(error, match=says):
-        Transformer(**{**SMALL, **change})
-
-
 @pytest.mark.parametrize(("call", "error", "says"), [
-    (lambda: states("ZeRO-4", "K = 8", 8, 1), ValueError, "no stage 'ZeRO-4'; there are DDP"),
+    (lambda: states("ZeRO-4", "K = 8", 8, 1), ValueError, "no stage 'ZeRO-4'; there are 'DDP'"),
     (lambda: states("ZeRO-1", "K = 9", 8, 1), ValueError, "no precision 'K = 9'"),
+    (lambda: states(PRECISIONS["fp32"], "K = 8", 8, 1), ValueError, "no stage Precision"),
     (lambda: states("DDP", "K = 8", 0, 1), ValueError, "world size is at least 1"),
     (lambda: states("DDP", "K = 8", True, 1), TypeError, "world size is an integer"),
     (lambda: states("DDP", "K = 8", 8, 7e9), TypeError, "parameters is an integer"),
     (lambda: states("DDP", "K = 8", 8, 0), ValueError, "parameters is at least 1"),
     (lambda: Precision("odd", 2, -1, 0), ValueError, "at least 0"),
     (lambda: Precision("odd", 2.5, 1, 0), TypeError, "integer"),
-    (lambda: activations(GPT, 0, 8), ValueError, "batch is at least 1"),
-    (lambda: activations(GPT, 1, 17), ValueError, "positions for 16 tokens, not for 17"),
-    (lambda: activations(GPT, 1, 8, recompute="some"), ValueError, "none, selective, full"),
-    (lambda: shards.real_states("FSDP", "fp32", 2, UNITS), ValueError, "no implementation 'FSDP'"),
-    (lambda: shards.real_states("DDP", "fp32", 2, []), ValueError, "at least one tensor"),
-    (lambda: shards.real_states("DDP", "fp32", 2, [[()]]), ValueError, "without dimensions"),
-    (lambda: shards.real_states("DDP", "fp32", 2, [[(3, 0)]]), ValueError, "at least 1, not 0"),
-    (lambda: shards.real_states("DDP", "fp32", 0, UNITS), ValueError, "world size"),
 ])
 def test_what_cannot_be_is_refused_in_words(call, error, says):
     with pytest.raises(error, match=says):

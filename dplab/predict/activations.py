@@ -26,9 +26,9 @@ class Activations:
     """Bytes on one rank at the end of forward, but for ``recomputed``.
 
     ``blocks``: what they keep; ``recomputed``: what one block needs when backward computes its
-    activations again; ``ends``: the inputs of the last norm and of the head, and the
-    embedding's dropout; ``logits``: the
-    head's output; ``loss``: its logarithmic probabilities in fp32, which cross-entropy keeps.
+    activations again; ``ends``: the inputs of the last norm and of the head, and the embedding's
+    dropout; ``logits``: the head's output; ``loss``: its logarithmic probabilities in fp32, which
+    cross-entropy keeps.
     """
 
     blocks: int

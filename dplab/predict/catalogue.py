@@ -14,11 +14,10 @@ from dplab.predict.transformer import Transformer
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU: ``*_flops`` in FLOP/s (dense), memory in bytes, its bandwidth in bytes/s."""
+    """One GPU: ``bf16_flops`` in FLOP/s (dense), memory in bytes, its bandwidth in bytes/s."""
 
     name: str
     bf16_flops: float
-    fp32_flops: float
     memory_bytes: float
     memory_bandwidth: float
     source: str = ""
@@ -39,8 +38,8 @@ def _links(table):
 
 
 def _gpus(table):
-    return {name: Gpu(name, 1e12 * row["bf16"], 1e12 * row["fp32"], 1e9 * row["memory"],
-                      1e12 * row["memory_bandwidth"], f"{row['what']}; {table['source']}")
+    return {name: Gpu(name, 1e12 * row["bf16"], 1e9 * row["memory"], 1e12 * row["memory_bandwidth"],
+                      f"{row['what']}; {table['source']}")
             for name, row in table["rows"].items()}
 
 

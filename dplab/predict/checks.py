@@ -2,9 +2,13 @@
 
 from collections.abc import Collection
 from numbers import Integral
+from typing import Any
+
+DERIVED: Any = None
+"""The default of a field that, where it is not given, is made from the others."""
 
 
-def whole(value, name, least=1) -> int:
+def whole(value, name: str, least: int = 1) -> int:
     """``value`` as an int: TypeError for no integer (or a bool), ValueError below ``least``."""
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise TypeError(f"{name} is an integer, not {value!r}")
@@ -16,5 +20,5 @@ def whole(value, name, least=1) -> int:
 def one_of(name, allowed: Collection[str], kind: str) -> str:
     """``name``, which is one of ``allowed``: else ValueError, with the names that there are."""
     if name not in allowed:
-        raise ValueError(f"no {kind} {name!r}; there are {', '.join(allowed)}")
+        raise ValueError(f"no {kind} {name!r}; there are {', '.join(map(repr, allowed))}")
     return name

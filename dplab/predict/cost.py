@@ -19,9 +19,9 @@ workstations", 2009 (the ring, and the lower bound).
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from numbers import Integral, Real
+from numbers import Real
 
-from dplab.predict.checks import one_of
+from dplab.predict.checks import one_of, whole
 
 
 @dataclass(frozen=True)
@@ -109,6 +109,16 @@ ALGORITHMS: dict[str, Algorithm] = {
         "barrier", lambda n: 0, lambda n: 0, lambda n: 2 * math.ceil(math.log2(n))),
 }
 
+USUAL: dict[str, str] = {
+    "all_reduce": "ring all-reduce", "reduce_scatter": "ring reduce-scatter",
+    "all_gather": "ring all-gather", "broadcast": "pipelined broadcast",
+    "reduce": "pipelined reduce", "gather": "direct gather", "scatter": "direct scatter",
+    "all_to_all": "direct all-to-all", "barrier": "tree barrier",
+}
+"""By which of `ALGORITHMS` a collective is taken to go where nothing else is said: over rings."""
+
+_NAME_ONE_PART = {"all_gather", "reduce_scatter", "gather", "scatter"}
+
 _BUS_FACTORS: dict[str, Callable[[int], float]] = {
     "all_reduce": lambda n: 2 * (n - 1) / n,
     "reduce_scatter": lambda n: (n - 1) / n,
@@ -124,7 +134,17 @@ _BUS_FACTORS: dict[str, Callable[[int], float]] = {
 
 def bytes_sent(algorithm: str, world_size: int, tensor_bytes: float) -> float:
     """Bytes that a rank sends, on average over the ranks; ``algorithm`` is one of `ALGORITHMS`."""
-    return _find(algorithm).sent(_ranks(world_size)) * _size(tensor_bytes)
+    return _find(algorithm).sent(whole(world_size, "the world size")) * _size(tensor_bytes)
+
+
+def whole_bytes(collective: str, world_size: int, own_bytes: float) -> float:
+    """The whole tensor's bytes, M, of a call that hands over ``own_bytes`` on each rank.
+
+    ``collective``: one of `USUAL`. To an all-gather or a gather a rank gives one N-th of M, from a
+    reduce-scatter or a scatter it takes one.
+    """
+    parts = world_size if one_of(collective, USUAL, "collective") in _NAME_ONE_PART else 1
+    return own_bytes * parts
 
 
 def total_bytes(algorithm: str, world_size: int, tensor_bytes: float) -> float:
@@ -134,12 +154,12 @@ def total_bytes(algorithm: str, world_size: int, tensor_bytes: float) -> float:
 
 def messages(algorithm: str, world_size: int) -> int:
     """Messages that must follow one another, which is what latency multiplies."""
-    return _find(algorithm).messages(_ranks(world_size))
+    return _find(algorithm).messages(whole(world_size, "the world size"))
 
 
 def seconds(algorithm: str, world_size: int, tensor_bytes: float, link: Link) -> float:
     """Seconds that the collective takes where every rank has such a link of its own."""
-    chain = _find(algorithm).chain(_ranks(world_size)) * _size(tensor_bytes)
+    chain = _find(algorithm).chain(whole(world_size, "the world size")) * _size(tensor_bytes)
     return link.seconds(chain, messages(algorithm, world_size))
 
 
@@ -162,7 +182,8 @@ def bus_factor(collective: str, world_size: int) -> float:
     ``collective`` is "all_reduce", "reduce_scatter", "all_gather", "all_to_all", "gather",
     "scatter", "broadcast", "reduce" or "send". Source: nccl-tests, doc/PERFORMANCE.md.
     """
-    return _BUS_FACTORS[one_of(collective, _BUS_FACTORS, "collective")](_ranks(world_size))
+    factor = _BUS_FACTORS[one_of(collective, _BUS_FACTORS, "collective")]
+    return factor(whole(world_size, "the world size"))
 
 
 def bus_bandwidth(collective: str, world_size: int, tensor_bytes: float, seconds: float) -> float:
@@ -212,7 +233,7 @@ def fit_link(measurements: Iterable[Measurement], name: str = "fitted") -> Link:
 def crossover_bytes(one: str, other: str, world_size: int, link: Link) -> float | None:
     """The tensor size at which both algorithms take equally long; None where one always wins."""
     a, b = _find(one), _find(other)
-    n = _ranks(world_size)
+    n = whole(world_size, "the world size")
     extra_latency = (a.messages(n) - b.messages(n)) * link.latency
     extra_bytes = (b.chain(n) - a.chain(n)) / link.bandwidth
     if extra_bytes == 0 or extra_latency / extra_bytes <= 0:
@@ -222,14 +243,6 @@ def crossover_bytes(one: str, other: str, world_size: int, link: Link) -> float 
 
 def _find(algorithm):
     return ALGORITHMS[one_of(algorithm, ALGORITHMS, "algorithm")]
-
-
-def _ranks(world_size):
-    if isinstance(world_size, bool) or not isinstance(world_size, Integral):
-        raise TypeError(f"the world size is an integer, not {world_size!r}")
-    if world_size < 1:
-        raise ValueError(f"the world size is at least 1, not {world_size}")
-    return int(world_size)
 
 
 def _size(tensor_bytes):

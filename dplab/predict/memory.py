@@ -14,7 +14,7 @@ import math
 from dataclasses import dataclass
 
 from dplab.predict.activations import Activations, activations
-from dplab.predict.checks import one_of, whole
+from dplab.predict.checks import DERIVED, one_of, whole
 from dplab.predict.transformer import Transformer, numel
 
 STAGES: dict[str, tuple[str, ...]] = {
@@ -30,7 +30,7 @@ STAGES: dict[str, tuple[str, ...]] = {
 class Precision:
     """Bytes per parameter: ``optimizer`` is the K of the ZeRO paper.
 
-    ``gathered``: of a parameter as forward and backward use it, where that is not ``parameters``.
+    ``gathered``: of a parameter as forward and backward use it, by default ``parameters``.
     ``per_tensor``: bytes of optimizer state for each tensor (Adam counts its steps in a float32),
     which only `shards.real_states` adds. Raises TypeError for sizes that are no integers, and
     ValueError for negative ones.
@@ -40,7 +40,7 @@ class Precision:
     parameters: int
     gradients: int
     optimizer: int
-    gathered: int | None = None
+    gathered: int = DERIVED
     per_tensor: int = 4
     source: str = ""
 
@@ -99,8 +99,7 @@ def states(stage: str, precision: Precision | str, world_size: int, parameters: 
     ``stage`` is one of `STAGES`, ``precision`` one of `PRECISIONS` or your own. Tensors are taken
     to divide evenly, so that bytes need not be whole.
     """
-    sharded = find(STAGES, stage, "stage")
-    precision = find(PRECISIONS, precision, "precision")
+    sharded, precision = STAGES[one_of(stage, STAGES, "stage")], precision_of(precision)
     ranks, parameters = whole(world_size, "the world size"), whole(parameters, "parameters")
     return States(*(parameters * getattr(precision, part) / (ranks if part in sharded else 1)
                     for part in ("parameters", "gradients", "optimizer")))
@@ -146,6 +145,7 @@ class Budget:
 
     @property
     def fits(self) -> bool:
+        """Whether it is within ``memory_bytes``, with nothing left free."""
         return self.total <= self.memory_bytes
 
     def __str__(self):
@@ -164,11 +164,12 @@ def budget(model: Transformer, world_size: int, memory_bytes: float, *, stage: s
     gradients, unless ``bucket_views`` (gradient_as_bucket_view=True); for ZeRO-2 and 3, each block
     a unit, the whole gradients of a block and the buffer from which they are reduced. ZeRO-3 adds
     the parameters of the root and of one block, the buffer in which the next block arrives, and
-    the root's whole gradients, which `fully_shard` keeps to the end. An upper bound: not all of it
-    is there at once. ``recompute``, ``flash``, ``dropout``: see `activations`.
+    the root's whole gradients, which `fully_shard` keeps to the end. It errs either way: not all
+    of it is there at once, and what lives within one operation is left out. ``recompute``,
+    ``flash``, ``dropout``: see `activations`.
     """
     held = states(stage, precision, world_size, model.parameters)
-    precision = find(PRECISIONS, precision, "precision")
+    precision = precision_of(precision)
     block, root = model.block_parameters, numel(model.ends.values())
     sharded = STAGES[stage]
     gathered, passing, communication = 0, 0, 0
@@ -184,11 +185,6 @@ def budget(model: Transformer, world_size: int, memory_bytes: float, *, stage: s
                               recompute=recompute, flash=flash, dropout=dropout), memory_bytes)
 
 
-def fits(model: Transformer, world_size: int, memory_bytes: float, **options) -> bool:
-    """Whether that `budget` is within ``memory_bytes``, such as a GPU's in `catalogue.GPUS`."""
-    return budget(model, world_size, memory_bytes, **options).fits
-
-
 def deepspeed_estimate(stage: int, parameters: int, *, largest_layer: int = 0,
                        gpus_per_node: int = 1, nodes: int = 1, offload_optimizer: bool = False,
                        offload_parameters: bool = False, zero_init: bool = True,
@@ -198,6 +194,7 @@ def deepspeed_estimate(stage: int, parameters: int, *, largest_layer: int = 0,
     ``largest_layer``: its parameters, for stage 3; ``zero_init``: whether the model is sharded as
     it is made. The CPU's bytes have half as much again in reserve, as there. Source: DeepSpeed
     edaa7221, runtime/zero/stage_1_and_2.py and stage3.py, estimate_zero*_model_states_mem_needs.
+    Raises ValueError for other stages, and for offloaded parameters with the optimizer on the GPU.
     """
     if stage not in (2, 3) or (offload_parameters and not offload_optimizer):
         raise ValueError("DeepSpeed estimates stages 2 and 3, and the parameters' offload only "
@@ -224,8 +221,8 @@ def readable(nbytes: float) -> str:
     return f"{nbytes:.4g} B"
 
 
-def find(table: dict, name, kind: str):
-    """The entry of that name, or ``name`` itself where it is such a `Precision`."""
+def precision_of(name: Precision | str) -> Precision:
+    """The one of `PRECISIONS` with that name, or ``name`` itself where it is one of your own."""
     if isinstance(name, Precision):
         return name
-    return table[one_of(name, table, kind)]
+    return PRECISIONS[one_of(name, PRECISIONS, "precision")]

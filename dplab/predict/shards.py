@@ -10,8 +10,8 @@ import math
 from collections.abc import Iterable, Sequence
 from itertools import accumulate, pairwise
 
-from dplab.predict.checks import whole
-from dplab.predict.memory import PRECISIONS, Precision, States, find
+from dplab.predict.checks import one_of, whole
+from dplab.predict.memory import Precision, States, precision_of
 from dplab.predict.transformer import Shape, numel
 
 # Each way of splitting gives, for every rank, the elements that it stores and in how many tensors.
@@ -98,8 +98,8 @@ def real_states(implementation: str, precision: Precision | str, world_size: int
     matter. Buckets and gathered parameters are not model states. Raises ValueError for an unknown
     implementation or precision, no tensors, and a shape without dimensions or with a size below 1.
     """
-    ways = find(IMPLEMENTATIONS, implementation, "implementation")
-    precision = find(PRECISIONS, precision, "precision")
+    ways = IMPLEMENTATIONS[one_of(implementation, IMPLEMENTATIONS, "implementation")]
+    precision = precision_of(precision)
     ranks, units = whole(world_size, "the world size"), checked_units(units)
     parameters, gradients, optimizer = (way(units, ranks) for way in ways)
     return [States(parameters[rank][0] * precision.parameters,
@@ -122,7 +122,7 @@ def gradient_buckets(shapes: Iterable[Shape], element: int = 4,
 
     ``element``: bytes of one, ``bucket_mb``: MiB.
     """
-    buckets = [[]]
+    buckets: list[list[Shape]] = [[]]
     for shape in reversed(list(shapes)):
         if numel(buckets[-1]) * element >= bucket_mb * 2**20:
             buckets.append([])
@@ -132,8 +132,8 @@ def gradient_buckets(shapes: Iterable[Shape], element: int = 4,
 
 def checked_units(units: Iterable[Sequence[Shape]]) -> list[list[Shape]]:
     """The units as lists of tuples; TypeError and ValueError for what are no shapes of tensors."""
-    units = [[tuple(shape) for shape in unit] for unit in units]
-    shapes = _together(units)[0]
+    found = [[tuple(shape) for shape in unit] for unit in units]
+    shapes = _together(found)[0]
     if not shapes:
         raise ValueError("units needs at least one tensor")
     for shape in shapes:
@@ -141,7 +141,7 @@ def checked_units(units: Iterable[Sequence[Shape]]) -> list[list[Shape]]:
             raise ValueError("a tensor without dimensions cannot be sharded: make it of shape (1,)")
         for size in shape:
             whole(size, f"each size in a shape such as {shape}")
-    return units
+    return found
 
 
 def _together(units):

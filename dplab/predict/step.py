@@ -52,10 +52,14 @@ class Span:
 
 
 def fill_buckets(layers: Sequence[Layer], bucket_bytes: float) -> list[list[int]]:
-    """The layers' indices in reverse, in buckets that close when they reach ``bucket_bytes``."""
+    """The layers' indices in reverse, in buckets that close when they reach ``bucket_bytes``.
+
+    Raises ValueError for a bucket of no size.
+    """
     if not bucket_bytes > 0:
         raise ValueError(f"a bucket holds more than 0 bytes, not {bucket_bytes}")
-    buckets, room = [], 0.0
+    buckets: list[list[int]] = []
+    room = 0.0
     for index in reversed(range(len(layers))):
         if room <= 0:
             buckets.append([])

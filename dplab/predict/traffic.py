@@ -6,17 +6,16 @@ rank sends 2gΨf for DDP, (g+p)Ψf for ZeRO-1 and 2, (g+2p)Ψf for ZeRO-3. Imple
 all-reduce where a reduce-scatter would do, some gather more often or less. Small messages (flags,
 norms, a scalar loss) are left out.
 
-Sources: ZeRO, section 7; DeepSpeed edaa7221, runtime/zero/stage_1_and_2.py and config.py; torch
-2.13, distributed/optim/zero_redundancy_optimizer.py and distributed/fsdp/_fully_shard; Y. Zhao et
-al., "PyTorch FSDP", 2023, section 3.2.2 (hybrid sharding).
+Sources: ZeRO, section 7; DeepSpeed edaa7221, runtime/zero (stage_1_and_2.py, stage3.py, config.py);
+torch 2.13, distributed/optim/zero_redundancy_optimizer.py and distributed/fsdp/_fully_shard;
+Y. Zhao et al., "PyTorch FSDP", 2023, section 3.2.2 (hybrid sharding).
 """
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from dplab.predict import cost, shards
-from dplab.predict.checks import whole
-from dplab.predict.memory import find
+from dplab.predict.checks import one_of, whole
 from dplab.predict.transformer import Shape, numel
 
 ALL_REDUCE, SCATTER, GATHER = "ring all-reduce", "ring reduce-scatter", "ring all-gather"
@@ -51,7 +50,7 @@ class Collective:
 
 @dataclass(frozen=True)
 class Part:
-    """``when``: "step" for once a step, "backward" for each backward that synchronizes,
+    """``when``: "step" for once a step, "backward" for each backward that synchronises,
     "micro-step" for each, "not root" for each, but of parameters that the root does not own.
     ``calls``: what one round is split into: "unit", "tensor", "whole", or "" where buckets decide.
     """
@@ -71,6 +70,8 @@ def _strategies():
     gather = Part(GATHER, "parameters", "micro-step", "unit")
     scatter = Part(SCATTER, "gradients", "backward", "unit")
     torch_scatter = Part(TORCH_SCATTER, "gradients", "backward", "unit")
+    deepspeed_gather = Part(GATHER, "parameters", "micro-step")
+    deepspeed_scatter = Part(TORCH_SCATTER, "gradients", "micro-step")
     owner = "reduce to the owner"  # use_multi_rank_bucket_allreduce=false
     return {
         "DDP": (average,),
@@ -93,15 +94,16 @@ def _strategies():
         f"DeepSpeed 1, {owner}": (once(TO_OWNER, "gradients"), gather_all),
         "DeepSpeed 2": (Part(ALL_REDUCE, "gradients", "micro-step"), gather_all),
         f"DeepSpeed 2, {owner}": (Part(TO_OWNER, "gradients", "micro-step"), gather_all),
-        "DeepSpeed 3": (Part(GATHER, "parameters", "micro-step"),
-                        Part(GATHER, "parameters", "micro-step"),
-                        Part(SCATTER, "gradients", "micro-step")),
+        "DeepSpeed 3": (deepspeed_gather, deepspeed_gather, deepspeed_scatter),
+        "DeepSpeed 3, gathered once": (deepspeed_gather, deepspeed_scatter),
     }
 
 
 STRATEGIES: dict[str, tuple[Part, ...]] = _strategies()
 """By name: the paper's (ZeRO-1 to 3), torch's, the course's own, DeepSpeed's with its defaults, and
-fully_shard also with each ``reshard_after_forward``; HSDP resharding, as "…=True"."""
+fully_shard also with each ``reshard_after_forward``; HSDP resharding, as "…=True". DeepSpeed 3
+keeps after forward what backward uses within ``stage3_max_reuse_distance`` (10⁹ elements), so that
+a smaller model is gathered once."""
 
 _CUTS = {"ShardedOptimizer", "ShardedGradientOptimizer", "FullyShardedModel", "fully_shard", "HSDP"}
 
@@ -124,12 +126,16 @@ def collectives(strategy: str, world_size: int, units: int | Iterable[Sequence[S
 
     Raises ValueError for what cannot be, TypeError for numbers that are not integers.
     """
-    parts, ranks = find(STRATEGIES, strategy, "strategy"), whole(world_size, "the world size")
-    if (strategy == "HSDP") != (shard_ranks is not None):
-        raise ValueError("HSDP needs shard_ranks, and nothing else does")
+    parts = STRATEGIES[one_of(strategy, STRATEGIES, "strategy")]
+    ranks = whole(world_size, "the world size")
+    if strategy == "HSDP" and shard_ranks is None:
+        raise ValueError("HSDP needs shard_ranks, the ranks among which a copy is sharded")
+    if strategy != "HSDP" and shard_ranks is not None:
+        raise ValueError(f"shard_ranks is for HSDP, not for {strategy}: leave it out")
     group = ranks if shard_ranks is None else whole(shard_ranks, "shard_ranks")
     if ranks % group:
-        raise ValueError(f"{group} ranks to a copy do not divide {ranks} ranks")
+        raise ValueError(f"{group} ranks to a copy do not divide {ranks} ranks: give shard_ranks "
+                         "that do")
     rounds = {"step": 1, "micro-step": whole(micro_steps, "micro_steps")}
     rounds["not root"] = rounds["micro-step"]
     rounds["backward"] = 1 if no_sync else micro_steps

@@ -11,7 +11,7 @@ H. Touvron et al., "Llama 2", 2023; A. Dubey et al., "The Llama 3 herd of models
 import math
 from dataclasses import dataclass
 
-from dplab.predict.checks import one_of, whole
+from dplab.predict.checks import DERIVED, one_of, whole
 
 Shape = tuple[int, ...]
 NORMS = ("layernorm", "rmsnorm")
@@ -19,7 +19,7 @@ NORMS = ("layernorm", "rmsnorm")
 
 @dataclass(frozen=True)
 class Transformer:
-    """``kv_heads`` is None where every head has keys and values of its own.
+    """``kv_heads``: by default as many as ``heads``, so that each has its own keys and values.
 
     ``d_ff`` is the width inside the feed-forward part, ``gated`` whether that has a third matrix,
     ``tied`` whether the head is the embedding, ``biases`` whether the linear layers in the blocks
@@ -33,7 +33,7 @@ class Transformer:
     d_ff: int
     vocabulary: int
     context: int
-    kv_heads: int | None = None
+    kv_heads: int = DERIVED
     gated: bool = False
     biases: bool = True
     norm: str = "layernorm"
@@ -61,9 +61,10 @@ class Transformer:
     @property
     def block(self) -> dict[str, Shape]:
         """The tensors of one block by name; a matrix is (out, in), as in ``nn.Linear``."""
-        linears = {"query": (self.d_model, self.d_model), "key": (self.d_kv, self.d_model),
-                   "value": (self.d_kv, self.d_model), "out": (self.d_model, self.d_model),
-                   "up": (self.d_ff, self.d_model), "down": (self.d_model, self.d_ff)}
+        linears: dict[str, Shape] = {
+            "query": (self.d_model, self.d_model), "key": (self.d_kv, self.d_model),
+            "value": (self.d_kv, self.d_model), "out": (self.d_model, self.d_model),
+            "up": (self.d_ff, self.d_model), "down": (self.d_model, self.d_ff)}
         if self.gated:
             linears["gate"] = (self.d_ff, self.d_model)
         tensors = {**self._norm("norm1"), **self._norm("norm2")}
@@ -76,7 +77,7 @@ class Transformer:
     @property
     def ends(self) -> dict[str, Shape]:
         """The tensors outside the blocks by name: embedding, positions, last norm, head."""
-        tensors = {"embedding.weight": (self.vocabulary, self.d_model)}
+        tensors: dict[str, Shape] = {"embedding.weight": (self.vocabulary, self.d_model)}
         if self.learned_positions:
             tensors["positions.weight"] = (self.context, self.d_model)
         tensors |= self._norm("norm")

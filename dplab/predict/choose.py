@@ -1,0 +1,278 @@
+"""From a model, a cluster and a batch to a strategy: a recommendation that says why.
+
+    cluster = Cluster(GPUS["H100"], 8, LINKS["NVLink 4"], LINKS["400 Gb/s"])
+    print(recommend(MODELS["Llama-3 8B"], cluster, batch=1, sequence=8192))
+
+Each strategy is taken as torch's usual settings make it (`settings` has the code): parameters,
+gradients and Adam's moments in fp32, 16 bytes a parameter in all; computing, gathers and
+activations in bf16; gradients reduced in fp32. `memory` says what that holds, `cluster` how long a
+step takes. What to change is found by trying: each change is predicted anew.
+"""
+
+import math
+import textwrap
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from dplab.predict import memory, schedule, step
+from dplab.predict.activations import activations
+from dplab.predict.checks import one_of, whole
+from dplab.predict.cluster import RESOURCES, Cluster, Job, SimulatedStep, without
+from dplab.predict.memory import PRECISIONS, Budget, readable
+from dplab.predict.network import collective_seconds
+from dplab.predict.step import COMMUNICATION, Span
+from dplab.predict.transformer import Transformer
+
+STRATEGIES = {
+    "DDP": "everything on every rank",
+    "ZeRO-1": "the optimizer's state sharded: DDP with ZeroRedundancyOptimizer",
+    "FSDP": "all sharded among all ranks",
+    "FSDP, kept": "the same, but parameters stay whole from forward to the end of backward",
+    "HSDP": "all sharded within a node, and a copy on each node",
+}
+"""From the simplest on: a later one is taken where it fits and is faster."""
+
+PRECISION = PRECISIONS["fp32 shards, bf16 gathered"]
+_NEARLY = 0.02  # a simpler strategy is preferred where it is so much slower at most
+
+
+@dataclass(frozen=True)
+class Option(SimulatedStep):
+    """One strategy for a batch on a cluster. ``budget``: what a rank holds at its worst moment;
+    ``limit``: how much of that may be, in bytes."""
+
+    strategy: str
+    job: Job
+    cluster: Cluster
+    budget: Budget
+    limit: float
+
+    @property
+    def fits(self) -> bool:
+        """Whether the budget is within ``limit``, which leaves a share of the GPU free."""
+        return self.budget.total <= self.limit
+
+    @cached_property
+    def spans(self) -> list[Span]:
+        """What each rank does in a step."""
+        return _spans(self.strategy, self.job, self.cluster)
+
+    @cached_property
+    def savings(self) -> dict[str, float]:
+        """By resource: the share of the step that would be saved if that took no time."""
+        return {resource: max(0.0, 1 - step.step_seconds(_spans(
+            self.strategy, self.job, without(self.cluster, resource))) / self.seconds)
+            for resource in RESOURCES}
+
+    def __str__(self):
+        again = ", blocks recomputed" if self.job.recompute == "full" else ""
+        return f"{self.strategy}{again}"
+
+
+@dataclass(frozen=True)
+class Change:
+    """Something else to try: ``gain`` is in tokens/s of a GPU, relative; None if nothing fits."""
+
+    what: str
+    best: Option | None
+    gain: float | None
+
+
+@dataclass(frozen=True)
+class Recommendation:
+    """What `recommend` found; printed, it says why."""
+
+    options: tuple[Option, ...]
+    most_tokens: float
+
+    @property
+    def best(self) -> Option | None:
+        """The simplest that fits and is at most 2 % slower than the fastest; None if none fits."""
+        fitting = [option for option in self.options if option.fits]
+        shortest = min((option.seconds for option in fitting), default=0)
+        return next((each for each in fitting if each.seconds <= (1 + _NEARLY) * shortest), None)
+
+    @property
+    def global_tokens(self) -> int:
+        """Of one step on all ranks."""
+        return self.options[0].cluster.ranks * self.options[0].job.tokens
+
+    @property
+    def _leanest(self) -> Option:
+        return next(option for option in self.options if option.strategy == "FSDP")
+
+    @property
+    def unsharded_bytes(self) -> float:
+        """What FSDP holds beside the states, however many ranks there are."""
+        held = self._leanest.budget
+        return held.total - held.states.total
+
+    @property
+    def least_ranks(self) -> int | None:
+        """Whole nodes on which FSDP fits, recomputing; None where more ranks do not help."""
+        option = self._leanest
+        room = option.limit - self.unsharded_bytes
+        if room <= 0:
+            return None
+        node = option.cluster.per_node
+        return node * math.ceil(PRECISION.total * option.job.model.parameters / room / node)
+
+    @cached_property
+    def changes(self) -> list[Change]:
+        """One thing changed at a time, the largest gain first; empty where nothing fits now."""
+        best = self.best
+        if best is None:
+            return []
+        job, cluster = best.job, best.cluster
+        tried = [("twice the batch on each rank", 2 * job.batch, cluster),
+                 ("twice the ranks, the same batch on each", job.batch,
+                  cluster.of(2 * cluster.ranks))]
+        if cluster.nodes > 1:
+            tried.append(("a network twice as fast", job.batch, replace(
+                cluster, between=replace(cluster.between,
+                                         bandwidth=2 * cluster.between.bandwidth))))
+        found, share, rate = [], best.limit / cluster.gpu.memory_bytes, job.tokens / best.seconds
+        for what, batch, other in tried:
+            instead = Recommendation(_options(job.model, other, batch, job.sequence, share),
+                                     self.most_tokens).best
+            gain = None if instead is None else (
+                instead.job.tokens / instead.seconds / rate - 1)
+            found.append(Change(what, instead, gain))
+        return sorted(found, key=lambda change: -math.inf if change.gain is None else change.gain,
+                      reverse=True)
+
+    @property
+    def advice(self) -> list[str]:
+        """What to change, in sentences."""
+        return [*self._about_memory(), *self._about_the_bound(), *self._about_the_batch()]
+
+    def _about_memory(self):
+        if self.best is not None:
+            return []
+        if self.least_ranks is None:
+            job = self._leanest.job
+            ends = activations(job.model, job.batch, job.sequence)
+            smaller = "a smaller local batch, " if job.batch > 1 else ""
+            return [f"More ranks do not help: {readable(self.unsharded_bytes)} of activations, "
+                    f"whole units and buffers stay on each. It takes {smaller}a loss in chunks "
+                    f"(logits and loss are {readable(ends.logits + ends.loss)}), smaller units or "
+                    "offloading; what is left then asks for tensor or context parallelism."]
+        return [f"The states need more ranks: FSDP, with its blocks recomputed, fits from "
+                f"{self.least_ranks:,} ranks on."]
+
+    def _about_the_bound(self):
+        if self.best is None:
+            return []
+        said = [_REMEDIES[self.best.bound]]
+        if not any(each.strategy == "HSDP" and each.fits for each in self.options):
+            said = [said[0].replace(" (HSDP)", "")]
+        if self.best.job.recompute == "full":
+            said.append("Blocks are recomputed to save memory, which costs a third more computing: "
+                        "sharding more, or a smaller local batch, may avoid it.")
+        return said + [f"Tried: {change.what}: " + (
+            "then nothing fits." if change.best is None else
+            f"{change.gain:+.1%} tokens/s per GPU, with {change.best}.") for change in self.changes]
+
+    def _about_the_batch(self):
+        if self.global_tokens <= self.most_tokens:
+            return []
+        most = self.most_tokens // self.options[0].job.tokens
+        return [f"The global batch of {self.global_tokens:,} tokens exceeds "
+                f"{self.most_tokens:,.0f}: at most {most:,.0f} of "
+                f"{self.options[0].cluster.ranks:,} ranks can be data parallel with this local "
+                "batch. Where it cannot shrink, several ranks must share a sequence or a layer: "
+                "tensor, context, pipeline parallelism."]
+
+    def __str__(self):
+        best, cluster, job = self.best, self.options[0].cluster, self.options[0].job
+        lines = [f"{job.model.name} on {cluster.ranks:,} × {cluster.gpu.name}, {job.batch} × "
+                 f"{job.sequence:,} tokens each (prediction)", ""]
+        for option in self.options:
+            mark = "→" if option is best else " "
+            time = (f"{option.seconds:8.3f} s {option.mfu:6.1%} MFU  bound by {option.bound}"
+                    if option.fits else f"  does not fit {readable(option.limit)}")
+            lines.append(f"{mark} {option!s:31}{readable(option.budget.total):>9}{time}")
+        advice = (textwrap.fill(line, 96, initial_indent="- ", subsequent_indent="  ")
+                  for line in self.advice)
+        return "\n".join([*lines, "", *advice])
+
+
+_REMEDIES = {
+    "arithmetic": "Computing bounds it: the network is not the first thing to change.",
+    "memory bandwidth": "The bandwidth of the GPU's memory bounds it: fuse operations "
+                        "(torch.compile). Sharding makes room, not bandwidth.",
+    "bandwidth inside nodes": "The links inside a node bound it: more tokens for each "
+                              "synchronisation, or fewer bytes.",
+    "bandwidth between nodes": "The network bounds it: more tokens for each synchronisation, "
+                               "fewer bytes between nodes (HSDP), or a faster network.",
+    "latency": "Latency bounds it: shorter rings (HSDP), larger units, more tokens.",
+}
+
+
+def recommend(model: Transformer, cluster: Cluster, *, batch: int = 1, sequence: int = 4096,
+              most_tokens: float = math.inf, free: float = 0.1) -> Recommendation:
+    """Which strategy trains ``model`` fastest, with ``batch`` sequences on each rank.
+
+    ``most_tokens``: the largest global batch that training can use, see chapter 07; ``free``: the
+    share of memory left to the allocator and the libraries. Blocks are recomputed only where
+    nothing else fits. Adding up gradients over several micro-batches is not considered, nor are
+    tensor, context and pipeline parallelism, which it can only ask for. Raises ValueError for a
+    share that is not from 0 to below 1, and like `checks.whole` for batch and sequence.
+    """
+    if not 0 <= free < 1:
+        raise ValueError(f"a share from 0 to below 1 is left free, not {free}")
+    whole(batch, "batch"), whole(sequence, "sequence")
+    return Recommendation(_options(model, cluster, batch, sequence, 1 - free), most_tokens)
+
+
+def budget(strategy: str, model: Transformer, cluster: Cluster, *, batch: int, sequence: int,
+           recompute: str = "none") -> Budget:
+    """What a rank holds with these `settings`, by `memory.budget`.
+
+    Under autocast DDP's parameters have copies in bf16 as well; fully_shard reduces in fp32. Raises
+    ValueError for an unknown strategy.
+    """
+    one_of(strategy, STRATEGIES, "strategy")
+    is_replicated = strategy in ("DDP", "ZeRO-1")
+    ranks = cluster.per_node if strategy == "HSDP" else cluster.ranks
+    found = memory.budget(model, ranks, cluster.gpu.memory_bytes, precision=PRECISION,
+                          stage=strategy if is_replicated else "ZeRO-3", batch=batch,
+                          sequence=sequence, recompute=recompute, bucket_views=True)
+    whole_model = model.parameters * PRECISION.gathered
+    if is_replicated:
+        return replace(found, gathered=whole_model)
+    reduced = model.block_parameters * PRECISION.gradients
+    if strategy == "FSDP, kept":
+        return replace(found, gathered=whole_model, communication=reduced)
+    arriving = model.block_parameters * PRECISION.gathered
+    return replace(found, communication=arriving + reduced)
+
+
+def _options(model, cluster, batch, sequence, share):
+    limit = share * cluster.gpu.memory_bytes
+    found = []
+    for strategy in STRATEGIES:
+        if strategy == "HSDP" and cluster.nodes == 1:
+            continue  # the same as FSDP
+        for recompute in schedule.RECOMPUTE:
+            held = budget(strategy, model, cluster, batch=batch, sequence=sequence,
+                          recompute=recompute)
+            if held.total <= limit:
+                break
+        job = Job(model, batch, sequence, strategy="HSDP" if strategy == "HSDP" else
+                  "FSDP" if "FSDP" in strategy else "DDP", recompute=recompute,
+                  parameter_bytes=2, gradient_bytes=4, reshard=strategy != "FSDP, kept")
+        found.append(Option(strategy, job, cluster, held, limit))
+    return tuple(found)
+
+
+def _spans(strategy, job, cluster):
+    spans = schedule.timeline(job, cluster)
+    if strategy != "ZeRO-1":
+        return spans
+    *others, optimizer = spans
+    end = optimizer.start + optimizer.seconds / cluster.ranks
+    nbytes = PRECISION.parameters * job.model.parameters
+    gathered = end + collective_seconds(cluster, "all-gather", nbytes)
+    return [*others, replace(optimizer, end=end),
+            Span("all-gather of parameters", COMMUNICATION, end, gathered, nbytes)]

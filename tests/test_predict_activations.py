@@ -1,0 +1,174 @@
+"""A transformer's parameters and activations, against published counts and what autograd saves."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from dplab.predict import catalogue
+from dplab.predict.activations import activations
+from dplab.predict.transformer import Transformer
+
+# Published counts: config.json and model cards on huggingface.co.
+PARAMETERS = {
+    "GPT-2": 124_439_808, "GPT-2 medium": 354_823_168, "GPT-2 large": 774_030_080,
+    "GPT-2 XL": 1_557_611_200, "Llama-2 7B": 6_738_415_616, "Llama-2 13B": 13_015_864_320,
+    "Llama-2 70B": 68_976_648_192, "Llama-3 8B": 8_030_261_248, "Llama-3 70B": 70_553_706_496,
+    "Llama-3.1 405B": 405_853_388_800,
+}
+
+
+def test_parameters_of_published_models():
+    assert {name: model.parameters for name, model in catalogue.MODELS.items()} == PARAMETERS
+    for name, model in catalogue.MODELS.items():
+        assert model.name == name and "huggingface.co" in model.source
+        units = model.units
+        assert len(units) == model.layers + 1
+        assert sum(math.prod(shape) for unit in units for shape in unit) == model.parameters
+
+
+GPT = Transformer(2, 24, 4, 96, 50, 16)
+LLAMA = Transformer(2, 24, 4, 40, 50, 16, kv_heads=2, gated=True, biases=False, norm="rmsnorm",
+                    learned_positions=False, tied=False)
+
+
+class Block(nn.Module):
+    """A block as `Transformer` describes it, of torch's own modules; attention over each head."""
+
+    def __init__(self, model, flash, dropout):
+        super().__init__()
+        self.model, self.flash, self.dropout = model, flash, dropout
+        norm = nn.LayerNorm if model.norm == "layernorm" else nn.RMSNorm
+        self.norm1, self.norm2 = norm(model.d_model), norm(model.d_model)
+        for name, shape in model.block.items():
+            if name.endswith("weight") and len(shape) == 2:
+                self.add_module(name[:-7], nn.Linear(*reversed(shape), bias=model.biases))
+
+    def forward(self, x):
+        batch, sequence, _ = x.shape
+        y = self.norm1(x)
+        q, k, v = (part(y).view(batch, sequence, -1, self.model.d_model // self.model.heads)
+                   .transpose(1, 2) for part in (self.query, self.key, self.value))
+        groups = self.model.heads // self.model.kv_heads
+        if self.flash:
+            y = F.scaled_dot_product_attention(q, k, v, enable_gqa=groups > 1)
+        else:
+            k, v = (part.repeat_interleave(groups, 1) if groups > 1 else part for part in (k, v))
+            scores = torch.softmax(q @ k.transpose(2, 3), -1)
+            y = F.dropout(scores, 0.5 if self.dropout else 0.0) @ v
+        y = self.out(y.transpose(1, 2).reshape(batch, sequence, -1))
+        x = x + (F.dropout(y, 0.5) if self.dropout else y)
+        y = self.norm2(x)
+        y = F.silu(self.gate(y)) * self.up(y) if self.model.gated else F.gelu(self.up(y))
+        y = self.down(y)
+        return x + (F.dropout(y, 0.5) if self.dropout else y)
+
+
+def saved_bytes(block, x):
+    """The bytes of the storages that autograd saves, without the block's parameters."""
+    known = {parameter.untyped_storage()._cdata for parameter in block.parameters()}
+    saved = {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage._cdata not in known:
+            saved[storage._cdata] = storage
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        y = block(x)
+    nbytes = sum(storage.nbytes() for storage in saved.values())
+    del y
+    return nbytes
+
+
+@pytest.mark.parametrize(("model", "flash", "dropout"), [
+    (GPT, False, False), (GPT, False, True), (GPT, True, False), (LLAMA, True, False),
+    (LLAMA, False, False)])
+def test_a_blocks_activations_are_what_autograd_saves(model, flash, dropout):
+    batch, sequence = 3, 10
+    tokens = batch * sequence
+    x = torch.randn(batch, sequence, model.d_model, requires_grad=True)
+    measured = saved_bytes(Block(model, flash, dropout), x)
+    predicted = activations(model, batch, sequence, element=4, flash=flash, dropout=dropout)
+    # What is left out, and what kernels do on a CPU alone: masks as wide as the elements, an
+    # RMSNorm in steps that also keeps its output before the weights.
+    left_out = 2 * 4 * tokens * (2 if model.norm == "layernorm" else 1)
+    if dropout:
+        left_out += 3 * tokens * (2 * model.d_model + model.heads * sequence)
+    if model.norm == "rmsnorm":
+        left_out += 2 * 4 * tokens * model.d_model
+    if model.kv_heads < model.heads and not flash:  # repeated for all heads, before the product
+        left_out += 2 * 4 * tokens * (model.d_model - model.d_kv)
+    assert measured == predicted.blocks // model.layers + left_out
+
+
+def test_the_loss_keeps_probabilities_in_fp32():
+    tokens, width = 30, GPT.vocabulary
+    logits = torch.randn(tokens, width, requires_grad=True)
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(
+            lambda tensor: saved.append(tensor.nbytes) or tensor, lambda tensor: tensor):
+        F.cross_entropy(logits.float(), torch.zeros(tokens, dtype=torch.long))
+    predicted = activations(GPT, 3, 10)
+    assert max(saved) == predicted.loss == 4 * tokens * width
+    assert predicted.logits == 2 * tokens * width
+
+
+@pytest.mark.parametrize("name", [name for name in PARAMETERS if name.startswith("GPT")])
+def test_blocks_of_gpt_have_the_activations_of_the_paper(name):
+    model, s, b = catalogue.MODELS[name], 1024, 3
+    a, h, layers = model.heads, model.d_model, model.layers
+
+    def blocks(recompute):
+        return activations(model, b, s, recompute=recompute, flash=False, dropout=True)
+
+    # Korthikanti et al., 2022: equations 2 (none), 6 (selective) and table 2 (full), t = 1
+    assert blocks("none").blocks == layers * (s * b * h * 34 + 5 * a * s * s * b)
+    assert blocks("selective").blocks == layers * 34 * s * b * h
+    assert blocks("full").blocks == layers * 2 * s * b * h
+    assert blocks("none").recomputed == 0
+    assert blocks("selective").recomputed == 5 * a * s * s * b
+    assert blocks("full").recomputed == s * b * h * 32 + 5 * a * s * s * b
+    # section 4.3, without pipeline: embedding dropout, last norm, head's input, loss
+    assert blocks("none").ends == 5 * s * b * h
+    assert blocks("none").loss == 4 * s * b * model.vocabulary
+
+
+def test_flash_attention_makes_memory_linear_in_the_sequence():
+    model = catalogue.MODELS["Llama-3 8B"]
+    short, long = (activations(model, 1, tokens).total for tokens in (2048, 8192))
+    assert long == 4 * short
+    eager = [activations(model, 1, tokens, flash=False).blocks for tokens in (2048, 8192)]
+    assert eager[1] > 8 * eager[0]
+    halved = activations(model, 2, 4096, recompute="selective")
+    assert halved == activations(model, 1, 8192), "which never kept scores"
+
+
+SMALL = {"layers": 1, "d_model": 8, "heads": 2, "d_ff": 32, "vocabulary": 9, "context": 4}
+
+
+@pytest.mark.parametrize(("change", "error", "says"), [
+    ({"heads": 3}, ValueError, "3 heads do not divide d_model = 8"),
+    ({"heads": 4, "kv_heads": 3}, ValueError, "3 kv_heads do not divide 4 heads"),
+    ({"layers": 0}, ValueError, "layers is at least 1"),
+    ({"vocabulary": -5}, ValueError, "vocabulary is at least 1"),
+    ({"d_ff": 2.0}, TypeError, "d_ff is an integer"),
+    ({"heads": True}, TypeError, "heads is an integer, not True"),
+    ({"norm": "batchnorm"}, ValueError, "'layernorm', 'rmsnorm'"),
+])
+def test_configurations_that_cannot_be_are_refused(change, error, says):
+    with pytest.raises(error, match=says):
+        Transformer(**{**SMALL, **change})
+
+
+@pytest.mark.parametrize(("call", "error", "says"), [
+    (lambda: activations(GPT, 0, 8), ValueError, "batch is at least 1"),
+    (lambda: activations(GPT, 1, 17), ValueError, "positions for 16 tokens, not for 17"),
+    (lambda: activations(GPT, 1, 8, recompute="some"), ValueError, "'none', 'selective', 'full'"),
+])
+def test_activations_that_cannot_be_are_refused(call, error, says):
+    with pytest.raises(error, match=says):
+        call()

@@ -1,0 +1,298 @@
+"""Recommendations against arithmetic, brute force and dry runs; their settings on real ranks."""
+
+import ast
+import itertools
+import json
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+import dplab
+from dplab import dryrun
+from dplab.measure import state_bytes
+from dplab.predict import choose, settings
+from dplab.predict.activations import activations
+from dplab.predict.catalogue import GPUS, LINKS, MODELS
+from dplab.predict.choose import STRATEGIES, recommend
+from dplab.predict.cluster import Cluster, Job, predict
+from dplab.predict.cost import Link
+from dplab.predict.transformer import Transformer
+from dplab.workloads.transformer import Transformer as Model
+
+NODE = Cluster(GPUS["H100"], 1, LINKS["NVLink 4"], LINKS["400 Gb/s"])
+LLAMA = MODELS["Llama-3 8B"]
+SMALL = Transformer(layers=4, d_model=64, heads=4, d_ff=192, vocabulary=256, context=64)
+
+
+def said(recommendation):
+    return " ".join(str(recommendation).split())
+
+
+def option(recommendation, strategy):
+    return next(each for each in recommendation.options if each.strategy == strategy)
+
+
+# What it holds
+
+
+def test_bytes_of_replicated_strategies():
+    held = activations(LLAMA, 1, 4096).total
+    parameters = 8_030_261_248
+    for strategy, per_parameter in (("DDP", 4 + 4 + 8 + 2), ("ZeRO-1", 4 + 4 + 8 / 64 + 2)):
+        budget = choose.budget(strategy, LLAMA, NODE.of(64), batch=1, sequence=4096)
+        assert budget.total == pytest.approx(per_parameter * parameters + held)
+
+
+def test_bytes_of_sharded_strategies():
+    held = activations(LLAMA, 1, 4096).total
+    parameters, block = 8_030_261_248, 218_112_000
+    root = parameters - 32 * block
+    shared = 2 * (root + block) + 4 * block + held  # gradients, and those on their way in fp32
+    for strategy, ranks, whole in (("FSDP, kept", 64, parameters), ("FSDP", 64, root + 2 * block),
+                                   ("HSDP", 8, root + 2 * block)):
+        budget = choose.budget(strategy, LLAMA, NODE.of(64), batch=1, sequence=4096)
+        assert budget.total == pytest.approx(16 * parameters / ranks + 2 * whole + shared)
+
+
+@pytest.mark.parametrize(("strategy", "run", "options"), [
+    ("DDP", dryrun.ddp, {}), ("ZeRO-1", dryrun.zero_1, {}), ("FSDP", dryrun.fully_shard, {}),
+    ("FSDP, kept", dryrun.fully_shard, {"reshard_after_forward": False})])
+def test_bytes_beside_a_dry_run_of_the_real_code(strategy, run, options):
+    """No exact count: it lets more be there at once, and leaves out passing copies."""
+    model = replace(SMALL, d_model=256, d_ff=1024, learned_positions=False)
+    measured = run(model, 4, batch=4, sequence=64, progress=False, **options).peak
+    estimated = choose.budget(strategy, model, NODE.of(4), batch=4, sequence=64).total
+    assert 0.85 < estimated / measured < 1.3
+
+
+# What it recommends
+
+
+GRID = list(itertools.product(
+    ("GPT-2", "Llama-2 7B", "Llama-2 70B"), (4, 8, 64), (1, 4), (512, 2048, 8192)))
+
+
+@pytest.mark.parametrize(("name", "ranks", "batch", "sequence"), GRID)
+def test_the_best_is_the_simplest_of_the_fastest_that_fit(name, ranks, batch, sequence):
+    model = replace(MODELS[name], learned_positions=False)
+    found = recommend(model, NODE.of(ranks), batch=batch, sequence=sequence)
+    fitting = {each.strategy: each.seconds for each in found.options
+               if each.budget.total <= 0.9 * 80e9}
+    if not fitting:
+        assert found.best is None
+        return
+    good = [name for name in STRATEGIES if fitting.get(name, math.inf)
+            <= 1.02 * min(fitting.values())]
+    assert found.best.strategy == good[0]
+
+
+def test_recomputes_only_where_nothing_else_fits():
+    found = recommend(LLAMA, NODE.of(8), sequence=8192)
+    assert option(found, "FSDP").job.recompute == "full"
+    assert option(recommend(LLAMA, NODE.of(64), sequence=8192), "FSDP").job.recompute == "none"
+    for each in (e for r in (8, 64) for e in recommend(LLAMA, NODE.of(r), sequence=8192).options):
+        if each.job.recompute == "full":
+            assert choose.budget(each.strategy, LLAMA, each.cluster, batch=1,
+                                 sequence=8192).total > 72e9
+
+
+def test_strategies_are_simulated_as_their_settings_say():
+    found = recommend(MODELS["GPT-2 medium"], NODE.of(64), batch=1, sequence=256)
+    jobs = {"DDP": dict(strategy="DDP"), "FSDP": {}, "HSDP": dict(strategy="HSDP"),
+            "FSDP, kept": dict(reshard=False)}
+    for strategy, options in jobs.items():
+        expected = predict(Job(MODELS["GPT-2 medium"], 1, 256, gradient_bytes=4, **options),
+                           NODE.of(64))
+        assert option(found, strategy).seconds == pytest.approx(expected.seconds)
+        assert option(found, strategy).mfu == pytest.approx(expected.mfu)
+
+
+def test_zero_1_is_ddp_with_a_gather_after_a_shorter_optimizer():
+    cluster, model = NODE.of(8), MODELS["GPT-2 medium"]
+    found = recommend(model, cluster, batch=2, sequence=1024)
+    ring = 7 * LINKS["NVLink 4"].latency + 7 / 8 * 4 * model.parameters / 450e9
+    states = (2 * 12 + 4 + 2) * model.parameters / GPUS["H100"].memory_bandwidth
+    assert option(found, "ZeRO-1").seconds == pytest.approx(
+        option(found, "DDP").seconds - 7 / 8 * states + ring)
+
+
+def test_one_node_has_no_hybrid():
+    assert [each.strategy for each in recommend(LLAMA, NODE).options] == [
+        "DDP", "ZeRO-1", "FSDP", "FSDP, kept"]
+
+
+@pytest.mark.parametrize(("slow", "bound"), [
+    (dict(between=Link("slow", 1e9)), "bandwidth between nodes"),
+    (dict(inside=Link("slow", 1e9)), "bandwidth inside nodes"),
+    (dict(between=Link("far", 50e9, 0.05)), "latency"),
+    (dict(gpu=replace(GPUS["H100"], memory_bandwidth=1e11)), "memory bandwidth"),
+    ({}, "arithmetic")])
+def test_names_what_bounds_the_step(slow, bound):
+    found = recommend(LLAMA, replace(NODE.of(64), **slow), sequence=8192)
+    assert option(found, "FSDP").bound == bound
+    if found.best.strategy == "FSDP":
+        assert choose._REMEDIES[bound] in said(found)
+
+
+# What to change
+
+
+def test_least_ranks_is_where_it_begins_to_fit():
+    found = recommend(MODELS["Llama-2 70B"], NODE, sequence=4096)
+    assert found.best is None
+    least = found.least_ranks
+    assert f"fits from {least} ranks" in said(found)
+    for ranks, fits in ((least, True), (least - 8, False)):
+        there = recommend(MODELS["Llama-2 70B"], NODE.of(ranks), sequence=4096)
+        assert option(there, "FSDP").fits is fits
+
+
+def test_says_when_no_number_of_ranks_is_enough():
+    found = recommend(LLAMA, NODE.of(64), sequence=131_072)
+    assert found.least_ranks is None
+    assert "tensor or context parallelism" in said(found)
+    ends = 131_072 * LLAMA.vocabulary * (2 + 4)  # logits in bf16, log-probabilities in fp32
+    assert f"a loss in chunks (logits and loss are {ends / 1e9:.1f} GB)" in said(found)
+    assert not option(recommend(LLAMA, NODE.of(65_536), sequence=131_072), "FSDP").fits
+    assert "smaller local batch" not in said(found)
+    assert "smaller local batch" in said(recommend(LLAMA, NODE.of(64), batch=64, sequence=8192))
+
+
+def test_hybrid_sharding_is_advised_only_where_it_fits():
+    far = replace(NODE, between=Link("far", 50e9, 0.05)).of(512)
+    for name, fits in (("Llama-3 8B", True), ("Llama-3 70B", False)):
+        found = recommend(MODELS[name], far, sequence=4096)
+        assert option(found, "HSDP").fits is fits
+        if name == "Llama-3 70B":
+            assert found.best.bound == "latency" and "shorter rings, larger units" in said(found)
+
+
+def test_each_change_is_predicted_anew():
+    node = replace(NODE, between=LINKS["100 Gb/s"])
+    found = recommend(LLAMA, node.of(64), sequence=2048)
+    rate = found.best.tokens_per_second / 64
+    twice = recommend(LLAMA, node.of(64), batch=2, sequence=2048).best
+    more = recommend(LLAMA, node.of(128), sequence=2048).best
+    faster = recommend(LLAMA, replace(node.of(64), between=replace(
+        LINKS["100 Gb/s"], bandwidth=25e9)), sequence=2048).best
+    gains = {change.what: change.gain for change in found.changes}
+    assert gains == pytest.approx({
+        "twice the batch on each rank": twice.tokens_per_second / 64 / rate - 1,
+        "twice the ranks, the same batch on each": more.tokens_per_second / 128 / rate - 1,
+        "a network twice as fast": faster.tokens_per_second / 64 / rate - 1})
+    assert list(gains.values()) == sorted(gains.values(), reverse=True)
+
+
+def test_a_change_after_which_nothing_fits_says_so():
+    gpu = replace(GPUS["H100"], memory_bytes=34.5e9)
+    found = recommend(LLAMA, replace(NODE, gpu=gpu), sequence=6144)
+    assert found.best is not None
+    assert found.changes[-1].what == "twice the batch on each rank"
+    assert found.changes[-1].gain is None and "then nothing fits" in said(found)
+
+
+def test_a_part_of_a_node_grows_to_two_such_nodes():
+    found = recommend(MODELS["GPT-2"], NODE.of(3), sequence=1024)
+    assert {change.best.cluster.ranks for change in found.changes} == {3, 6}
+
+
+def test_a_global_batch_that_is_too_large():
+    found = recommend(LLAMA, NODE.of(1024), sequence=8192, most_tokens=4e6)
+    assert found.global_tokens == 1024 * 8192
+    assert "at most 488 of 1,024 ranks" in said(found)
+    assert "at most" not in str(recommend(LLAMA, NODE.of(1024), sequence=8192))
+
+
+def test_prints_a_line_for_each_option_and_marks_the_best():
+    found = recommend(LLAMA, NODE.of(64), sequence=8192)
+    _, table, advice = str(found).split("\n\n")
+    rows = table.splitlines()
+    assert len(rows) == len(STRATEGIES)
+    [marked] = [row for row in rows if row.startswith("→")]
+    assert marked.startswith(f"→ {found.best}") and f"{found.best.mfu:.1%}" in marked
+    assert max(map(len, advice.splitlines())) <= 96
+
+
+def test_refuses_what_cannot_be():
+    for wrong in (dict(batch=0), dict(sequence=-1), dict(free=1.0)):
+        with pytest.raises(ValueError):
+            recommend(LLAMA, NODE, **wrong)
+    with pytest.raises(ValueError, match="no strategy"):
+        choose.budget("ZeRO-4", LLAMA, NODE, batch=1, sequence=1)
+
+
+# Settings to copy
+
+
+def under(code):
+    """The losses of three steps and the bytes of a rank's states, with these settings."""
+    torch.manual_seed(0)
+    names = {"model": Model(SMALL)}
+    exec(code, names)
+    losses = []
+    for step in range(3):
+        tokens = torch.randint(256, (8, 33), generator=torch.Generator().manual_seed(step))
+        mine = tokens[dist.get_rank() :: 4]
+        with torch.autocast("cpu", torch.bfloat16, enabled="autocast" in code):
+            loss = F.cross_entropy(names["model"](mine[:, :-1]).flatten(0, 1),
+                                   mine[:, 1:].flatten())
+        names["optimizer"].zero_grad()
+        loss.backward()
+        names["optimizer"].step()
+        dist.all_reduce(loss.detach())
+        losses.append(loss.item() / 4)
+    return losses, state_bytes(names["model"], names["optimizer"])
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_settings_for_torch_train_alike_and_hold_what_they_say(recompute):
+    codes = [settings.in_torch(name, 4, 2, recompute=recompute, device="cpu")
+             for name in STRATEGIES]
+    results = [dplab.run(under, 4, code, backend="gloo")[0] for code in codes]
+    parameters = 4 * SMALL.parameters
+    parts = {"DDP": (1, 1), "ZeRO-1": (1, 1 / 4), "FSDP": (1 / 4, 1 / 4),
+             "FSDP, kept": (1 / 4, 1 / 4), "HSDP": (1 / 2, 1 / 2)}
+    for strategy, (losses, held) in zip(STRATEGIES, results, strict=True):
+        of_parameters, of_states = parts[strategy]
+        assert losses == pytest.approx(results[0][0], rel=0.02)
+        assert losses[-1] < losses[0]
+        assert held.parameters == pytest.approx(of_parameters * parameters, rel=0.01)
+        assert held.optimizer == pytest.approx(2 * of_states * parameters, rel=0.1)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_settings_have_the_same_adamw_for_torch_and_for_deepspeed(strategy):
+    [call] = [node for node in ast.walk(ast.parse(settings.in_torch(strategy, 8)))
+              if isinstance(node, ast.Call) and "AdamW" in ast.unparse(node)]
+    in_torch = {each.arg: ast.literal_eval(each.value) for each in call.keywords}
+    found = json.loads(settings.in_deepspeed(strategy.removesuffix(", kept"), batch=1))
+    in_deepspeed = found["optimizer"]["params"]
+    assert in_torch == in_deepspeed | {"betas": tuple(in_deepspeed["betas"])}
+    assert in_torch["betas"] == (0.9, 0.95)
+
+
+def test_settings_refuse_what_they_do_not_have():
+    with pytest.raises(ValueError, match=r"no strategy 'ZeRO-2'; .*, 'FSDP, kept', "):
+        settings.in_torch("ZeRO-2", 8)
+    for ranks in (4, 12):
+        with pytest.raises(ValueError, match=f"{ranks} ranks do not fill nodes of 8"):
+            settings.in_torch("HSDP", ranks)
+    with pytest.raises(ValueError, match="no recompute"):
+        settings.in_torch("DDP", 8, recompute="some")
+
+
+@pytest.mark.parametrize(("strategy", "stage"), [
+    ("DDP", 0), ("ZeRO-1", 1), ("ZeRO-2", 2), ("FSDP", 3), ("HSDP", 3)])
+def test_settings_for_deepspeed_are_those_that_it_knows(strategy, stage):
+    zero_config = pytest.importorskip("deepspeed.runtime.zero.config")
+    found = json.loads(settings.in_deepspeed(strategy, batch=2, per_node=4))
+    known = zero_config.DeepSpeedZeroConfig
+    assert set(found["zero_optimization"]) <= set(known.model_fields)
+    assert known(**found["zero_optimization"]).stage == stage
+    assert found["zero_optimization"].get("zero_hpz_partition_size") == (
+        4 if strategy == "HSDP" else None)
+    assert found["train_micro_batch_size_per_gpu"] == 2 and found["gradient_clipping"] == 0.0

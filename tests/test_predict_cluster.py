@@ -1,0 +1,307 @@
+"""A step on a cluster against arithmetic by hand: its computing, its schedule, how it scales."""
+
+import itertools
+import math
+import random
+import time
+from dataclasses import replace
+
+import pytest
+
+from dplab.predict import cluster, cost, memory, step, traffic
+from dplab.predict.catalogue import GPUS, LINKS, MODELS
+from dplab.predict.cluster import Cluster, Job, predict
+from dplab.predict.cost import Link
+from dplab.predict.step import COMMUNICATION, COMPUTE, Layer
+from dplab.predict.transformer import Transformer
+
+H100 = Cluster(GPUS["H100"], 1, LINKS["NVLink 4"], LINKS["400 Gb/s"])
+SMALL = Transformer(3, 64, 4, 256, 512, 128, name="small")
+GB, US = 1e9, 1e-6
+POWER_OF_TWO = replace(SMALL, biases=False)
+
+
+# Computing
+
+def test_model_flops_are_six_a_parameter_and_attention():
+    matrices = 8_030_261_248 - 128_256 * 4096 - 65 * 4096  # no lookup, no norms
+    assert Job(MODELS["Llama-3 8B"], 2, 8192).model_flops == pytest.approx(
+        2 * 8192 * (6 * matrices + 12 * 32 * 4096 * 8192))
+
+
+def test_computing_is_arithmetic_then_memory_traffic():
+    gpu = replace(GPUS["H100"], bf16_flops=2e9, memory_bandwidth=1e6)
+    blocks, root = cluster.units(Job(SMALL, 2, 128), replace(H100, gpu=gpu, matmul_share=0.5))
+    matrices, tokens, scores = 12 * 64 * 64, 256, 2 * 64 * 128
+    # 2-byte inputs of the two norms (2), of query, key, value (1) and out (1), query, key and value
+    # (3), the first matrix (1) and GELU and the second (2 × 4 wide); 4 heads' statistics
+    kept = 128 * (2 * (64 * 8 + 2 * 256) + 4 * 4)
+    assert blocks[0].forward_seconds == pytest.approx(
+        tokens * (2 * matrices + scores) / 1e9 + 2 * 2 * kept / 1e6)
+    assert blocks[0].backward_seconds == pytest.approx(
+        tokens * (4 * matrices + 2.5 * scores) / 1e9 + 3 * 2 * kept / 1e6)
+    again, _ = cluster.units(Job(SMALL, 2, 128, recompute="full"),
+                             replace(H100, gpu=gpu, matmul_share=0.5))
+    assert again[2].backward_seconds == pytest.approx(
+        blocks[2].forward_seconds + blocks[2].backward_seconds)
+    assert sum(each.gradient_bytes for each in [*blocks, root]) == 2 * SMALL.parameters
+
+
+# The schedule
+
+A, B, ROOT = Layer(2, 4, 6, "A"), Layer(3, 5, 6, "B"), Layer(1, 2, 2, "root")
+
+
+def scheduled(**options):
+    spans = cluster.sharded_timeline([A, B], ROOT, gather=lambda n: n / 2, scatter=lambda n: n,
+                                     optimizer_seconds=1, **options)
+    found = {}
+    for span in spans:
+        found.setdefault(span.name, []).append((span.start, span.end))
+    return found
+
+
+def test_fully_sharded_by_hand():
+    assert scheduled() == {
+        "gather root": [(0, 1)], "gather A": [(1, 4), (14, 17)],
+        "gather B": [(4, 7), (11, 14)],  # in backward while the root computes
+        "forward A": [(4, 6)], "forward B": [(7, 10)], "forward root": [(10, 11)],
+        "backward root": [(11, 13)], "backward B": [(14, 19)], "backward A": [(19, 23)],
+        "reduce-scatter B": [(19, 25)], "reduce-scatter A": [(25, 31)],
+        "reduce-scatter root": [(31, 33)], "optimizer": [(33, 34)]}
+
+
+def test_without_prefetch_every_gather_waits_and_queues_behind_the_reduce_scatter():
+    found = scheduled(prefetch=0)
+    assert found["gather B"] == [(6, 9), (15, 18)]
+    assert found["reduce-scatter B"] == [(23, 29)]
+    assert found["gather A"] == [(1, 4), (29, 32)]
+    assert found["optimizer"] == [(44, 45)]
+
+
+def test_without_overlap_the_step_is_the_sum():
+    assert scheduled(overlap=False)["optimizer"] == [(44, 45)]  # 17 computing, 13 + 14 sending
+
+
+def test_without_resharding_backward_gathers_nothing():
+    found = scheduled(reshard=False)
+    assert found["gather A"] == [(1, 4)]
+    assert (found["backward B"], found["optimizer"]) == ([(13, 18)], [(32, 33)])
+
+
+@pytest.mark.parametrize(("own_lane", "all_reduces", "end"), [
+    (True, [(25, 28), (31, 34), (34, 35)], 36),
+    (False, [(25, 28), (34, 37), (39, 40)], 41)])
+def test_hybrid_sharding_reduces_shards_beside_or_between(own_lane, all_reduces, end):
+    found = scheduled(reduce=lambda n: n, shard_ranks=2, own_lane=own_lane)
+    assert [found[f"all-reduce {name}"][0] for name in ("B", "A", "root")] == all_reduces
+    assert found["optimizer"] == [(end - 1, end)]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_no_lane_does_two_things_and_nothing_starts_before_what_it_needs(seed):
+    chance = random.Random(seed)
+    blocks = [Layer(chance.random(), chance.random(), chance.random(), f"block {index}")
+              for index in range(chance.randrange(1, 9))]
+    prefetch = chance.randrange(4)
+    spans = cluster.sharded_timeline(blocks, ROOT, gather=lambda n: n, scatter=lambda n: 2 * n,
+                                     prefetch=prefetch)
+    for lane in (COMPUTE, COMMUNICATION):
+        for before, after in itertools.pairwise([span for span in spans if span.lane == lane]):
+            assert before.end <= after.start
+    for name in (layer.name for layer in blocks):
+        gathers = [span for span in spans if span.name == f"gather {name}"]
+        for gather, pass_ in zip(gathers, ("forward", "backward"), strict=True):
+            compute = next(span for span in spans if span.name == f"{pass_} {name}")
+            assert gather.end <= compute.start
+            begun = [span for span in spans if span.name.startswith(f"{pass_} block")
+                     and gather.start < span.start < compute.start]
+            assert len(begun) <= prefetch, "gathered further ahead than there is room"
+        assert compute.end <= next(span for span in spans
+                                   if span.name == f"reduce-scatter {name}").start
+
+
+def sent(prediction):
+    """Bytes by the timeline's collectives, each by `cost`."""
+    job, ranks = prediction.job, prediction.cluster.ranks
+    shards = {"FSDP": ranks, "HSDP": job.shard_ranks or 8, "DDP": 1}[job.strategy]
+    kinds = {"gather": ("ring all-gather", shards), "reduce-scatter": (
+        "ring reduce-scatter", shards), "all-reduce": ("ring all-reduce", ranks // shards)}
+    return sum(cost.bytes_sent(*kinds[span.name.split()[0]], span.nbytes)
+               for span in prediction.spans if span.lane == COMMUNICATION)
+
+
+@pytest.mark.parametrize("ranks", [8, 32])
+def test_a_step_sends_the_bytes_that_traffic_says(ranks):
+    units, machine = POWER_OF_TWO.units, H100.of(ranks)
+    job = Job(POWER_OF_TWO, 1, 128, gradient_bytes=4)
+    options = {"parameter_bytes": 2, "gradient_bytes": 4}
+    assert sent(predict(job, machine)) == pytest.approx(
+        traffic.bytes_per_step("fully_shard", ranks, units, **options))
+    assert sent(predict(replace(job, reshard=False), machine)) == pytest.approx(
+        traffic.bytes_per_step("fully_shard, reshard_after_forward=False", ranks, units, **options))
+    assert sent(predict(replace(job, strategy="DDP"), machine)) == pytest.approx(
+        traffic.bytes_per_step("DDP", ranks, units, **options))
+    # traffic's HSDP gathers the root a second time
+    root = cost.bytes_sent("ring all-gather", 8, 2 * sum(map(math.prod, units[-1])))
+    assert sent(predict(replace(job, strategy="HSDP"), machine)) == pytest.approx(
+        traffic.bytes_per_step("HSDP", ranks, units, shard_ranks=8, **options) - root)
+
+
+def test_ddp_on_one_node_is_the_timeline_of_step():
+    job = Job(SMALL, 4, 128, "DDP", bucket_bytes=1e9)  # a block is in one piece
+    blocks, root = cluster.units(job, H100)
+    layers = [Layer(0, 0, root.gradient_bytes), *blocks, replace(root, gradient_bytes=0)]
+    spans = step.timeline(layers, 8, LINKS["NVLink 4"], bucket_bytes=1e9)
+    prediction = predict(job, H100)
+    optimizer = SMALL.parameters * (2 * 12 + 2 + 2) / GPUS["H100"].memory_bandwidth
+    assert prediction.seconds == pytest.approx(step.step_seconds(spans) + optimizer)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_an_untied_head_has_its_gradient_first_and_the_embedding_last(tied):
+    model = replace(SMALL, tied=tied, learned_positions=False)
+    spans = predict(Job(model, 1, 128, "DDP", bucket_bytes=2 * SMALL.block_parameters), H100).spans
+    sends = [span for span in spans if span.lane == COMMUNICATION]
+    backward = {span.name: span for span in spans if span.name.startswith("backward")}
+    first_ready = backward["backward block 2"].end
+    assert sends[0].start == pytest.approx(first_ready)
+    # the first bucket takes block 2, and before it the head where that has gradients of its own
+    head = 0 if tied else 2 * 512 * 64
+    assert sends[0].nbytes == 2 * SMALL.block_parameters + head
+    assert sum(send.nbytes for send in sends) == 2 * model.parameters
+
+
+@pytest.mark.parametrize(("shard_ranks", "copies"), [
+    (4, [0, 4, 8, 12]), (8, [0, 8]), (16, None)])
+def test_the_groups_of_hybrid_sharding(shard_ranks, copies):
+    """A group of shards lies side by side, a group of copies takes each first, second, …"""
+    machine = H100.of(16)
+    job = Job(SMALL, 1, 128, "HSDP", shard_ranks=shard_ranks)
+    spans = predict(job, machine).spans
+    found = {span.name: span for span in spans}
+    block = 2 * SMALL.block_parameters
+    nodes = {4: 1, 8: 1, 16: 2}[shard_ranks]  # of a shard group
+    assert found["gather block 1"].seconds == pytest.approx(cluster.collective_seconds(
+        machine, "all-gather", block, ranks=shard_ranks, local=shard_ranks // nodes))
+    if copies is None:
+        assert "all-reduce block 1" not in found
+    else:
+        reduce = found["all-reduce block 1"]
+        assert reduce.nbytes == block / shard_ranks
+        assert reduce.seconds == pytest.approx(cluster.collective_seconds(
+            machine, "all-reduce", block / shard_ranks, ranks=len(copies),
+            local=sum(rank < 8 for rank in copies)))
+    # shards of one node use other links than copies on others: only then they go side by side
+    lanes = [span for span in spans if span.lane == COMMUNICATION]
+    alone = all(one.end <= other.start or other.end <= one.start
+                for one, other in itertools.combinations(lanes, 2))
+    assert alone == (shard_ranks != 8)
+
+
+@pytest.mark.parametrize(("strategy", "ranks"), [("DDP", 1), ("FSDP", 32), ("HSDP", 8)])
+def test_the_optimizer_works_on_what_a_rank_holds(strategy, ranks):
+    machine = H100.of(32)
+    last = predict(Job(SMALL, 1, 128, strategy, gradient_bytes=4, optimizer_bytes=8),
+                   machine).spans[-1]
+    assert last.name == "optimizer"
+    assert last.seconds == pytest.approx(
+        SMALL.parameters / ranks * (8 + 8 + 4 + 2) / machine.gpu.memory_bandwidth)
+
+
+def test_ddp_pieces_neither_lose_time_nor_bytes():
+    model = MODELS["GPT-2 XL"]
+    prediction = predict(Job(model, 1, 1024, "DDP"), H100.of(64))
+    whole = predict(Job(model, 1, 1024, "DDP", bucket_bytes=1e12), H100.of(64))
+    assert prediction.compute_seconds == pytest.approx(whole.compute_seconds)
+    sends = [span.nbytes for span in prediction.spans if span.lane == COMMUNICATION]
+    assert sum(sends) == pytest.approx(2 * model.parameters)
+    assert max(sends) <= 2 * 25 * 2**20
+    assert prediction.seconds < whole.seconds, "a single bucket hides nothing"
+
+
+# Predictions
+
+def test_a_step_that_only_computes_has_the_mfu_of_its_arithmetic():
+    fast = replace(H100, inside=Link("none", math.inf), matmul_share=0.5,
+                   gpu=replace(GPUS["H100"], memory_bandwidth=math.inf))
+    job = Job(MODELS["Llama-3 8B"], 1, 128)
+    block, head = MODELS["Llama-3 8B"].block_parameters - 2 * 4096, 128_256 * 4096
+    done = 6 * (32 * block + head) + 32 * 3.5 * 2 * 4096 * 128  # attention's causal half, and again
+    counted = 6 * (32 * block + head) + 12 * 32 * 4096 * 128
+    prediction = predict(job, fast)
+    assert prediction.mfu == pytest.approx(0.5 * counted / done)
+    assert prediction.exposed_seconds == pytest.approx(0)
+    assert prediction.bound == "arithmetic"
+    assert prediction.savings["arithmetic"] == pytest.approx(prediction.seconds)
+    assert prediction.tokens_per_second == pytest.approx(8 * 128 / prediction.seconds)
+
+
+@pytest.mark.parametrize(("change", "ranks", "bound"), [
+    ({"between": Link("slow", 1e8, 1e-6)}, 16, "bandwidth between nodes"),
+    ({"inside": Link("slow", 1e8, 1e-6)}, 8, "bandwidth inside nodes"),
+    ({"between": Link("far", 5e10, 1e-2)}, 4096, "latency"),
+    ({"gpu": replace(GPUS["H100"], memory_bandwidth=1e10)}, 8, "memory bandwidth"),
+    ({}, 8, "arithmetic")])
+def test_the_bound_is_what_was_made_slow(change, ranks, bound):
+    prediction = predict(Job(MODELS["Llama-3 8B"], 2, 8192), replace(H100, **change).of(ranks))
+    assert prediction.bound == bound
+    assert f"bound by {bound}" in str(prediction)
+
+
+def test_memory_is_that_of_the_strategy():
+    model = MODELS["Llama-3 8B"]
+    for strategy, stage, ranks in (("DDP", "DDP", 64), ("FSDP", "ZeRO-3", 64),
+                                   ("HSDP", "ZeRO-3", 8)):
+        budget = predict(Job(model, 1, 8192, strategy), H100.of(64)).budget
+        assert budget.states == memory.states(stage, "K = 12", ranks, model.parameters)
+        assert budget.fits == (strategy != "DDP")
+
+
+# Scaling
+
+def test_efficiency_and_where_adding_ranks_stops_paying():
+    curve = [(8, 80.0), (16, 152.0), (32, 240.0), (64, 360.0), (128, 340.0)]
+    assert cluster.efficiency(curve) == pytest.approx([1, 0.95, 0.75, 0.5625, 340 / 1280])
+    # each rank of 16 → 32 brings 5.5 of 10, of 32 → 64 only 3.75
+    assert cluster.stops_paying(curve) == 32
+    assert cluster.stops_paying(curve, least=0.6) == 16
+    assert cluster.stops_paying(curve[:3]) is None
+
+
+def test_weak_scaling_ends_where_a_flat_ring_has_too_many_hops():
+    counts = [8 * 4**power for power in range(7)]  # to 32,768
+    job = Job(MODELS["Llama-3 8B"], 1, 8192)
+
+    def stop(job):
+        curve = cluster.weak_scaling(job, H100, counts)
+        assert [each.cluster.ranks for each in curve] == counts
+        assert {each.job.batch for each in curve} == {1}
+        return cluster.stops_paying([(each.cluster.ranks, each.tokens_per_second)
+                                     for each in curve])
+
+    # a hop costs (14 + 7 · 3.4)/8 µs on average and a block's forward about 6 ms: 1,280 ranks
+    assert stop(job) in (512, 2048)
+    assert stop(replace(job, strategy="HSDP")) is None
+    assert stop(replace(job, way="tree")) is None
+
+
+def test_strong_scaling_keeps_the_global_batch():
+    job = Job(MODELS["Llama-3 8B"], 1, 4096)
+    curve = cluster.strong_scaling(job, H100, [8, 64, 512], 512)
+    assert [each.job.batch for each in curve] == [64, 8, 1]
+    rates = [(each.cluster.ranks, each.tokens_per_second) for each in curve]
+    efficiency = cluster.efficiency(rates)
+    assert efficiency[0] == 1 > efficiency[1] > efficiency[2]
+    with pytest.raises(ValueError, match="48 ranks do not divide 512"):
+        cluster.strong_scaling(job, H100, [48], 512)
+
+
+@pytest.mark.parametrize(("ranks", "limit"), [(16_384, 1.0), (100_000, 5.0)])
+@pytest.mark.parametrize("strategy", cluster.STRATEGIES)
+def test_many_ranks_are_simulated_quickly(strategy, ranks, limit):
+    start = time.process_time()
+    prediction = predict(Job(MODELS["Llama-3.1 405B"], 1, 8192, strategy), H100.of(ranks))
+    assert 0 < prediction.mfu < 1
+    assert time.process_time() - start < limit
+    assert len({span.name for span in prediction.spans if "backward block" in span.name}) == 126
