@@ -6,6 +6,10 @@ also starts the process that ranks are forked from, in the background.
 
 import importlib
 
+from dplab import needs
+
+needs.check_system()
+
 _HOME = {
     "run": "spawn",
     "device": "spawn",
@@ -26,6 +30,7 @@ def __getattr__(name):
     if name in _PACKAGES:
         return importlib.import_module(f"dplab.{name}")
     if name in _HOME:
+        needs.check_torch()
         value = getattr(importlib.import_module(f"dplab.{_HOME[name]}"), name)
         globals()[name] = value
         importlib.import_module("dplab.spawn").warm_up()
@@ -39,6 +44,7 @@ def __dir__():
 
 def load_ipython_extension(shell):
     """``%load_ext dplab``: adds the ``%%ranks`` cell magic and warms the fork server up."""
+    needs.check_torch()
     from dplab.spawn.magic import register
 
     register(shell)

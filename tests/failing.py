@@ -21,6 +21,7 @@ def failure(fn, ranks, *args, **options) -> RankError:
 
     Afterwards no rank is left, and the next run works.
     """
+    run(int, 1, "7")  # so that the fork server is there
     started = time.monotonic()
     with pytest.raises(RankError) as caught:
         run(fn, ranks, *args, **options)

@@ -79,7 +79,10 @@ class Kernel:
             elif kind == "status" and content["execution_state"] == "idle":
                 break
         reply.seconds = time.monotonic() - self._started
-        reply.status = self._client.get_shell_msg(timeout=30)["content"]["status"]
+        message = self._client.get_shell_msg(timeout=30)
+        while message["parent_header"].get("msg_id") != self._message:  # of a kernel slow to start
+            message = self._client.get_shell_msg(timeout=30)
+        reply.status = message["content"]["status"]
         reply.value = "".join(values)
         shown = [data["text/plain"] for data in reply.displays.values()]
         reply.text = "\n".join(["".join(streams), *shown, reply.value])

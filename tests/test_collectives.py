@@ -7,10 +7,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from job import two_ranks_under_torchrun
+from ranks import MIB, least_on_the_wire, several, world_sizes
 
 import dplab
 from dplab import RankError, run
-from dplab.measure import CallLog, WireMeter
+from dplab.measure import CallLog
 from dplab.parallel import (
     naive_all_reduce,
     ring_all_gather,
@@ -19,13 +20,11 @@ from dplab.parallel import (
     tree_all_reduce,
 )
 
-MIB = 2**20
 LENGTHS = [0, 1, 2, 3, 5, 8, 13, 1000, 4099]
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32,
           torch.uint8, torch.complex64]
 ALL_REDUCES = [naive_all_reduce, tree_all_reduce, ring_all_reduce]
 
-world_sizes = pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 all_reduces = pytest.mark.parametrize("all_reduce", ALL_REDUCES, ids=lambda f: f.__name__)
 
 
@@ -253,12 +252,10 @@ def metered(name, nbytes):
         "gather": lambda: ring_all_gather(
             tensor.tensor_split(dist.get_world_size())[dist.get_rank()].clone(), tensor)}
     ring_all_reduce(torch.ones(8))  # connections are made on first use
-    with WireMeter() as wire:
-        calls[name]()
-    return wire.bytes_per_rank
+    return least_on_the_wire(calls[name])
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@several
 @pytest.mark.parametrize(("name", "factor"), [
     ("naive", lambda n: n - 1), ("tree", lambda n: 2 * (n - 1) / n),
     ("ring", lambda n: 2 * (n - 1) / n), ("scatter", lambda n: (n - 1) / n),

@@ -122,7 +122,7 @@ def test_a_rank_deep_in_c_code():
 
     error = failure(work, 2, timeout=2)
     assert (error.kind, error.rank) == ("stuck", 1)
-    assert "rank 1 does not answer: it is inside C code" in error.reports[1]
+    assert "rank 1 does not answer: it is stopped, or inside C code" in error.reports[1]
 
 
 @both_sizes

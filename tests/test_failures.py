@@ -9,15 +9,19 @@ import subprocess
 import sys
 import threading
 import time
+from multiprocessing.connection import Connection
 
 import cloudpickle
 import pytest
 import torch
 import torch.distributed as dist
-from failing import both_sizes, failure
+from failing import SOON, both_sizes, failure
+from kernel import no_ranks_left, server_of, wait_for
 
 import dplab
 from dplab import RankError, run
+from dplab.spawn import ranks as parents_ranks
+from dplab.spawn import supervise
 
 # functions of this file travel as those of a notebook do: by value
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -148,6 +152,87 @@ def test_a_death_is_not_blamed_on_the_error_that_it_causes(tmp_path):
         raise ValueError("later, on another rank")
 
     assert failure(work, 2, str(tmp_path / "sign")).rank == 1
+
+
+def stop_in_the_middle_of(message_bytes):
+    """From now on, this rank stops when it has sent a part of a message of that size."""
+    send = Connection._send
+
+    def partly(connection, data, *args):
+        if len(data) >= message_bytes:
+            os.write(connection.fileno(), bytes(data[:1000]))
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return send(connection, data, *args)
+
+    Connection._send = partly
+
+
+def test_a_rank_that_is_stopped_while_its_value_is_on_its_way():
+    def work():
+        if dist.get_rank() == 1:
+            stop_in_the_middle_of(1 << 20)
+        return torch.ones(1 << 20)
+
+    error = failure(work, 2, timeout=2)
+    assert (error.kind, error.rank) == ("stuck", 1)
+    assert str(error).startswith("rank 1 gave no answer within 2 s")
+    assert error.reports[1] == "  rank 1 had returned, and its value was on its way"
+
+
+class StopsRankOne:
+    """A link that stops rank 1 before it has joined the others."""
+
+    def install(self, backend):
+        with open("/proc/self/maps") as maps:
+            if "/calls-1" in maps.read():
+                os.kill(os.getpid(), signal.SIGSTOP)
+        return backend
+
+
+def test_a_rank_that_is_stopped_before_it_has_joined(monkeypatch):
+    run(int, 2, "7")
+    monkeypatch.setattr(supervise, "_START", 4.0)
+    error = failure(lambda: 1, 3, link=StopsRankOne())
+    assert (error.kind, error.rank) == ("stuck", 1)
+    assert str(error).startswith("rank 1 did not start within 4 s")
+    assert error.reports[0] == "  rank 0 was still starting"
+
+
+class RemovesTheStore:
+    """A link that removes the file by which ranks find one another, before rank 1 has looked."""
+
+    def install(self, backend):
+        with open("/proc/self/maps") as maps:
+            log = next(line.split()[-1] for line in maps if "/calls-" in line)
+        if log.endswith("1"):
+            os.unlink(os.path.join(os.path.dirname(log), "store"))
+        return backend
+
+
+def test_the_store_is_removed_before_all_have_joined():
+    error = failure(lambda: 1, 2, link=RemovesTheStore())
+    assert (error.kind, error.rank) == ("stuck", None)
+    assert ", where the ranks meet, was removed while they started" in str(error)
+
+
+def test_much_is_sent_to_a_rank_that_is_stopped(monkeypatch):
+    run(int, 2, "7")
+    monkeypatch.setattr(supervise, "_START", 3.0)
+    start = parents_ranks.start_ranks
+
+    def stopped(folder, pairs):
+        handle = start(folder, pairs)
+        wait_for(lambda: len(server_of().children()) == 2)
+        for rank in server_of().children():
+            rank.suspend()
+        return handle
+
+    monkeypatch.setattr(parents_ranks, "start_ranks", stopped)
+    started = time.monotonic()
+    with pytest.raises(RankError, match="ranks 0 and 1 did not start within 3 s"):
+        run(lambda tensor: 1, 2, torch.ones(1 << 22))
+    assert time.monotonic() - started < SOON
+    no_ranks_left()
 
 
 def test_out_of_memory():

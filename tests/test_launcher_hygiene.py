@@ -1,5 +1,6 @@
 """What the launcher leaves behind: no process, descriptor, folder or socket, run after run."""
 
+import errno
 import os
 import signal
 import subprocess
@@ -27,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from dplab import RankError, run
-from dplab.spawn import calls
+from dplab.spawn import log
 
 # functions of this file travel as those of a notebook do: by value
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -141,6 +142,51 @@ def test_the_server_is_restarted_after_its_death():
     assert server_of() != server
 
 
+def test_servers_that_died_leave_no_descriptor():
+    me, counts = psutil.Process(), []
+    for _ in range(3):
+        run(int, 2, "7")
+        counts.append(me.num_fds())
+        server = server_of()
+        server.kill()
+        wait_for(lambda server=server: server.status() == psutil.STATUS_ZOMBIE)
+    assert len(set(counts)) == 1, counts
+
+
+def test_a_child_in_a_session_of_its_own_is_ended_too(tmp_path):
+    def work(path):
+        child = subprocess.Popen(["sh", "-c", "sleep 1000; true"], start_new_session=True)
+        (path / f"{dist.get_rank()}").write_text(str(child.pid))
+        if dist.get_rank() == 1:
+            os.setsid() if os.getpgrp() != os.getpid() else os.setpgid(0, os.getppid())
+
+    run(work, 2, tmp_path)
+    assert len(list(tmp_path.iterdir())) == 2
+    for path in tmp_path.iterdir():
+        assert not psutil.pid_exists(int(path.read_text()))
+    no_ranks_left()
+
+
+def test_no_room_for_the_second_log_leaves_no_folder(monkeypatch, tmp_path):
+    made = []
+
+    def create(path):
+        if made:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        made.append(path)
+        return create_log(path)
+
+    run(int, 2, "7")
+    create_log, before = log.create_log, psutil.Process().num_fds()
+    monkeypatch.setattr(log, "create_log", create)
+    with pytest.raises(OSError, match="No space left on device") as kept:
+        run(int, 2, "7")
+    assert not os.path.exists(os.path.dirname(made[0])), kept
+    assert psutil.Process().num_fds() == before
+    monkeypatch.undo()
+    assert run(int, 2, "7") == [7, 7]
+
+
 def test_the_server_dies_during_a_run(tmp_path):
     def work(path):
         open(f"{path}/{dist.get_rank()}", "w").write(f"{os.getpid()} {folder_of_this_rank()}")
@@ -153,7 +199,7 @@ def test_the_server_dies_during_a_run(tmp_path):
 
     killer = threading.Thread(target=kill)
     killer.start()
-    with pytest.raises(RuntimeError, match="process that ranks are forked from has ended"):
+    with pytest.raises(RuntimeError, match="ranks are forked from has ended: without a word"):
         run(work, 2, str(tmp_path))
     killer.join()
     for path in tmp_path.iterdir():
@@ -222,7 +268,7 @@ run(lambda: (open({str(tmp_path / 'sign')!r}, "w").close(), time.sleep(1000)), 3
 def test_the_call_log_holds_any_call(tmp_path):
     group = type("Group", (), {"group_name": "a" * 64, "size": lambda self: 1000})()
     path = str(tmp_path / "calls")
-    recorder, reader = calls.CallRecorder(calls.create_log(path)), calls.CallReader(path)
+    recorder, reader = log.CallRecorder(log.create_log(path)), log.CallReader(path)
     tensor = torch.empty((10**4,) * 2 + (1,) * 7, device="meta", dtype=torch.complex128)
     name = str(tmp_path / ("漢字" * 60 + ".py"))
     code = compile("all_reduce(group, 'reduce_scatter', [tensor] * 9, 'PREMUL_SUM', 999)",

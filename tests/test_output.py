@@ -1,5 +1,6 @@
 """What the ranks write: in a terminal or file, whole and labelled; in Python, C and children."""
 
+import io
 import os
 import resource
 import subprocess
@@ -78,6 +79,52 @@ def test_nothing_is_lost_when_a_rank_ends(shown, leave, ending):
         run(work, 2)
     for lines in shown():
         assert lines == [f"line {number}" for number in range(2000)]
+
+
+def broken_pipe():
+    reader, writer = os.pipe()
+    os.close(reader)
+    return open(writer, "w", buffering=1, closefd=False)
+
+
+def closed():
+    stream = io.StringIO()
+    stream.close()
+    return stream
+
+
+@pytest.mark.parametrize("make", [lambda: None, closed, broken_pipe],
+                         ids=["None", "closed", "broken pipe"])
+def test_output_that_nobody_takes_costs_neither_value_nor_report(monkeypatch, make):
+    def work():
+        print("to nobody")
+        dist.barrier()
+        return 1 // (dist.get_rank() - divisor)
+
+    monkeypatch.setattr(sys, "stdout", make())
+    divisor = 2
+    assert run(work, 2) == [-1, -1]
+    divisor = 1
+    with pytest.raises(RankError, match="rank 1 of 2 raised ZeroDivisionError"):
+        run(work, 2)
+
+
+def test_letters_that_the_output_does_not_know(monkeypatch):
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", stream)
+    assert run(lambda: print("é→") or 5, 1) == [5]
+    assert stream.buffer.getvalue() == b"[rank 0] \\xe9\\u2192\n"
+
+
+def test_a_rank_may_close_its_output(shown):
+    def work():
+        print("before")
+        if dist.get_rank() == 1:
+            sys.stdout = None
+        return dist.get_rank()
+
+    assert run(work, 2) == [0, 1]
+    assert shown() == [["before"], ["before"]]
 
 
 def test_very_much_output_is_cut(shown):

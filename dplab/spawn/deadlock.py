@@ -5,7 +5,8 @@ send or receive without a counterpart, needs another rank to come; where that on
 waits in the same way, nobody comes.
 """
 
-from dplab.spawn.calls import DEFAULT_GROUP, WAIT, Call
+from dplab.spawn.calls import DEFAULT_GROUP, Call
+from dplab.spawn.recording import WAIT
 
 
 class Meetings:

@@ -5,7 +5,8 @@ object with the run's folder, and with it the descriptors ``[run socket, rank 0'
 output, rank 1's connection, ...]``. On the run's socket the server reports how each rank ended
 (rank, and its exit code or minus its signal, two integers); when the other side closes it, the
 server ends what is left of the ranks, with their children, removes the run's folder and closes its
-own end. The kernel's death closes all these sockets.
+own end. A byte that the server sends on FD says that it has loaded. The kernel's death closes all
+these sockets.
 """
 
 import contextlib
@@ -19,6 +20,7 @@ import signal
 import socket
 import struct
 import sys
+import time
 
 EXIT_RECORD = struct.Struct("ii")
 _PRELOAD = (
@@ -28,8 +30,12 @@ _PRELOAD = (
     "torch.distributed.tensor", "torch.distributed.optim", "torch.distributed.algorithms.join",
     "torch.utils.data", "torch.utils.data.distributed",
     "dplab.spawn.rank",
+    # what ranks of the course ask for: small each, and as long as the start of a rank together
+    "dplab.measure", "dplab.parallel", "dplab.predict.memory", "dplab.workloads.digits",
+    "dplab.exercises",
 )
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_PATIENCE = 5.0  # seconds that ranks have to be gone after their parent
 
 
 def prctl(option, value):
@@ -50,7 +56,7 @@ class _Run:
     def __init__(self, channel, folder):
         self.channel, self.folder = channel, folder
         self.ranks = {}  # process id: rank, while it lives
-        self.groups = []
+        self.pids = []
         self.ending = False
 
     def report_exits(self):
@@ -63,19 +69,42 @@ class _Run:
 
     def kill(self):
         self.ending = True
-        for group in self.groups:
+        for pid in self.pids:
             with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(group, signal.SIGKILL)
+                os.kill(pid, signal.SIGKILL)  # should it have left its group
+                os.killpg(pid, signal.SIGKILL)
 
     def reaped(self):
         """Reaps what has ended; true once every process of the run is gone."""
-        for group in list(self.groups):
-            try:
-                while os.waitpid(-group, os.WNOHANG)[0]:
-                    pass
-            except ChildProcessError:
-                self.groups.remove(group)
-        return not self.groups
+        for pid in list(self.pids):
+            if _reaped(-pid) and _reaped(pid):
+                self.pids.remove(pid)
+        return not self.pids
+
+
+def _reaped(pid):
+    """Reaps this child, or where negative, this group's; true once there is none."""
+    try:
+        while os.waitpid(pid, os.WNOHANG)[0]:
+            pass
+    except ChildProcessError:
+        return True
+    return False
+
+
+def _no_strays():
+    """Ends what the ranks' children left behind in sessions of their own; true once there is none.
+    Only when no run is at work, since a child does not tell whose it was.
+    """
+    with contextlib.suppress(FileNotFoundError):
+        pid = os.getpid()
+        with open(f"/proc/{pid}/task/{pid}/children") as children:
+            strays = [int(child) for child in children.read().split()]
+        for stray in strays:
+            os.kill(stray, signal.SIGKILL)
+            _reaped(stray)
+        return not strays
+    return True
 
 
 def serve(requests: socket.socket, parent: int) -> None:
@@ -86,11 +115,16 @@ def serve(requests: socket.socket, parent: int) -> None:
     signal.set_wakeup_fd(wake_writer)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     prctl(_PR_SET_CHILD_SUBREAPER, 1)
-    runs = {}
+    runs: dict[socket.socket, _Run] = {}
+    with contextlib.suppress(OSError):
+        requests.send(b"!")  # loaded
     while True:
-        readable, _, _ = select.select([requests, wake, *runs], [], [], 1.0)
+        watched: list[int | socket.socket] = [requests, wake, *runs]
+        readable, _, _ = select.select(watched, [], [], 1.0)
         if requests in readable:
-            message, descriptors, _, _ = socket.recv_fds(requests, 65536, 253)
+            message, descriptors = b"", list[int]()
+            with contextlib.suppress(ConnectionResetError):  # the parent's end, like no message
+                message, descriptors, _, _ = socket.recv_fds(requests, 65536, 253)
             if not message:
                 break
             run = _Run(socket.socket(fileno=descriptors[0]), json.loads(message)["folder"])
@@ -105,10 +139,15 @@ def serve(requests: socket.socket, parent: int) -> None:
         for run in list(runs.values()):
             if not run.ending:
                 run.report_exits()
-            elif run.reaped():
+            elif run.reaped() and (len(runs) > 1 or _no_strays()):
                 _forget(runs, run)
     for run in runs.values():
         run.kill()
+    deadline = time.monotonic() + _PATIENCE
+    while (not all([run.reaped() for run in runs.values()]) or not _no_strays()) and (
+            time.monotonic() < deadline):
+        time.sleep(0.01)
+    for run in runs.values():  # once no rank is left that removes it too
         shutil.rmtree(run.folder, ignore_errors=True)
 
 
@@ -142,7 +181,7 @@ def _fork_ranks(run, descriptors, sockets, wakeup):
         with contextlib.suppress(OSError):
             os.setpgid(pid, pid)
         run.ranks[pid] = rank
-        run.groups.append(pid)
+        run.pids.append(pid)
     for fd in descriptors:
         os.close(fd)
 
@@ -152,9 +191,9 @@ def _main():
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for name in _PRELOAD:
         __import__(name)
-    from dplab.spawn import calls
+    from dplab.spawn import recording
 
-    calls.install()
+    recording.install()
     gc.collect()
     gc.freeze()
     serve(requests, int(sys.argv[2]))

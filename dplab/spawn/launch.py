@@ -31,7 +31,10 @@ def run(fn, world_size, *args, timeout=60.0, backend=None, link=None, seed=0, **
     Under torchrun nothing is started: the call joins that job, and every rank gets the whole list.
 
     Raises TypeError for a non-callable, and for a world size that is no integer; ValueError for one
-    below 1, or one that is not torchrun's; `RankError` when a rank fails.
+    below 1, above 120, or not torchrun's, for a timeout, seed or backend that cannot be, and for a
+    link under torchrun; RuntimeError inside a rank; OSError where the machine has no room for so
+    many ranks; `RankError` when a rank fails. The ■ button and Ctrl-C end the ranks, and raise
+    KeyboardInterrupt with a line on where each was.
     """
     _validate(fn, world_size, timeout, backend, seed)
     if backends.under_torchrun():
@@ -61,7 +64,8 @@ def _validate(fn, world_size, timeout, backend, seed):
     if isinstance(world_size, bool) or not isinstance(world_size, numbers.Integral):
         raise TypeError(f"world_size must be an integer, not {world_size!r}")
     if not 1 <= world_size <= MOST_RANKS:
-        raise ValueError(f"world_size must be 1 to {MOST_RANKS}, not {world_size}")
+        raise ValueError(f"world_size must be 1 to {MOST_RANKS}, not {world_size}; for more "
+                         "ranks there are `dplab.dryrun` and `dplab.predict`")
     if (isinstance(timeout, bool) or not isinstance(timeout, numbers.Real)
             or math.isnan(timeout) or timeout <= 0):
         raise ValueError(f"timeout must be a positive number of seconds, not {timeout!r}")

@@ -1,5 +1,6 @@
 """What the ranks print: shown live, each line labelled with its rank, and left in rank order."""
 
+import contextlib
 import html
 import os
 import re
@@ -99,9 +100,12 @@ class _Stream:
             self._write(rank, text.end())
 
     def _write(self, rank, lines):
-        for line in lines:
-            sys.stdout.write(f"[rank {rank}] {line}\n")
-        if lines:
+        if not lines or sys.stdout is None:
+            return
+        text = "".join(f"[rank {rank}] {line}\n" for line in lines)
+        encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+        with contextlib.suppress(OSError, ValueError):  # closed: the run and its report go on
+            sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding))
             sys.stdout.flush()
 
 

@@ -25,7 +25,7 @@ import types
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 
-from dplab.spawn import backend, calls, transport
+from dplab.spawn import backend, calls, log, recording, transport
 
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
@@ -198,12 +198,12 @@ def _join_process_group(job, link):
     import torch.distributed as dist
 
     os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = LOOPBACK
-    calls.record_into(calls.create_log(log_file(job.folder, job.rank)))
+    recording.record_into(log.create_log(log_file(job.folder, job.rank)))
     name = job.backend if link is None else link.install(job.backend)
     device = backend.device()
     dist.init_process_group(
         name, rank=job.rank, world_size=job.world_size,
-        store=dist.FileStore(os.path.join(job.folder, "store"), job.world_size),
+        store=dist.FileStore(store_file(job.folder), job.world_size),
         timeout=datetime.timedelta(seconds=min(job.timeout + 60, 7 * 86400)),
         device_id=None if device.type == "cpu" else device)
 
@@ -266,13 +266,17 @@ def _only(error):
 
 def _flush():
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):
+        with contextlib.suppress(Exception):  # it may be closed, None, or the learner's own
             stream.flush()
     ctypes.CDLL(None).fflush(None)
 
 
 def log_file(folder, rank):
     return os.path.join(folder, f"calls-{rank}")
+
+
+def store_file(folder):
+    return os.path.join(folder, "store")
 
 
 def crash_file(folder, rank):

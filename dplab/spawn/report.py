@@ -1,21 +1,20 @@
 """From what the ranks did to words: the text of a RankError."""
 
 import linecache
-import os
 import re
 import signal
 
-from dplab.spawn.calls import is_learners
+from dplab.spawn import limits
 from dplab.spawn.deadlock import is_waiting
 from dplab.spawn.errors import RankError
-from dplab.spawn.output import ipython
 from dplab.spawn.rank import Frame, crash_file
+from dplab.spawn.sources import learners, place, spot
 
 _SIGNALS = {
     signal.SIGKILL: "was killed (SIGKILL): by a kill -9, or by the system when memory runs out",
     signal.SIGABRT: "aborted (SIGABRT): C++ code gave up; its last words stand in the output",
     signal.SIGSEGV: "crashed (SIGSEGV): C code touched memory that is not its own",
-    signal.SIGBUS: "crashed (SIGBUS): C code touched memory that does not exist",
+    signal.SIGBUS: "crashed (SIGBUS): C code touched memory that does not exist (/dev/shm full?)",
     signal.SIGFPE: "crashed (SIGFPE): an integer division by zero in C code",
     signal.SIGTERM: "was told to end (SIGTERM)",
     signal.SIGINT: "was interrupted (SIGINT)",
@@ -41,7 +40,7 @@ def of_mismatch(mismatch, states) -> RankError:
     odd = _odd_one_out(calls)
     head = (f"collective number {number} is not the same on every rank: "
             f"the {what}s do not agree")
-    lines = [f"  rank {rank} called {call}\n         {_spot(call.file, call.line)}"
+    lines = [f"  rank {rank} called {call}\n         {spot(call.file, call.line)}"
              for rank, call in calls.items()]
     others = [state for state in states if state.rank not in calls]
     return _error(head, "\n".join([*lines, "", _WHY[what]]), others, rank=odd, kind="mismatched")
@@ -61,12 +60,14 @@ def of_failure(states, folder) -> RankError:
     own = [state for state in failed
            if not (state.answer and _PEER_LOST.search(state.answer.text))]
     first = (own or failed)[0]
+    advice = next(filter(None, (limits.advice_on(state.answer.text) for state in failed
+                                if state.answer)), "")
     if first.answer and first.answer.state == "unpicklable":
         return of_unpicklable(first, states)
     if first.answer and first.answer.state == "raised":
         head = f"rank {first.rank} of {len(states)} raised {first.answer.text}"
         return _error(head, _excerpt(first.answer.frames), _others(states, first),
-                      rank=first.rank, error=first.answer.kind)
+                      rank=first.rank, error=first.answer.kind, after=advice)
     if first.answer:
         head = f"rank {first.rank} of {len(states)} {first.answer.text} before it returned"
         frames = first.answer.frames
@@ -76,8 +77,8 @@ def of_failure(states, folder) -> RankError:
     body = _excerpt(frames)
     if not body and first.last_call:
         call = first.last_call
-        body = f"  Its last call was {call}\n         {_spot(call.file, call.line)}"
-    return _error(head, body, _others(states, first), rank=first.rank, kind="died")
+        body = f"  Its last call was {call}\n         {spot(call.file, call.line)}"
+    return _error(head, body, _others(states, first), rank=first.rank, kind="died", after=advice)
 
 
 def of_stuck(states, seconds) -> RankError:
@@ -100,6 +101,20 @@ def of_stuck(states, seconds) -> RankError:
         head = f"{_names(busy)} gave no answer within {seconds:g} s"
         advice += " A run that needs longer: timeout=SECONDS."
     return _error(head, "", states, rank=rank, kind="stuck", after=advice)
+
+
+def of_slow_start(states, seconds) -> RankError:
+    """Ranks that have not all joined the process group; those who do not answer hold it up."""
+    silent = [state for state in states if not state.joined and state.where is None]
+    late = silent or [state for state in states if not state.joined]
+    return _error(f"{_names(late)} did not start within {seconds:g} s", "", states,
+                  rank=late[0].rank if len(late) == 1 else None, kind="stuck")
+
+
+def of_lost_store(states, folder) -> RankError:
+    """The file by which ranks find one another is gone before they have."""
+    return _error(f"{folder}, where the ranks meet, was removed while they started", "", states,
+                  rank=None, kind="stuck", after="Does something here clean up temporary folders?")
 
 
 def of_deadlock(states, waits) -> RankError:
@@ -155,12 +170,14 @@ def _line(state) -> str:
         return label + verb + (answer.text.splitlines() or [""])[0][:160] + _at(answer.frames)
     if state.died:
         return label + _how_it_ended(state)
+    if state.coming:
+        return label + "had returned, and its value was on its way"
     if not state.ready:
         return label + "was still starting"
     if state.where is None:
         call = state.last_call
-        return label + "does not answer: it is inside C code" + (
-            f"; its last call was {call}: {_spot(call.file, call.line)}" if call else "")
+        return label + "does not answer: it is stopped, or inside C code" + (
+            f"; its last call was {call}: {spot(call.file, call.line)}" if call else "")
     if state.where.waiting:
         return label + f"waits in {state.where.waiting[0][1]}" + _at(state.where.frames)
     if is_waiting(state) and state.last_call:
@@ -193,14 +210,6 @@ def _crash_frames(path) -> list[Frame]:
     return [Frame(name, int(line), function, int(line)) for name, line, function in reversed(found)]
 
 
-def learners(frames: list[Frame]) -> list[Frame]:
-    """The learner's frames; where there are none, dplab's own but for the launcher's."""
-    launcher = os.path.join("dplab", "spawn", "")
-    mine = [frame for frame in frames if is_learners(frame.file)]
-    return mine or [frame for frame in frames
-                    if os.path.join("dplab", "") in frame.file and launcher not in frame.file]
-
-
 def _excerpt(frames) -> str:
     """The learner's frames with their lines; the innermost with the lines before it."""
     kept = learners(frames)
@@ -218,28 +227,7 @@ def _excerpt(frames) -> str:
 
 def _at(frames):
     kept = learners(frames)
-    return f": {_spot(kept[-1].file, kept[-1].line)}" if kept else ""
-
-
-def _spot(file, line):
-    text = linecache.getline(_whole_name(file), line).strip()
-    return f"{place(file)}, line {line}" + (f": {text}" if text else "")
-
-
-def _whole_name(file):
-    """The file's full name, where a call log kept only its end."""
-    if file in linecache.cache or os.path.exists(file):
-        return file
-    return next((name for name in linecache.cache if name.endswith(file)), file)
-
-
-def place(file: str) -> str:
-    """A source file as the reader knows it: the cell's number, or the file's name."""
-    cells = getattr(getattr(ipython(), "compile", None), "_filename_map", {})
-    for name, number in cells.items():
-        if name == file or (len(file) >= 40 and name.endswith(file)):
-            return f"cell In[{number}]"
-    return os.path.basename(file)
+    return f": {spot(kept[-1].file, kept[-1].line)}" if kept else ""
 
 
 def _odd_one_out(calls):

@@ -6,6 +6,7 @@ that tells how they end and ends what is left of them.
 
 import atexit
 import contextlib
+import errno
 import json
 import os
 import shutil
@@ -13,15 +14,15 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 
-from dplab.spawn import backend
+from dplab.spawn import backend, limits
 from dplab.spawn.forkserver import EXIT_RECORD
 
 MOST_RANKS = 120  # a message between processes carries at most 253 descriptors, a rank needs two
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TORCH_FR_BUFFER_SIZE": "256", "DPLAB_INSIDE": "1"}
 _RANK = "import sys; from dplab.spawn.rank import main; sys.exit(main(*map(int, sys.argv[1:])))"
+_PATIENCE, _WHILE_LOADING = 10.0, 0.3  # seconds that the server has to end a run's ranks
 _lock = threading.Lock()
 _server = None
 
@@ -38,7 +39,10 @@ def warm_up() -> None:
             or backend.under_torchrun()):
         return
     with _lock:
-        if _server is None or not _server.alive():
+        if _server is not None and not _server.alive():
+            _server.forget()
+            _server = None
+        if _server is None:
             _server = _Server()
 
 
@@ -48,22 +52,28 @@ def start_ranks(folder: str, pairs: list[tuple[int, int]]):
         return _Spawned(folder, pairs)
     for attempt in (1, 2):
         warm_up()
+        server = _server
+        assert server is not None
         try:
-            return _server.fork(folder, pairs)
-        except OSError:
+            return server.fork(folder, pairs)
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.EAGAIN):  # the server is well
+                raise
             if attempt == 2:
-                raise RuntimeError(_server.last_words()) from None
+                raise RuntimeError(server.last_words()) from None
     return None
 
 
 class _Server:
     def __init__(self):
         self._requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._errors = tempfile.TemporaryFile()
+        self._errors = open(os.memfd_create("dplab-server"), "w+b", buffering=0)
+        self._words = None
+        self._has_loaded = False
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "dplab.spawn.forkserver", str(theirs.fileno()),
-                 str(os.getpid())],
+                [sys.executable, "-W", "ignore::RuntimeWarning:runpy", "-m",
+                 "dplab.spawn.forkserver", str(theirs.fileno()), str(os.getpid())],
                 env={**os.environ, **_ENVIRONMENT, "PYTHONPATH": _with_dplab()},
                 pass_fds=[theirs.fileno()], start_new_session=True,
                 stdin=subprocess.DEVNULL, stdout=self._errors, stderr=self._errors)
@@ -72,6 +82,12 @@ class _Server:
 
     def alive(self):
         return self._owner == os.getpid() and self._process.poll() is None
+
+    def has_loaded(self):
+        with contextlib.suppress(BlockingIOError):
+            self._has_loaded = self._has_loaded or bool(
+                self._requests.recv(1, socket.MSG_DONTWAIT))
+        return self._has_loaded
 
     def fork(self, folder, pairs):
         channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -83,11 +99,21 @@ class _Server:
         return _Forked(channel, self, folder)
 
     def last_words(self):
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(1.0)
-        self._errors.seek(0)
-        words = self._errors.read().decode(errors="replace").strip()[-2000:]
-        return f"the process that ranks are forked from has ended: {words or 'without a word'}"
+        if self._words is None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(1.0)
+            self._errors.seek(0)
+            words = self._errors.read().decode(errors="replace").strip()[-2000:]
+            self._words = limits.advice_on(words) or words or "without a word"
+        return f"the process that ranks are forked from has ended: {self._words}"
+
+    def forget(self):
+        """It has ended, or is another process's: nothing of it stays open here."""
+        if self._owner == os.getpid():
+            self.last_words()
+        atexit.unregister(self.close)
+        self._requests.close()
+        self._errors.close()
 
     def close(self):
         if self._owner == os.getpid():
@@ -114,16 +140,19 @@ class _Forked:
                 ended.append(EXIT_RECORD.unpack(record))
         return ended
 
-    def end(self, patience: float) -> None:
-        """Ends every rank and its children; returns when they are gone, or after that many
-        seconds."""
+    def end(self) -> bool:
+        """Ends every rank and its children; whether they are gone when it returns. A server that
+        is still loading ends them as soon as it has started them."""
+        gone = False
         with contextlib.suppress(OSError):
             self.channel.shutdown(socket.SHUT_WR)
-            self.channel.settimeout(patience)
+            self.channel.settimeout(_PATIENCE if self._server.has_loaded() else _WHILE_LOADING)
             while self.channel.recv(EXIT_RECORD.size):
                 pass
+            gone = True
         self.channel.close()
         shutil.rmtree(self._folder, ignore_errors=True)  # a dead server could not
+        return gone
 
 
 class _Spawned:
@@ -133,12 +162,16 @@ class _Spawned:
 
     def __init__(self, folder, pairs):
         self._folder = folder
-        self._ranks = [
-            subprocess.Popen(
-                [sys.executable, "-c", _RANK, *map(str, pair)],
-                env={**os.environ, **_ENVIRONMENT, "PYTHONPATH": _with_dplab()},
-                pass_fds=pair, start_new_session=True)
-            for pair in pairs]
+        self._ranks = []
+        try:
+            for pair in pairs:
+                self._ranks.append(subprocess.Popen(
+                    [sys.executable, "-c", _RANK, *map(str, pair)],
+                    env={**os.environ, **_ENVIRONMENT, "PYTHONPATH": _with_dplab()},
+                    pass_fds=pair, start_new_session=True))
+        except BaseException:
+            self.end()
+            raise
         self._running = dict(enumerate(self._ranks))
 
     def exits(self):
@@ -150,7 +183,7 @@ class _Spawned:
                 ended.append((rank, code))
         return ended
 
-    def end(self, patience):
+    def end(self):
         for process in self._ranks:
             if process.returncode is None:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -158,6 +191,7 @@ class _Spawned:
         for process in self._ranks:
             process.wait()
         shutil.rmtree(self._folder, ignore_errors=True)
+        return True
 
 
 def _exit_code(process):

@@ -15,7 +15,7 @@ def join(fn, world_size, args, kwargs, timeout, backend, seed) -> list:
     job_size = int(os.environ["WORLD_SIZE"])
     if job_size != world_size:
         raise ValueError(f"this torchrun job has {job_size} ranks, and the code asks for "
-                         f"{world_size}: start it with --nproc-per-node {world_size}")
+                         f"{world_size}: start it with nodes × --nproc-per-node = {world_size}")
     if not dist.is_initialized():
         local_rank = int(os.environ.get("LOCAL_RANK", 0))
         local_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))

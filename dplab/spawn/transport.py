@@ -30,7 +30,8 @@ class _Pickler(cloudpickle.Pickler):
         if value.device.type == "meta" or value.is_quantized:
             return NotImplemented
         dense = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
-        raw = dense.reshape(-1).view(torch.uint8).numpy() if dense.numel() else b""
+        flat = dense.as_strided((dense.numel(),), (1,))  # one element may have another stride
+        raw = flat.view(torch.uint8).numpy() if dense.numel() else b""
         is_parameter = isinstance(value, torch.nn.Parameter)
         return _tensor, (pickle.PickleBuffer(raw), value.dtype, tuple(value.shape),
                          value.requires_grad, is_parameter)
@@ -57,7 +58,7 @@ def _tensor(raw, dtype, shape, requires_grad, is_parameter):
     return tensor.requires_grad_(requires_grad)
 
 
-def dumps(value) -> bytes:
+def dumps(value) -> memoryview:
     """``value`` as bytes. Raises `Unpicklable` with a text that names what cannot be sent."""
     buffer = io.BytesIO()
     try:

@@ -1,0 +1,40 @@
+"""What dplab needs of the machine, said in a sentence before something fails for lack of it.
+
+In words that old Pythons read too, or they could not say it.
+"""
+
+import re
+import sys
+
+PYTHON = (3, 11)
+TORCH = (2, 13)
+
+
+def check_system():
+    """Raises ImportError on Windows, and for an old Python."""
+    if sys.version_info < PYTHON:
+        raise ImportError(
+            "dplab needs Python {}.{} or newer, and this is {}.{}: make the environment with a "
+            "newer one, python{}.{} -m venv .venv".format(*PYTHON, *sys.version_info[:2], *PYTHON))
+    if sys.platform == "win32":
+        raise ImportError(
+            "dplab needs Linux or macOS, since it forks its ranks. On Windows, install WSL 2 "
+            "(wsl --install) and set the course up inside it, as its README says")
+
+
+def check_torch():
+    """Raises ImportError where torch is missing or old; does not load it."""
+    from importlib import metadata
+
+    needed = "dplab needs torch {}.{} or newer".format(*TORCH)
+    remedy = f"{sys.executable} -m pip install -r requirements.txt"
+    try:
+        version = metadata.version("torch")
+    except metadata.PackageNotFoundError:
+        raise ImportError(
+            f"{needed}, and this Python has none. Choose the environment that the course was set "
+            f"up in (in JupyterLab: Kernel, Change Kernel), or, in the course's folder: {remedy}"
+        ) from None
+    if tuple(map(int, re.findall(r"\d+", version)[:2])) < TORCH:
+        raise ImportError(f"{needed}, and this Python has {version}. In the course's folder: "
+                          f"{remedy}")

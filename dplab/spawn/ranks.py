@@ -1,0 +1,205 @@
+"""The ranks of one run as the parent has them: starts them, talks with them, ends them."""
+
+import contextlib
+import os
+import pickle
+import selectors
+import shutil
+import socket
+import sys
+import tempfile
+import time
+from typing import Any
+
+from dplab.spawn import limits, output, sources
+from dplab.spawn.log import LOG_BYTES, CallReader
+from dplab.spawn.mailbox import Mailbox
+from dplab.spawn.rank import Job, log_file, store_file
+from dplab.spawn.start import start_ranks
+from dplab.spawn.state import RankState
+
+_ANSWER = 0.5  # seconds that a rank has to say where it is
+_NEWS = 0.05  # seconds by which the news of a death may come after the errors that it causes
+
+
+class Ranks:
+    """``states`` and call ``logs``, in rank order; ``folder`` is the run's own."""
+
+    def __init__(self, world_size: int):
+        self.states = [RankState(rank, world_size) for rank in range(world_size)]
+        self.logs: list[CallReader] = []
+        self.folder = ""
+        self.display = output.show(world_size)
+        self._mailboxes: list[Mailbox] = []
+        self._selector: Any = None  # these three come with `start`
+        self._handle: Any = None
+        self._store: Any = None
+
+    def start(self, payload: memoryview, **job) -> None:
+        """Starts them and hands each its `Job` and the payload. OSError where the machine lacks
+        something; `stop` is due in any case."""
+        nbytes = len(self.states) * LOG_BYTES
+        try:
+            self.folder, self.logs = _folder_with_logs(len(self.states), nbytes)
+            self._store = open(store_file(self.folder), "x")
+            self._start()
+        except OSError as error:
+            raise limits.explained(error, len(self.states), nbytes) from None
+        common = {
+            "world_size": len(self.states), "folder": self.folder,
+            "environment": dict(os.environ), "directory": os.getcwd(), "path": list(sys.path),
+            "sources": sources.of_cells(), **job}
+        for state, mailbox in zip(self.states, self._mailboxes, strict=True):
+            mailbox.send(Job(rank=state.rank, **common))
+            mailbox.send_bytes(payload)
+            self._listen_to(state)
+
+    def _start(self):
+        self._selector = selectors.DefaultSelector()
+        pairs = []
+        try:
+            for state in self.states:
+                ours, theirs = socket.socketpair()
+                reader, writer = os.pipe()
+                pairs.append((theirs.detach(), writer))
+                self._mailboxes.append(Mailbox(ours))
+                self._selector.register(ours, selectors.EVENT_READ, (self._hear, state.rank))
+                self._selector.register(reader, selectors.EVENT_READ,
+                                        (self._read, state.rank, reader))
+            self._handle = start_ranks(self.folder, pairs)
+        finally:
+            for descriptor in (descriptor for pair in pairs for descriptor in pair):
+                os.close(descriptor)
+        if self._handle.channel is not None:
+            self._selector.register(self._handle.channel, selectors.EVENT_READ, (self._exits,))
+
+    def have_lost_their_store(self) -> bool:
+        """Whether the file by which they find one another was removed (one may have made a new
+        one)."""
+        return self._store is not None and os.fstat(self._store.fileno()).st_nlink == 0
+
+    def ask_where(self) -> None:
+        """Asks every rank that is at work where it is, and waits a little for answers."""
+        asked = [state for state in self.states
+                 if state.answer is None and state.exit_code is None]
+        for state in asked:
+            state.where = None
+            self._say(state, "where")
+        deadline = time.monotonic() + _ANSWER
+        while time.monotonic() < deadline and any(
+                state.where is None and not (state.answer or state.died) for state in asked):
+            self.listen(0.02)
+
+    def listen(self, seconds: float) -> None:
+        """Takes in what comes within that time: words, output, exits."""
+        for key, _ in self._selector.select(seconds):
+            handler, *rest = key.data
+            handler(*rest)
+        self._exits()
+        self.display.refresh()
+
+    def _hear(self, rank):
+        state, mailbox = self.states[rank], self._mailboxes[rank]
+        mailbox.flush()
+        try:
+            for message in mailbox.receive():
+                self._take(state, message)
+        except (EOFError, OSError):
+            self._selector.unregister(mailbox)
+            return
+        self._listen_to(state)
+
+    def _take(self, state, message):
+        if state.coming is not None:
+            state.value, state.answer, state.coming = message, state.coming, None
+            return
+        answer = pickle.loads(message)
+        if answer.state == "ready":
+            state.joined = True
+            if all(state.joined for state in self.states):
+                self._go()
+        elif answer.state == "where":
+            state.where = answer
+        elif answer.state == "done":
+            state.coming = answer
+        else:
+            state.answer = answer
+            state.ready = True
+
+    def _go(self):
+        for state in self.states:
+            state.ready = True
+            self._say(state, "go")
+
+    def _say(self, state, word):
+        self._mailboxes[state.rank].send(word)
+        self._listen_to(state)
+
+    def _listen_to(self, state):
+        """Looks for what comes, and as long as there is something to send, for room for it."""
+        mailbox = self._mailboxes[state.rank]
+        key = self._selector.get_map().get(mailbox)
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if mailbox.has_more_to_send else 0)
+        if key is not None and key.events != events:
+            self._selector.modify(mailbox, events, key.data)
+
+    def _read(self, rank, descriptor):
+        data = os.read(descriptor, 1 << 16)
+        if data:
+            self.display.feed(rank, data)
+        else:
+            self._selector.unregister(descriptor)
+            os.close(descriptor)
+
+    def _exits(self):
+        for rank, code in self._handle.exits():
+            self.states[rank].exit_code = code
+            self.states[rank].ended_at = time.monotonic() - _NEWS
+
+    def stop(self) -> None:
+        """Ends the ranks, then reads what they still had to say."""
+        gone = False
+        if self._handle is not None:
+            if self._handle.channel is not None:
+                with contextlib.suppress(KeyError):
+                    self._selector.unregister(self._handle.channel)
+            gone = self._handle.end()
+        else:
+            shutil.rmtree(self.folder, ignore_errors=True)
+        if self._selector is not None:
+            self._read_the_rest(1.0 if gone else 0.3)
+        if self._store is not None:
+            self._store.close()
+        for mailbox in self._mailboxes:
+            mailbox.close()
+        for log in self.logs:
+            log.close()
+
+    def _read_the_rest(self, seconds):
+        deadline = time.monotonic() + seconds
+        while self._readers() and time.monotonic() < deadline:
+            for key, _ in self._selector.select(0.05):
+                if key.data[0] == self._read:
+                    self._read(*key.data[1:])
+                else:
+                    self._selector.unregister(key.fileobj)
+        for key in self._readers():
+            os.close(key.fd)
+        self._selector.close()
+
+    def _readers(self):
+        return [key for key in self._selector.get_map().values() if key.data[0] == self._read]
+
+
+def _folder_with_logs(world_size, nbytes):
+    """A private folder for the run, and the ranks' call logs in it."""
+    folder, logs = tempfile.mkdtemp(prefix="dplab-", dir=limits.folder_with_room(nbytes)), []
+    try:
+        for rank in range(world_size):
+            logs.append(CallReader(log_file(folder, rank)))
+    except BaseException:
+        for log in logs:
+            log.close()
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    return folder, logs

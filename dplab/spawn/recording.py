@@ -1,0 +1,101 @@
+"""In front of torch's ProcessGroup: records what this process calls."""
+
+import functools
+import mmap
+
+from dplab.spawn.calls import COLLECTIVES, POINT_TO_POINT
+from dplab.spawn.log import LOG_BYTES, CallRecorder
+
+WAIT = "wait_for_others"
+
+recorder: CallRecorder | None = None
+
+
+def record_into(memory) -> None:
+    """From now on, this process's calls are recorded there."""
+    global recorder
+    recorder = CallRecorder(memory)
+    install()
+
+
+def recorder_here() -> CallRecorder:
+    """This process's recorder; under plain torchrun, where nobody records yet, a new one."""
+    if recorder is None:
+        record_into(mmap.mmap(-1, LOG_BYTES))
+    assert recorder is not None
+    return recorder
+
+
+@functools.cache
+def install() -> None:
+    """Puts the recording in front of torch's ProcessGroup and Work, once per process."""
+    import torch.distributed as dist
+
+    for method, (operation, own) in {**COLLECTIVES, **POINT_TO_POINT}.items():
+        if hasattr(dist.ProcessGroup, method):
+            original = getattr(dist.ProcessGroup, method)
+            setattr(dist.ProcessGroup, method, recorded(original, operation, own))
+
+    wait = dist.Work.wait
+
+    # a frame by which a stack shows that the rank waits for others
+    def wait_for_others(work, *args, **kwargs):
+        return wait(work, *args, **kwargs)
+
+    dist.Work.wait = wait_for_others  # type: ignore[assignment, method-assign]  # in its place
+
+
+def recorded(original, operation, own):
+    """A method of ProcessGroup, recorded; ``own`` as in `COLLECTIVES`."""
+
+    @functools.wraps(original)
+    def call(group, *args, **kwargs):
+        if recorder is None:
+            return original(group, *args, **kwargs)
+        options = args[-1] if args else kwargs.get("opts")
+        point_to_point = operation in ("send", "recv")
+        if point_to_point:
+            _refuse_absent_peer(group, args)
+        noted = recorder.record(
+            group, operation,
+            tensors_in(args[own]) if own is not None and len(args) > own else [],
+            "" if point_to_point else _reduce_name(options),
+            _peer(args) if point_to_point else getattr(options, "rootRank", -1))
+        work = original(group, *args, **kwargs)
+        for listener in recorder.work_listeners:
+            listener(noted, work)
+        return work
+
+    return call
+
+
+def tensors_in(value):
+    """The tensors of a call's argument, which may be one tensor or lists of lists."""
+    if isinstance(value, list | tuple):
+        return [tensor for part in value for tensor in tensors_in(part)]
+    return [value]
+
+
+def _reduce_name(options):
+    operation = getattr(options, "reduceOp", None)
+    if operation is None:
+        return ""
+    return _reduce_names().get(operation.op if hasattr(operation, "op") else operation, "custom")
+
+
+@functools.cache
+def _reduce_names():
+    from torch.distributed import ReduceOp
+
+    return {value: name for name, value in ReduceOp.RedOpType.__members__.items()}
+
+
+def _peer(args):
+    return args[1] if len(args) > 2 else -1  # -1: recv from any rank
+
+
+def _refuse_absent_peer(group, args):
+    """gloo would hang, or take the process with it."""
+    if len(args) > 2 and args[1] not in range(group.size()):
+        raise ValueError(f"there is no rank {args[1]} to send to or to receive from: the ranks of "
+                         f"this group are 0 to {group.size() - 1}")

@@ -1,0 +1,222 @@
+"""What a machine may lack, or have in the way: what then works all the same, or what is said."""
+
+import ast
+import errno
+import gc
+import itertools
+import os
+import pwd
+import resource
+import shutil
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import cloudpickle
+import pytest
+import torch
+import torch.distributed as dist
+
+from dplab import RankError, needs, run
+from dplab.exercises import record
+from dplab.spawn import limits
+from dplab.spawn.log import LOG_BYTES
+
+# functions of this file travel as those of a notebook do: by value
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+ROOT = Path(__file__).resolve().parents[1]
+
+RUN = """
+import torch, torch.distributed as dist, dplab
+def total():
+    x = torch.ones(1); dist.all_reduce(x); return x.item()
+print(dplab.run(total, {ranks}))
+"""
+
+
+def python(code, *before, **environment):
+    """A fresh Python that runs ``code``; ``before``: words in front of its command line."""
+    return subprocess.run([*before, sys.executable, "-c", code], cwd=ROOT, text=True, timeout=120,
+                          capture_output=True, env={**os.environ, **environment})
+
+
+def total():
+    x = torch.ones(1)
+    dist.all_reduce(x)
+    return x.item()
+
+
+@pytest.mark.parametrize(("patch", "said"), [
+    ("sys.version_info = (3, 9, 2, 'final', 0)",
+     "ImportError: dplab needs Python 3.11 or newer, and this is 3.9: make the environment with a "
+     "newer one, python3.11 -m venv .venv"),
+    ("sys.platform = 'win32'", "On Windows, install WSL 2 (wsl --install)"),
+], ids=["old Python", "Windows"])
+def test_a_system_that_will_not_do_is_told_so_at_import(patch, said):
+    done = python(f"import sys; {patch}; import dplab.predict")
+    assert done.returncode == 1
+    assert said in done.stderr.splitlines()[-1]
+
+
+def test_old_pythons_can_read_what_is_said_to_them():
+    for path in (ROOT / "dplab/__init__.py", ROOT / "dplab/needs.py"):
+        ast.parse(path.read_text(encoding="utf-8"), feature_version=(3, 6))
+
+
+def test_the_versions_are_those_of_the_project():
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    assert 'requires-python = ">={}.{}"'.format(*needs.PYTHON) in project
+    assert '"torch>={}.{}"'.format(*needs.TORCH) in project
+
+
+@pytest.mark.parametrize(("version", "said"), [
+    (None, "and this Python has none"), ("2.9.1+cu128", "and this Python has 2.9.1+cu128"),
+    ("1.13.0", "and this Python has 1.13.0"), ("2.13.0+cpu", None), ("2.14.0a0", None),
+    ("3.0.0", None)])
+def test_torch_that_is_missing_or_old(monkeypatch, version, said):
+    def installed(name):
+        if version is None:
+            raise metadata.PackageNotFoundError(name)
+        return version
+
+    monkeypatch.setattr(metadata, "version", installed)
+    if said is None:
+        needs.check_torch()
+        return
+    with pytest.raises(ImportError, match=r"dplab needs torch 2\.13 or newer") as caught:
+        needs.check_torch()
+    assert said in str(caught.value)
+    assert f"{sys.executable} -m pip install -r requirements.txt" in str(caught.value)
+
+
+def test_torch_is_looked_for_at_the_first_use_and_not_before():
+    """In a Python that has no package but the standard library's."""
+    done = python("import sys\n"
+                  "sys.path = [path for path in sys.path if 'site-packages' not in path]\n"
+                  "import dplab, dplab.show\n"
+                  "try: dplab.run\nexcept ImportError as error: print(error)")
+    assert "dplab needs torch" in done.stdout and "this Python has none" in done.stdout, done
+
+
+def test_shared_memory_is_used_where_there_is_room(monkeypatch, tmp_path):
+    monkeypatch.setattr(limits, "_SHARED_MEMORY", str(tmp_path))
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=64 << 20))
+    assert limits.folder_with_room(32 * LOG_BYTES) == str(tmp_path)
+    assert limits.folder_with_room(120 * LOG_BYTES) is None
+    monkeypatch.setattr(limits, "_SHARED_MEMORY", str(tmp_path / "missing"))
+    assert limits.folder_with_room(1) is None
+
+
+@pytest.fixture
+def limited():
+    """A function that lowers a soft limit of this process until the test ends."""
+    before = {}
+
+    def lower(which, value):
+        before[which] = resource.getrlimit(which)
+        resource.setrlimit(which, (value, before[which][1]))
+    yield lower
+    for which, value in before.items():
+        resource.setrlimit(which, value)
+
+
+@pytest.mark.parametrize("left", [30, 70])  # some logs of the 40 ranks; all, and some pipes
+def test_too_few_descriptors_are_named_and_none_is_lost(limited, left):
+    assert run(total, 2) == [2.0, 2.0]
+    descriptors = os.listdir("/dev/fd")
+    free = (number for number in itertools.count() if str(number) not in descriptors)
+    limited(resource.RLIMIT_NOFILE, next(itertools.islice(free, left, None)))
+    for _ in range(3):
+        with pytest.raises(OSError, match="Too many open files: 40 ranks take about 210") as caught:
+            run(total, 40)
+        assert caught.value.errno == errno.EMFILE and "ulimit -n 4096" in str(caught.value)
+        del caught  # which holds sockets, in the frames of its traceback
+        gc.collect()
+        assert os.listdir("/dev/fd") == descriptors
+    assert run(total, 2) == [2.0, 2.0]
+
+
+def test_a_limit_on_files_is_named(limited):
+    limited(resource.RLIMIT_FSIZE, 1 << 19)
+    with pytest.raises(OSError, match="`ulimit -f` allows no file of a megabyte"):
+        run(total, 2)
+
+
+@pytest.mark.parametrize(("text", "said"), [
+    ("RuntimeError: Resource temporarily unavailable", "--pids-limit"),
+    ("BlockingIOError: [Errno 11] Resource temporarily unavailable", "--pids-limit"),
+    ("RuntimeError: unable to allocate shared mem", "--shm-size=1g"),
+    ("This might be caused by insufficient shared memory (shm).", "--shm-size=1g"),
+    ("ValueError: x", ""),
+])
+def test_advice_on_the_errors_of_ranks(text, said):
+    advice = limits.advice_on(text)
+    assert said in advice and bool(advice) == bool(said)
+
+
+def test_the_advice_stands_in_the_report():
+    def no_thread():
+        raise RuntimeError("can't start new thread")
+
+    with pytest.raises(RankError, match="raised RuntimeError: can't start new thread") as caught:
+        run(no_thread, 2)
+    assert str(caught.value).endswith("or raise the limit.")
+
+
+def test_without_a_home_progress_has_a_place_that_can_be_named(monkeypatch):
+    def unknown(_):
+        raise KeyError
+
+    for name in ("HOME", "DPLAB_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    assert record.folder() == Path("/.dplab")
+    assert isinstance(record.outcomes(), dict)
+
+
+@pytest.fixture
+def namespace():
+    """Words in front of a command, by which it sees mounts, a host's name and a network alone."""
+    words = ["unshare", "--mount", "--net", "--uts"]
+    if shutil.which("unshare") is None or subprocess.run([*words, "true"]).returncode:
+        pytest.skip("needs root on Linux, and unshare")
+    return [*words, "sh", "-ec"]
+
+
+ROUGH = """
+ip link set lo up
+echo 0 > /proc/sys/net/ipv6/conf/all/disable_ipv6 || true
+echo 1 > /proc/sys/net/ipv6/conf/all/disable_ipv6 || true
+hostname nobody-knows-this-name
+mount --bind /dev/null /etc/hosts
+mount --bind /dev/null /etc/resolv.conf
+mount -t tmpfs -o size=16m tmpfs /dev/shm
+exec "$@"
+"""
+FULL = """
+mkdir -p "$TMPDIR"
+mount -t tmpfs -o size=64k tmpfs "$TMPDIR"
+mount -t tmpfs -o size=64k tmpfs /dev/shm
+ip link set lo up
+status=0; "$@" || status=$?
+ls -A "$TMPDIR" /dev/shm
+exit $status
+"""
+
+
+def test_a_container_with_little_memory_no_names_and_a_proxy(namespace):
+    done = python(RUN.format(ranks=16), *namespace, ROUGH, "sh", HTTP_PROXY="http://127.0.0.1:9",
+                  http_proxy="http://127.0.0.1:9", all_proxy="socks5://127.0.0.1:9")
+    assert done.stdout.strip() == str([16.0] * 16), done.stderr
+
+
+def test_no_space_is_said_and_leaves_nothing(namespace, tmp_path):
+    done = python(RUN.format(ranks=2), *namespace, FULL, "sh", TMPDIR=str(tmp_path / "full"))
+    assert done.returncode == 1
+    last = done.stderr.strip().splitlines()[-1]
+    assert "No space left on device: the call logs of 2 ranks take 2 MB" in last
+    assert "set TMPDIR" in last and "--shm-size=1g" in last
+    assert "dplab-" not in done.stdout
