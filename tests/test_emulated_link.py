@@ -332,16 +332,6 @@ def test_presets_carry_published_numbers():
         EmulatedLink.of("NVLink 44")
 
 
-def test_scaled_keeps_the_ratio_of_compute_to_communication():
-    flops, gpu, link = 5e10, catalogue.GPUS["H100"], catalogue.LINKS["NVLink 4"]
-    scaled = EmulatedLink.scaled("H100", "NVLink 4", flops)
-    work, nbytes = 3e12, 2e8
-    there = cost.seconds("ring all-reduce", 4, nbytes, link) / (work / gpu.bf16_flops)
-    here = scaled.seconds("all_reduce", 4, nbytes) / (work / flops)
-    assert here == pytest.approx(there)
-    assert "H100" in str(scaled) and str(scaled).startswith("emulated")
-
-
 @pytest.mark.parametrize("arguments", [(0,), (-1.0,), (1e9, -1e-6), (float("nan"),)])
 def test_an_impossible_link_is_refused(arguments):
     with pytest.raises(ValueError, match=r"bandwidth above 0|latency is 0"):

@@ -4,36 +4,31 @@ import pytest
 import torch
 import torch.distributed as dist
 from job import two_ranks_under_torchrun
+from ranks import MIB, least_on_the_wire, several
 
 from dplab import RankError, run
-from dplab.measure import CallLog, WireMeter
-from dplab.spawn import calls
-
-MIB = 2**20
+from dplab.measure import CallLog, WireMeter, sent_bytes
+from dplab.spawn import log, recording
 
 
 def metered_all_reduce(nbytes):
     tensor = torch.full((nbytes // 4,), float(dist.get_rank()))
     dist.all_reduce(tensor)  # connections are made on first use
-    with WireMeter() as wire:
-        dist.all_reduce(tensor)
-    return wire.bytes_per_rank
+    return least_on_the_wire(lambda: dist.all_reduce(tensor))
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_a_ring_all_reduce_moves_what_arithmetic_says(ranks):
+@several
+def test_a_ring_all_reduce_moves_what_arithmetic_says(world_size):
     size = 64 * MIB
-    measured = run(metered_all_reduce, ranks, size, backend="gloo")
+    measured = run(metered_all_reduce, world_size, size, backend="gloo")
     assert len(set(measured)) == 1, "every rank reports the same"
-    assert measured[0] == pytest.approx(2 * (ranks - 1) / ranks * size, rel=0.02)
+    assert measured[0] == pytest.approx(2 * (world_size - 1) / world_size * size, rel=0.02)
 
 
 def test_the_meter_counts_only_its_block():
     def quiet():
         dist.all_reduce(torch.ones(4 * MIB))
-        with WireMeter() as wire:
-            pass
-        return wire.bytes_per_rank
+        return least_on_the_wire(lambda: None)
 
     assert run(quiet, 2, backend="gloo")[0] < 100_000
 
@@ -91,9 +86,45 @@ def test_the_log_holds_every_call_with_its_facts(ranks):
         assert "all_reduce of float32[3, 5], MAX" in text
 
 
+def sent_for_each_call(length):
+    """Bytes sent for one call of each operation, to which a rank gives ``length`` float64."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    own, parts = torch.ones(length).double(), [torch.ones(length).double() for _ in range(ranks)]
+    whole = torch.ones(length * ranks).double()
+    with CallLog() as log:
+        dist.all_reduce(own)
+        dist.reduce_scatter(own, parts)
+        dist.all_gather(parts, own)
+        dist.broadcast(own, src=0)
+        dist.reduce(own, dst=0)
+        dist.gather(own, parts if rank == 0 else None, dst=0)
+        dist.scatter(own, parts if rank == 0 else None, src=0)
+        dist.all_to_all_single(whole, whole.clone())
+        dist.barrier()
+        handle = dist.isend(own, (rank + 1) % ranks)
+        dist.recv(parts[0], (rank - 1) % ranks)
+        handle.wait()
+    return {call.operation: sent_bytes(call) for call in log.calls}
+
+
+@several
+def test_bytes_sent_for_a_call_are_what_all_ranks_send_over_their_number(world_size):
+    length = 6 * world_size
+    tensor, chunk, others = 8 * length, 8 * 6, world_size - 1
+    in_all = {
+        "all_reduce": world_size * 2 * others * chunk,  # a chunk in each of 2(N−1) steps
+        "reduce_scatter": world_size * others * tensor, "all_gather": world_size * others * tensor,
+        "broadcast": others * tensor, "reduce": others * tensor,  # once to each of the others
+        "gather": others * tensor, "scatter": others * tensor,
+        "all_to_all": world_size * others * tensor,  # here of N times the elements
+        "barrier": 0, "send": world_size * tensor, "recv": 0}
+    for sent in run(sent_for_each_call, world_size, length, backend="gloo"):
+        assert sent == pytest.approx({name: of_all / world_size for name, of_all in in_all.items()})
+
+
 def a_log_that_is_written_faster_than_read(folder):
-    calls.record_into(calls.create_log(f"{folder}/log"))
-    reader = calls.CallReader(f"{folder}/log")
+    recording.record_into(log.create_log(f"{folder}/log"))
+    reader = log.CallReader(f"{folder}/log")
     numbers = []
     for burst in (3, 1, 5000):
         for _ in range(burst):
@@ -109,14 +140,20 @@ def test_a_reader_that_is_overtaken_reads_the_last_calls_and_no_torn_one(tmp_pat
     assert overwritten is None
 
 
-def test_the_log_works_under_plain_torchrun(tmp_path):
+@pytest.mark.parametrize("block", [
+    "with CallLog() as log:\n"
+    "    dist.all_reduce(torch.ones(6))\n"
+    "assert (log.count('all_reduce'), log.bytes()) == (1, 24), str(log)\n",
+    "with Trace() as trace:\n"
+    "    dist.all_reduce(torch.ones(6))\n"
+    "[span] = trace.spans\n"
+    "assert (span.lane, span.nbytes) == (COMMUNICATION, 24), span\n",
+], ids=["CallLog", "Trace"])
+def test_what_watches_calls_works_under_plain_torchrun(tmp_path, block):
     done = two_ranks_under_torchrun(
         tmp_path,
         "import torch, torch.distributed as dist\n"
-        "from dplab.measure import CallLog\n"
-        "dist.init_process_group('gloo')\n"
-        "with CallLog() as log:\n"
-        "    dist.all_reduce(torch.ones(6))\n"
-        "assert (log.count('all_reduce'), log.bytes()) == (1, 24), str(log)\n"
-        "dist.destroy_process_group()\n")
+        "from dplab.measure import CallLog, Trace\n"
+        "from dplab.predict.step import COMMUNICATION\n"
+        "dist.init_process_group('gloo')\n" + block + "dist.destroy_process_group()\n")
     assert done.returncode == 0, done.stderr

@@ -1,6 +1,7 @@
 """The digits and the source of the library: what they are, and that they never change."""
 
 import pytest
+import sklearn.datasets
 import torch
 from torch.nn import functional as F
 
@@ -25,6 +26,15 @@ def test_digits_have_the_documented_shapes_and_ranges():
         assert labels.shape == images.shape[:1]
         assert labels.bincount().min() > 0.07 * len(labels)
     assert all(TRAIN_SIZE % ranks for ranks in range(2, 1439))
+
+
+def test_digits_are_those_of_scikit_learns_own_loader():
+    digits, bunch = load_digits(), sklearn.datasets.load_digits()
+    order = torch.randperm(1797, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(torch.cat([digits.train_images, digits.test_images]) * 16,
+                       torch.from_numpy(bunch.images).float()[order])
+    assert torch.equal(torch.cat([digits.train_labels, digits.test_labels]),
+                       torch.from_numpy(bunch.target)[order])
 
 
 def test_the_split_is_fixed_and_loses_no_digit():

@@ -1,8 +1,7 @@
 """What this rank called: the collectives, sends and receives that Python code launched."""
 
-import mmap
-
-from dplab.spawn import calls
+from dplab.predict import cost
+from dplab.spawn import recording
 from dplab.spawn.calls import Call
 
 
@@ -14,17 +13,15 @@ class CallLog:
     all-reduces of DistributedDataParallel, are not among them.
     """
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.calls: list[Call] = []
 
     def __enter__(self):
-        if calls.recorder is None:  # under plain torchrun nobody records yet
-            calls.record_into(mmap.mmap(-1, calls.LOG_BYTES))
-        calls.recorder.listeners.append(self.calls.append)
+        recording.recorder_here().listeners.append(self.calls.append)
         return self
 
     def __exit__(self, *_):
-        calls.recorder.listeners.remove(self.calls.append)
+        recording.recorder.listeners.remove(self.calls.append)
 
     def count(self, operation: str | None = None) -> int:
         """How many calls there were, of one operation or of all."""
@@ -36,3 +33,14 @@ class CallLog:
 
     def __str__(self):
         return "\n".join(f"{index:3d}  {call}" for index, call in enumerate(self.calls, 1))
+
+
+def sent_bytes(call: Call) -> float:
+    """What a rank sends for the call, in bytes, on average over the ranks of its group.
+
+    Collectives go as `predict.cost.USUAL` says: over rings. A receive sends nothing.
+    """
+    if call.is_point_to_point:
+        return float(call.bytes) if call.operation == "send" else 0.0
+    whole = cost.whole_bytes(call.operation, call.group_size, call.bytes)
+    return cost.bytes_sent(cost.USUAL[call.operation], call.group_size, whole)

@@ -21,15 +21,7 @@ import torch.distributed as dist
 
 from dplab.predict import catalogue, cost
 from dplab.predict.checks import one_of
-from dplab.spawn import calls
-
-ALGORITHMS = {
-    "all_reduce": "ring all-reduce", "reduce_scatter": "ring reduce-scatter",
-    "all_gather": "ring all-gather", "broadcast": "pipelined broadcast",
-    "reduce": "pipelined reduce", "gather": "direct gather", "scatter": "direct scatter",
-    "all_to_all": "direct all-to-all", "barrier": "tree barrier",
-}
-_OF_ONE_PART = {"all_gather", "reduce_scatter", "gather", "scatter"}  # a call names one N-th of M
+from dplab.spawn import calls, recording
 
 
 @dataclass(frozen=True)
@@ -57,19 +49,6 @@ class EmulatedLink:
         link = catalogue.LINKS[one_of(name, catalogue.LINKS, "link")]
         return cls(link.bandwidth, link.latency, name)
 
-    @classmethod
-    def scaled(cls, gpu: str, link: str, flops: float) -> "EmulatedLink":
-        """A link as slow beside this machine as ``link`` is beside ``gpu``.
-
-        ``flops``: what one rank here computes, in FLOP/s. What takes the GPU (at its bf16 peak) a
-        second takes ``gpu.bf16_flops / flops`` seconds here, and communication is slowed as much:
-        their ratio is that of the GPU and its link.
-        """
-        slower = catalogue.GPUS[one_of(gpu, catalogue.GPUS, "GPU")].bf16_flops / flops
-        real = cls.of(link)
-        return cls(real.bandwidth / slower, real.latency * slower,
-                   f"{link} at {gpu}, scaled to this machine")
-
     def __str__(self):
         return f"emulated {self.name or 'link'}: {self.bandwidth / 1e9:.3g} GB/s, " \
                f"{round(1e6 * self.latency, 1):g} µs"
@@ -79,8 +58,8 @@ class EmulatedLink:
         link = cost.Link(self.name, self.bandwidth, self.latency)
         if operation in ("send", "recv"):
             return link.seconds(nbytes)
-        whole = nbytes * (world_size if operation in _OF_ONE_PART else 1)
-        return cost.seconds(ALGORITHMS[operation], world_size, whole, link)
+        whole = cost.whole_bytes(operation, world_size, nbytes)
+        return cost.seconds(cost.USUAL[operation], world_size, whole, link)
 
     def install(self, backend: str) -> str:
         """Registers the emulation on this rank; returns its backend's name, for the launcher."""
@@ -123,7 +102,7 @@ class _EmulatedGroup(dist.ProcessGroup):
         self._threads.shutdown(wait=True)
 
     def _launch(self, method, operation, own, args, kwargs):
-        tensors = calls.tensors_in(args[own]) if own is not None else []
+        tensors = recording.tensors_in(args[own]) if own is not None else []
         nbytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
         seconds = self._link.seconds(operation, self.size(), nbytes)
         if operation in ("send", "recv"):
@@ -170,6 +149,7 @@ class _EmulatedWork(dist.Work):
         self.future = torch.futures.Future()
         self.scheduled = threading.Event()
 
+    # Under the name of `recording.WAIT`, by which a stack shows that the rank waits for others.
     def wait_for_others(self, timeout=None):
         self.future.wait()
         return True
@@ -234,7 +214,7 @@ def _emulated(method, operation, own):
     def call(self, *args, **kwargs):
         return self._launch(method, operation, own, args, kwargs)
 
-    return calls.recorded(call, operation, own)
+    return recording.recorded(call, operation, own)
 
 
 for _method, (_operation, _own) in {**calls.COLLECTIVES, **calls.POINT_TO_POINT}.items():

@@ -27,7 +27,8 @@ def layer_times(model: nn.Sequential, x: torch.Tensor, rounds: int = 10) -> list
             if parameter.requires_grad:
                 handles.append(parameter.register_post_accumulate_grad_hook(
                     lambda _, index=index: ready.update({index: time.perf_counter()})))
-    forwards, backwards = [], [[] for _ in layers]
+    forwards: list[float] = []
+    backwards: list[list[float]] = [[] for _ in layers]
     try:
         for _ in range(rounds + 2):
             model.zero_grad()
@@ -50,5 +51,4 @@ def layer_times(model: nn.Sequential, x: torch.Tensor, rounds: int = 10) -> list
 
 
 def _gradient_bytes(layer):
-    return sum(parameter.numel() * parameter.element_size() for parameter in layer.parameters()
-               if parameter.requires_grad)
+    return sum(parameter.nbytes for parameter in layer.parameters() if parameter.requires_grad)

@@ -8,8 +8,7 @@ libraries such as gloo or NCCL hold, and the allocator's rounding and fragmentat
 
 import functools
 import time
-import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
@@ -22,13 +21,8 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from dplab.predict.memory import States
-
-CATEGORIES = ("parameters", "optimizer", "gathered", "gradients", "communication", "activations",
-              "other")
-"""A storage that is several of these at different times is counted as the first of them."""
-
-_ORDER = {category: place for place, category in enumerate(CATEGORIES)}
+from dplab.measure.model_states import at_rest, gradients, grouped, with_inner
+from dplab.measure.storages import CATEGORIES, Storages, replaced, storages_of
 
 
 @dataclass(frozen=True)
@@ -55,7 +49,27 @@ class Phase:
     end: int
 
 
-class MemoryTimeline:
+class Sampled:
+    """What has ``samples``, and so a highest one."""
+
+    samples: list[Sample]
+
+    @property
+    def peak(self) -> int:
+        """The most bytes held at once."""
+        return self._highest.total
+
+    @property
+    def at_peak(self) -> dict[str, int]:
+        """What was held then: each of `CATEGORIES` to bytes."""
+        return self._highest.bytes
+
+    @property
+    def _highest(self):
+        return max(self.samples, key=lambda sample: sample.total)
+
+
+class MemoryTimeline(Sampled):
     """Follows what this rank holds during a ``with`` block, on CPU and GPU alike.
 
     ``model`` and ``optimizer`` tell what a storage is:
@@ -81,12 +95,10 @@ class MemoryTimeline:
 
     def __init__(self, model: nn.Module, optimizer: Optimizer | None = None, *,
                  device: str | None = None):
-        self._optimizers = _with_inner(optimizer)  # the given one first
+        self._optimizers = with_inner(optimizer)  # the given one first
         self._model, self._device = model, device
-        self._events: list[tuple[int, float, int, int]] = []  # op, seconds, storage, its new size
-        self._categories: list[int] = []  # of each storage, by its number
-        self._live = {}  # address: (number, weak reference)
-        self._sizes: list[int] = []
+        self._events: list[tuple[int, float, int, int]] = []  # op, seconds, storage, change
+        self._storages = Storages(self._note, self._size)
         self._strangers: set[int] = set()  # numbers of storages that no operation returned
         self._op = 0
         self.samples: list[Sample] = []
@@ -97,10 +109,10 @@ class MemoryTimeline:
             raise RuntimeError("a MemoryTimeline is active already: end its block first")
         self._start = None
         self._places = [module._parameters for module in self._model.modules()]
-        parameters, _, optimizer = _at_rest(self._model, self._optimizers)
-        self._mark(parameters, "parameters")
-        self._mark(optimizer, "optimizer")
-        self._mark(_storages(self._model.buffers()), "other")
+        parameters, _, optimizer = at_rest(self._model, self._optimizers)
+        self._storages.mark(parameters, "parameters")
+        self._storages.mark(optimizer, "optimizer")
+        self._storages.mark(storages_of(self._model.buffers()), "other")
         self._look()
         self._start = time.perf_counter()
         with ExitStack() as stack:
@@ -108,9 +120,9 @@ class MemoryTimeline:
             stack.callback(setattr, MemoryTimeline, "_active", False)
             # FSDP frees and fills storages past any dispatch, and the course's ring runs in a
             # thread of its own, where this mode is not.
-            stack.enter_context(_replaced(torch.UntypedStorage, "resize_", self._resizing))
+            stack.enter_context(replaced(torch.UntypedStorage, "resize_", self._resizing))
             for name in ("send", "recv"):
-                stack.enter_context(_replaced(dist.ProcessGroup, name, self._passing))
+                stack.enter_context(replaced(dist.ProcessGroup, name, self._passing))
             stack.enter_context(_Mode(self._ran))
             self._stack = stack.pop_all()
         return self
@@ -118,8 +130,8 @@ class MemoryTimeline:
     def __exit__(self, *error):
         self._stack.__exit__(*error)
         self._look()
-        self._mark(_at_rest(self._model, self._optimizers)[2], "optimizer")
-        self._live.clear()
+        self._storages.mark(at_rest(self._model, self._optimizers)[2], "optimizer")
+        self._storages.forget()
         self._replay()
 
     @contextmanager
@@ -131,83 +143,45 @@ class MemoryTimeline:
         finally:
             self.phases.append(Phase(name, start, self._op))
 
-    @property
-    def peak(self) -> int:
-        """The most bytes held at once."""
-        return self._highest.total
-
-    @property
-    def at_peak(self) -> dict[str, int]:
-        """What was held then: each of `CATEGORIES` to bytes."""
-        return self._highest.bytes
-
-    @property
-    def _highest(self):
-        return max(self.samples, key=lambda sample: sample.total)
-
-    def _number(self, storage, *, made=False):
-        """The storage's number, after noting one that is unknown."""
-        address = storage._cdata
-        if address not in self._live:
-            def freed(_):
-                number, _ = self._live.pop(address)
-                self._note(number, 0)
-
-            number = len(self._categories)
-            self._live[address] = number, weakref.ref(storage, freed)
-            self._categories.append(_ORDER["other"])
-            self._sizes.append(0)
-            if not made and self._start is not None:
-                self._strangers.add(number)
-            self._note(number, self._size(storage))
-        return self._live[address][0]
-
     def _size(self, storage):
         return storage.nbytes() if self._device in (None, storage.device.type) else 0
 
-    def _note(self, number, size):
-        if size != self._sizes[number]:
-            self._sizes[number] = size
-            passed = 0.0 if self._start is None else time.perf_counter() - self._start
-            self._events.append((self._op, passed, number, size))
-
-    def _mark(self, storages, category):
-        for storage in storages:
-            number = self._number(storage)
-            self._categories[number] = min(self._categories[number], _ORDER[category])
+    def _note(self, number, change):
+        passed = 0.0 if self._start is None else time.perf_counter() - self._start
+        self._events.append((self._op, passed, number, change))
 
     def _look(self):
         """Notes what stands in the parameters' places now, and the gradients."""
         there = [parameter for place in self._places for parameter in place.values()
                  if parameter is not None]
-        self._mark(_storages(there), "gathered")
-        self._mark(_storages(_gradients(there + _grouped(self._optimizers))), "gradients")
+        self._storages.mark(storages_of(there), "gathered")
+        self._storages.mark(storages_of(gradients(there + grouped(self._optimizers))), "gradients")
 
     def _ran(self, func, inputs, outputs):
         if func.namespace == "profiler":
             self._look()
             return
         self._op += 1
-        inputs = list(_storages(tree_leaves(inputs)))
+        inputs = list(storages_of(tree_leaves(inputs)))
         for storage in inputs:
-            self._note(self._number(storage), self._size(storage))
+            if self._storages.known(storage) is None:
+                self._strangers.add(self._storages.number(storage))
+            self._storages.look_at(storage)
         made = "activations" if torch.is_grad_enabled() else "other"
-        outputs = list(_storages(tree_leaves(outputs)))
+        outputs = list(storages_of(tree_leaves(outputs)))
         for storage in outputs:
-            if storage._cdata not in self._live:
-                self._number(storage, made=True)
-                self._mark([storage], made)
+            self._storages.number(storage, made)
         if func.namespace in ("c10d", "_c10d_functional"):
-            self._mark(inputs + outputs, "communication")
+            self._storages.mark(inputs + outputs, "communication")
         self._look()
 
     def _resizing(self, original):
         def resize_(storage, size):
-            number = self._number(storage)
+            self._storages.number(storage)
             if storage.nbytes() == 0:
-                self._mark([storage], "gathered")
+                self._storages.mark([storage], "gathered")
             original(storage, size)
-            self._note(number, self._size(storage))
+            self._storages.look_at(storage)
             return storage
 
         return resize_
@@ -215,7 +189,7 @@ class MemoryTimeline:
     def _passing(self, original):
         @functools.wraps(original)
         def send_or_recv(group, tensors, *args, **kwargs):
-            self._mark(_storages(tree_leaves(tensors)), "communication")
+            self._storages.mark(storages_of(tree_leaves(tensors)), "communication")
             return original(group, tensors, *args, **kwargs)
 
         return send_or_recv
@@ -224,77 +198,21 @@ class MemoryTimeline:
         """Makes the samples, now that each storage's category is known."""
         has_ddp = any(isinstance(each, DistributedDataParallel) for each in self._model.modules())
         buckets = {number for number in self._strangers if has_ddp
-                   and CATEGORIES[self._categories[number]] == "communication"}
+                   and self._storages.category(number) == "communication"}
         events = []
-        for op, seconds, number, size in self._events:
+        for op, seconds, number, change in self._events:
             if number in buckets:  # DDP made it before the block
                 buckets.remove(number)
                 op, seconds = 0, 0.0
-            events.append((op, seconds, number, size))
+            events.append((op, seconds, number, change))
         events.sort(key=lambda event: event[1])
-        held, sizes = dict.fromkeys(CATEGORIES, 0), [0] * len(self._sizes)
+        held = dict.fromkeys(CATEGORIES, 0)
         self.samples = [Sample(0, 0.0, dict(held))]
-        for op, seconds, number, size in events:
-            held[CATEGORIES[self._categories[number]]] += size - sizes[number]
-            sizes[number] = size
+        for op, seconds, number, change in events:
+            held[self._storages.category(number)] += change
             if seconds == 0:
                 self.samples.clear()
             self.samples.append(Sample(op, seconds, dict(held)))
-
-
-def state_bytes(model: nn.Module, optimizer: Optimizer | None = None) -> States:
-    """The bytes of model states that this rank holds now, each storage counted once.
-
-    Parameters are the model's and those in the optimizer's groups; an optimizer inside the
-    optimizer is part of its state. DDP's buckets are in no tensor that Python sees, unless with
-    ``gradient_as_bucket_view=True``, where they are the gradients. Comparable, by ``==``, with
-    `dplab.predict.shards.real_states`.
-    """
-    parts = _at_rest(model, _with_inner(optimizer))
-    return States(*(sum(storage.nbytes() for storage in part) for part in parts))
-
-
-def _at_rest(model, optimizers):
-    """The storages of parameters, gradients and optimizer state, none of them in two of these."""
-    parameters = [*model.parameters(), *_grouped(optimizers[:1])]
-    everywhere = parameters + _grouped(optimizers)
-    state = [tensor for optimizer in optimizers for tensor in tree_leaves(dict(optimizer.state))
-             if isinstance(tensor, torch.Tensor)]
-    parts, seen = [], set()
-    for tensors in (parameters, _gradients(everywhere), [*state, *everywhere]):
-        found = {storage._cdata: storage for storage in _storages(tensors)}
-        parts.append([storage for address, storage in found.items()
-                      if address not in seen and storage.nbytes()])
-        seen |= set(found)
-    return parts
-
-
-def _with_inner(optimizer):
-    """The optimizer, and those that it keeps as attributes."""
-    if optimizer is None:
-        return []
-    return [optimizer, *(each for value in vars(optimizer).values()
-                         for each in (value if isinstance(value, list | tuple) else [value])
-                         if isinstance(each, Optimizer))]
-
-
-def _grouped(optimizers):
-    return [parameter for optimizer in optimizers for group in optimizer.param_groups
-            for parameter in group["params"]]
-
-
-def _gradients(parameters):
-    return [parameter.grad for parameter in parameters
-            if parameter.is_leaf and parameter.grad is not None]
-
-
-def _storages(values: Iterable) -> Iterator[torch.UntypedStorage]:
-    """The storages of this rank's part of each value that is a tensor."""
-    for value in values:
-        if isinstance(value, DTensor):
-            value = value._local_tensor
-        if isinstance(value, torch.Tensor) and value.layout == torch.strided:
-            yield value.untyped_storage()
 
 
 class _Mode(TorchDispatchMode):
@@ -308,13 +226,3 @@ class _Mode(TorchDispatchMode):
         outputs = func(*args, **(kwargs or {}))
         self._ran(func, (args, kwargs), outputs)
         return outputs
-
-
-@contextmanager
-def _replaced(owner, name, make):
-    original = getattr(owner, name)
-    setattr(owner, name, make(original))
-    try:
-        yield
-    finally:
-        setattr(owner, name, original)

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from dplab.predict.step import COMMUNICATION, COMPUTE, WAITING, Span
-from dplab.spawn import calls
+from dplab.spawn import recording
 
 
 class Trace:
@@ -25,17 +25,17 @@ class Trace:
     all ranks of a machine share; `aligned` makes them begin at zero.
     """
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.spans: list[Span] = []
-        self._pending = []
+        self._pending: list = []  # futures
         self._last_gradient = 0.0
 
     def __enter__(self):
-        calls.recorder.work_listeners.append(self._launched)
+        recording.recorder_here().work_listeners.append(self._launched)
         return self
 
     def __exit__(self, *_):
-        calls.recorder.work_listeners.remove(self._launched)
+        recording.recorder.work_listeners.remove(self._launched)
         for noted in self._pending:
             noted.wait()
 

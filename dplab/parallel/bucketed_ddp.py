@@ -32,20 +32,18 @@ class Bucket:
         *parts, self.flags = self.flat.split([*sizes, len(sizes)])
         self.views = [part.view(parameter.shape)
                       for part, parameter in zip(parts, parameters, strict=True)]
-        self.work = None
 
     def put(self, index: int) -> None:
-        """Scales one parameter's gradient by 1/N, into its place."""
+        """Scales one parameter's gradient by 1/N, into its place; without one, it is zeros."""
         parameter, view = self.parameters[index], self.views[index]
+        if parameter.grad is None:
+            self.flags[index] = 0.0
+            view.zero_()
+            return
         self.flags[index] = 1.0
         # Where the gradient already is the view (nobody set it to None), this scales in place.
         torch.mul(parameter.grad, 1 / dist.get_world_size(), out=view)
         parameter.grad = view
-
-    def put_nothing(self, index: int) -> None:
-        """The place of a parameter that this rank has not used: it counts as zeros."""
-        self.flags[index] = 0.0
-        self.views[index].zero_()
 
     def launch(self) -> None:
         self.work = dist.all_reduce(self.flat, async_op=True)
@@ -53,7 +51,7 @@ class Bucket:
     def finish(self) -> None:
         """Waits for the sum. A parameter that no rank has used keeps what it had."""
         self.work.wait()
-        self.work = None
+        del self.work
         for parameter, view, used in zip(self.parameters, self.views, self.flags.tolist(),
                                          strict=True):
             if used:
@@ -65,14 +63,15 @@ def fill_buckets(module: nn.Module, bucket_mb: float) -> list[Bucket]:
 
     So a bucket exceeds that size by less than its last parameter; a bucket holds one dtype only.
     """
-    closed, open_ = [], {}
+    closed: list[list[nn.Parameter]] = []
+    open_: dict[tuple, list[nn.Parameter]] = {}
     # parameters() yields a tied parameter once, so it has one place.
     for parameter in reversed(list(module.parameters())):
         if not parameter.requires_grad:
             continue
         kind = (parameter.dtype, parameter.device)
         open_.setdefault(kind, []).append(parameter)
-        nbytes = sum(each.numel() * each.element_size() for each in open_[kind])
+        nbytes = sum(each.nbytes for each in open_[kind])
         if nbytes >= bucket_mb * MIB:
             closed.append(open_.pop(kind))
     return [Bucket(parameters) for parameters in [*closed, *open_.values()]]
@@ -99,11 +98,8 @@ class BucketedDDP(ManualDDP):
         for name, parameter in self.module.named_parameters():
             refuse_sparse_gradient(name, parameter)
         for bucket in self.buckets:
-            for index, parameter in enumerate(bucket.parameters):
-                if parameter.grad is None:
-                    bucket.put_nothing(index)
-                else:
-                    bucket.put(index)
+            for index in range(len(bucket.parameters)):
+                bucket.put(index)
             bucket.launch()
         for bucket in self.buckets:
             bucket.finish()

@@ -161,7 +161,7 @@ class FullyShardedModel(nn.Module):
         memory for the whole model.
         """
         self._take_all_out()
-        whole = {}
+        whole: dict[nn.Parameter, torch.Tensor] = {}
         for shard in self._shards():
             whole.update(zip(shard.pieces, shard.gather_copies(), strict=True))
         state = self.module.state_dict(keep_vars=True)
@@ -178,11 +178,13 @@ class FullyShardedModel(nn.Module):
         own = self.module.state_dict(keep_vars=True)
         if state.keys() != own.keys():
             raise ValueError("this state belongs to another model: "
-                             f"{sorted(state.keys() ^ own.keys())} is not in both")
+                             f"{sorted(state.keys() ^ own.keys())} is not in both; make the model "
+                             "as it was saved")
         for name, shape in self._shapes.items():
             if tuple(state[name].shape) != shape:
                 raise ValueError(f"this state belongs to another model: {name!r} has shape "
-                                 f"{tuple(state[name].shape)} there and {shape} here")
+                                 f"{tuple(state[name].shape)} there and {shape} here; make the "
+                                 "model as it was saved")
         piece_of = {piece: partial(shard.layout.piece_of, index)
                     for shard in self._shards() for index, piece in enumerate(shard.pieces)}
         for name, tensor in own.items():

@@ -113,7 +113,7 @@ class Shard:
         """Adds what has arrived, the mean of this rank's chunk, to the pieces' gradients."""
         self._work.wait()
         arrived = self._sent[self.layout.own].to(self.chunk.dtype, copy=True)
-        self._sent = self._work = None
+        del self._sent, self._work
         for piece, gradient in zip(self.pieces, self.layout.pieces(arrived), strict=True):
             piece.grad = gradient if piece.grad is None else piece.grad.add_(gradient)
 
@@ -142,7 +142,7 @@ class _Gathered(torch.autograd.Function):
 
 def places_of(module) -> dict[nn.Parameter, list[tuple[nn.Module, str]]]:
     """For each parameter, the modules that have it and its names there."""
-    places = {}
+    places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     for part in module.modules():
         for name, parameter in part._parameters.items():
             if parameter is not None:
@@ -152,7 +152,7 @@ def places_of(module) -> dict[nn.Parameter, list[tuple[nn.Module, str]]]:
 
 def divide(module, units) -> list[list[nn.Parameter]]:
     """The parameters that belong to no unit alone, and then those of each unit."""
-    users = {parameter: set() for parameter in module.parameters()}
+    users: dict[nn.Parameter, set[int]] = {parameter: set() for parameter in module.parameters()}
     in_units = {part for unit in units for part in unit.modules()}
     for index, unit in enumerate(units, start=1):
         for parameter in unit.parameters():
@@ -161,7 +161,7 @@ def divide(module, units) -> list[list[nn.Parameter]]:
         if part not in in_units:
             for parameter in part.parameters(recurse=False):
                 users[parameter].add(0)
-    divided = [[] for _ in range(len(units) + 1)]
+    divided: list[list[nn.Parameter]] = [[] for _ in range(len(units) + 1)]
     for parameter, indices in users.items():
         divided[indices.pop() if len(indices) == 1 else 0].append(parameter)
     return divided

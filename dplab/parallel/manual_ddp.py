@@ -67,10 +67,15 @@ def _used_on_any_rank(parameters: list[nn.Parameter]) -> list[bool]:
     """
     if not parameters:
         return []
-    flags = [parameter.grad is not None for parameter in parameters]
-    used = torch.tensor(flags, dtype=torch.int32, device=parameters[0].device)
-    dist.all_reduce(used, op=dist.ReduceOp.MAX)
-    return [flag == 1 for flag in used.tolist()]
+    return true_on_any_rank([parameter.grad is not None for parameter in parameters],
+                            parameters[0].device)
+
+
+def true_on_any_rank(flags: list[bool], device: torch.device) -> list[bool]:
+    """For each flag, whether it is set on at least one rank. All ranks bring equally many."""
+    told = torch.tensor(flags, dtype=torch.int32, device=device)
+    dist.all_reduce(told, op=dist.ReduceOp.MAX)
+    return [flag == 1 for flag in told.tolist()]
 
 
 def refuse_sparse_gradient(name: str, parameter: nn.Parameter) -> None:

@@ -67,10 +67,7 @@ class OverlappedDDP(BucketedDDP):
             return
         for bucket, missing in self._missing.items():
             for index in missing:  # left over by no_sync(), or not used by this rank
-                if bucket.parameters[index].grad is None:
-                    bucket.put_nothing(index)
-                else:
-                    bucket.put(index)
+                bucket.put(index)
             missing.clear()
         self._launch_full_buckets()
         for bucket in self.buckets:

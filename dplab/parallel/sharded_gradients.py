@@ -39,8 +39,8 @@ class ShardedGradientOptimizer(ShardedOptimizer):
         if not bucket_mb > 0:
             raise ValueError(f"a bucket holds more than 0 MiB, not {bucket_mb}")
         self._bucket_mb = bucket_mb
-        self._place = {}
-        self._buckets = []
+        self._place: dict[nn.Parameter, tuple[GradientBucket, int]] = {}
+        self._buckets: list[GradientBucket] = []
         self._is_syncing = True
         self._backward = None
         super().__init__(params, optimizer_cls, reduce_gradients=True, **kwargs)
@@ -61,7 +61,7 @@ class ShardedGradientOptimizer(ShardedOptimizer):
             open_ = []
             for parameter in reversed(kind):
                 open_.append(parameter)
-                if sum(p.numel() * p.element_size() for p in open_) >= self._bucket_mb * MIB:
+                if sum(p.nbytes for p in open_) >= self._bucket_mb * MIB:
                     closed.append(open_)
                     open_ = []
             if open_:
@@ -180,5 +180,6 @@ class GradientBucket:
         self._work.wait()
         arrived = self.whole[self.flat.layout.own]
         self.chunk = arrived.clone() if self.chunk is None else self.chunk + arrived
-        self.whole = self._views = self._work = None
+        del self._work
+        self.whole = self._views = None
         self.flat.set_gradients(self.chunk)

@@ -13,13 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from dplab.parallel.manual_ddp import refuse_sparse_gradient
-from dplab.parallel.shards import (
-    Layout,
-    clip_grad_norm_,
-    launch_reduce_scatter,
-    true_on_any_rank,
-)
+from dplab.parallel.manual_ddp import refuse_sparse_gradient, true_on_any_rank
+from dplab.parallel.shards import Layout, clip_grad_norm_, launch_reduce_scatter
 
 
 class Flat:
@@ -86,7 +81,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     """
 
     def __init__(self, params, optimizer_cls, *, reduce_gradients: bool = False, **kwargs):
-        self.flats = []
+        self.flats: list[Flat] = []
         self._reduces_gradients = reduce_gradients
         self._has_reduced = False
         self._local = optimizer_cls([{"params": []}], **kwargs)
@@ -106,7 +101,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _divide(self, parameters) -> list[list[nn.Parameter]]:
         """The parameters, by what can be in one flat tensor."""
-        kinds = {}
+        kinds: dict[tuple, list[nn.Parameter]] = {}
         for parameter in parameters:
             kinds.setdefault((parameter.dtype, parameter.device), []).append(parameter)
         return list(kinds.values())

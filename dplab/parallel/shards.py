@@ -16,7 +16,7 @@ from itertools import accumulate, pairwise
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import _create_work_from_future
+from torch._C import _distributed_c10d as c10d
 
 from dplab.parallel.collectives import ring_reduce_scatter
 
@@ -71,9 +71,9 @@ def launch_reduce_scatter(flat: torch.Tensor) -> dist.Work:
         return dist.reduce_scatter_single(own, flat, async_op=True)
     # gloo sends a whole all-reduce for a reduce-scatter, twice the bytes, so the ring of chapter
     # 03 does it. Its steps follow one another, and a thread takes them while backward goes on.
-    done = torch.futures.Future()
+    done: torch.futures.Future[None] = torch.futures.Future()
     _background().submit(_ring, flat, done)
-    return _create_work_from_future(done)
+    return c10d._create_work_from_future(done)  # type: ignore[attr-defined]  # not in its stubs
 
 
 def _ring(flat, done):
@@ -93,15 +93,6 @@ def _background() -> ThreadPoolExecutor:
 def current_backward() -> int:
     """A number of its own for the backward that autograd is just running, or -1 outside of one."""
     return torch._C._current_graph_task_id()
-
-
-def true_on_any_rank(flags: list[bool], device: torch.device) -> list[bool]:
-    """For each flag, whether it is set on at least one rank. All ranks bring equally many."""
-    if not flags:
-        return []
-    told = torch.tensor(flags, dtype=torch.int32, device=device)
-    dist.all_reduce(told, op=dist.ReduceOp.MAX)
-    return [flag == 1 for flag in told.tolist()]
 
 
 @torch.no_grad()

@@ -1,1 +1,1 @@
-"""The models, data and published configurations that chapters and benches share."""
+"""The models and the data that chapters and benches share."""

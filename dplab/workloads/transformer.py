@@ -127,9 +127,9 @@ class Transformer(nn.Module):
         return self.head(self.norm(x))
 
 
-def rotation_table(length, head_size, device, dtype, base=10_000.0):
+def rotation_table(length, head_size, device, dtype):
     """Cosine and sine of each position's rotation, two tensors of (length, 1, head_size / 2)."""
-    frequency = base ** (-torch.arange(0, head_size, 2, device=device) / head_size)
+    frequency = 10_000.0 ** (-torch.arange(0, head_size, 2, device=device) / head_size)
     angle = torch.arange(length, device=device)[:, None, None] * frequency
     return angle.cos().to(dtype), angle.sin().to(dtype)
 

@@ -1,0 +1,100 @@
+"""Local SGD and DiLoCo: ranks that train by themselves, and meet only every so many steps.
+
+Each rank takes steps of its own, with its own gradients, and after every H of them an all-reduce
+makes the parameters of all ranks their mean. What is sent is as large as a gradient, but is sent
+only once in H steps. DiLoCo takes the way from the old parameters to that mean for a gradient, and
+gives it to a second, outer optimizer with momentum.
+
+Sources: S. Stich, "Local SGD converges fast and communicates little", 2019, arXiv:1805.09767;
+A. Douillard et al., "DiLoCo: Distributed low-communication training of language models", 2023,
+arXiv:2311.08105 (algorithm 1).
+"""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from dplab.parallel.manual_ddp import broadcast_module, broadcast_tensors
+
+
+class LocalSGD:
+    """``optimizer`` steps on each rank alone; every ``every`` steps the models become their mean.
+
+    ``module`` needs no DDP around it, and ``optimizer`` may be any: its state stays with its rank.
+    The values of rank 0 are the ones that count at the start. Then call ``step()`` in place of
+    ``optimizer.step()``, equally often on every rank, and ``average()`` at the end, unless
+    ``every`` divides the steps. After an average all ranks hold the same model: trained parameters
+    and buffers of floating-point numbers are the mean over the ranks, other buffers are rank 0's.
+    Frozen parameters are left alone; which those are is settled here. Put the model on its device
+    and into its dtype before. Raises ValueError for ``every`` below 1.
+    """
+
+    def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer, every: int):
+        if every < 1:
+            raise ValueError(f"the ranks meet every 1 or more steps, not every {every}")
+        broadcast_module(module)
+        self.optimizer = optimizer
+        self.every = every
+        self.steps = 0
+        self.parameters = [p for p in module.parameters() if p.requires_grad]
+        buffers = list(module.buffers())
+        self._averaged_buffers = [b for b in buffers if b.is_floating_point()]
+        self._counters = [b for b in buffers if not b.is_floating_point()]
+
+    def step(self) -> None:
+        """One step of this rank's own optimizer; if it is the H-th, the ranks meet."""
+        self.optimizer.step()
+        self.steps += 1
+        if self.steps % self.every == 0:
+            self.average()
+
+    @torch.no_grad()
+    def average(self) -> None:
+        """Makes the models of all ranks one. Called by every rank."""
+        average_tensors(self.parameters + self._averaged_buffers)
+        broadcast_tensors(self._counters)
+
+
+class DiLoCo(LocalSGD):
+    """Local SGD whose ranks do not go to the mean, but take an outer step towards it.
+
+    With θ the parameters that all ranks had after the last meeting, and θ_r what each has made of
+    them, the outer gradient is the mean of θ − θ_r. SGD with Nesterov momentum applies it to θ, and
+    all ranks go on from there. In the paper the inner optimizer is AdamW and H is 500. Each rank
+    keeps θ and the momentum besides: twice the parameters. With ``outer_learning_rate=1`` and no
+    momentum it is local SGD.
+    """
+
+    def __init__(self, module, optimizer, every, outer_learning_rate=0.7, outer_momentum=0.9):
+        super().__init__(module, optimizer, every)
+        self.anchors = [parameter.detach().clone() for parameter in self.parameters]
+        self.outer = torch.optim.SGD(self.anchors, lr=outer_learning_rate, momentum=outer_momentum,
+                                     nesterov=outer_momentum > 0)
+
+    @torch.no_grad()
+    def average(self) -> None:
+        """Takes the outer step, with the mean of all ranks' models. Called by every rank."""
+        super().average()
+        for anchor, parameter in zip(self.anchors, self.parameters, strict=True):
+            anchor.grad = anchor - parameter
+        self.outer.step()
+        for anchor, parameter in zip(self.anchors, self.parameters, strict=True):
+            parameter.copy_(anchor)
+            anchor.grad = None
+
+
+def average_tensors(tensors: list[torch.Tensor]) -> None:
+    """Replaces each tensor by its mean over the ranks: one all-reduce for each kind of tensor.
+
+    Tensors of one dtype on one device travel together, in one flat message.
+    """
+    kinds: dict[tuple, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+    for same_kind in kinds.values():
+        flat = torch.cat([tensor.reshape(-1) for tensor in same_kind])
+        dist.all_reduce(flat)
+        flat /= dist.get_world_size()
+        parts = flat.split([tensor.numel() for tensor in same_kind])
+        for tensor, part in zip(same_kind, parts, strict=True):
+            tensor.copy_(part.view_as(tensor))

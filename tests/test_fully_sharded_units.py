@@ -1,0 +1,178 @@
+"""FullyShardedModel's units: what is gathered when and in which precision, and who stays away."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import inputs, mine, several
+from torch import nn
+
+import dplab
+from dplab import RankError, run
+from dplab.measure import CallLog
+from dplab.parallel import FullyShardedModel, ShardedOptimizer, clip_grad_norm_
+
+# --- what is gathered, and when -----------------------------------------------------------------
+
+class Noting(nn.Module):
+    """Notes how many gathers have been launched when forward and backward pass by."""
+
+    def forward(self, x):
+        return Note.apply(x, self.note)
+
+
+class Note(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, note):
+        ctx.note = note
+        note()
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        ctx.note()
+        return gradient, None
+
+
+def order_of_gathers():
+    """Elements of each gather and reduce-scatter, and how many gathers each layer has seen."""
+    layers = [nn.Sequential(nn.Linear(size, 4, bias=False), Noting(), nn.Linear(4, size + 2))
+              for size in (2, 4, 6)]
+    model = FullyShardedModel(nn.Sequential(*layers, nn.ReLU()))
+    seen = []
+    with CallLog() as log:
+        for layer in layers:
+            layer[1].note = lambda: seen.append(log.count("all_gather"))
+        model(torch.randn(2, 2)).sum().backward()
+    gathers = [call.shape[0] for call in log.calls if call.operation == "all_gather"]
+    return gathers, seen, log.bytes("send") // 4
+
+
+def test_the_next_unit_is_on_its_way_while_one_computes():
+    sizes = [(8 + 20) // 2, (16 + 30) // 2, (24 + 40) // 2]
+    for gathers, seen, reduced in run(order_of_gathers, 2, backend="gloo"):
+        assert gathers == [*sizes, *reversed(sizes)]
+        assert seen == [2, 3, 3, 5, 6, 6]
+        assert reduced == sum(sizes)
+
+
+# --- mixed precision ----------------------------------------------------------------------------
+
+def small():
+    torch.manual_seed(4)
+    return nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 4))
+
+
+def train_in_bf16(reduce_dtype):
+    module = small()
+    model = FullyShardedModel(module, param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    dtypes = set()
+    module[0].register_forward_pre_hook(lambda m, x: dtypes.update([x[0].dtype, m.weight.dtype]))
+    module.register_forward_hook(lambda m, x, out: dtypes.add(out.dtype))
+    for step in range(5):
+        x = mine(inputs(4 * dist.get_world_size(), seed=step)).float()
+        optimizer.zero_grad()
+        with CallLog() as log:
+            model(x).float().square().mean().backward()
+        optimizer.step()
+    sent = {call.dtype for call in log.calls if call.operation == "send"}
+    gathered = {call.dtype for call in log.calls if call.operation == "all_gather"}
+    pieces = {t.dtype for p in model.parameters() for t in (p, p.grad)}
+    return model.full_state_dict(), dtypes, gathered, sent, pieces
+
+
+def train_in_bf16_alone(world_size):
+    """float32 parameters, a bfloat16 copy for each step, gradients averaged in float32."""
+    module = small()
+    for step in range(5):
+        total = [torch.zeros_like(p) for p in module.parameters()]
+        for part in inputs(4 * world_size, seed=step).float().chunk(world_size):
+            low = small()
+            low.load_state_dict(module.state_dict())
+            low.bfloat16()
+            low(part.bfloat16()).float().square().mean().backward()
+            for sum_, p in zip(total, low.parameters(), strict=True):
+                sum_ += p.grad.float() / world_size
+        with torch.no_grad():
+            for p, gradient in zip(module.parameters(), total, strict=True):
+                p -= 0.5 * gradient
+    return module.state_dict()
+
+
+@several
+def test_layers_compute_in_bf16_and_the_pieces_stay_in_float32(world_size):
+    expected = train_in_bf16_alone(world_size)
+    low, full = torch.bfloat16, torch.float32
+    for state, dtypes, gathered, sent, pieces in run(train_in_bf16, world_size, full,
+                                                     backend="gloo"):
+        assert dtypes == {low}
+        assert (gathered, sent, pieces) == ({"bfloat16"}, {"float32"}, {full})
+        for name, value in expected.items():
+            assert state[name].dtype == full
+            torch.testing.assert_close(state[name], value, rtol=0, atol=1e-6)
+    for state, _, _, sent, pieces in run(train_in_bf16, world_size, None, backend="gloo"):
+        assert (sent, pieces) == ({"bfloat16"}, {full})
+        for name, value in expected.items():
+            torch.testing.assert_close(state[name], value, rtol=0, atol=0.02)
+
+
+# --- clipping -----------------------------------------------------------------------------------
+
+def clip():
+    """Norms before, and what is left, for pieces of which some ranks have none."""
+    piece = nn.Parameter(torch.zeros(3 if dist.get_rank() == 1 else 0))
+    other = nn.Parameter(torch.zeros(2, dtype=torch.float64))
+    piece.grad, other.grad = torch.full_like(piece, 2.0), torch.full_like(other, 1.0)
+    norms = [clip_grad_norm_([piece, other, nn.Parameter(torch.ones(1))], limit).item()
+             for limit in (100.0, 1.0, 1.0)]
+    return norms, clip_grad_norm_([], 1.0).item(), other.grad.tolist()
+
+
+@several
+def test_clipping_is_by_the_norm_over_all_ranks(world_size):
+    whole = (3 * 4 + world_size * 2) ** 0.5
+    for norms, of_nothing, left in run(clip, world_size, backend="gloo"):
+        assert norms == pytest.approx([whole, whole, 1.0], rel=1e-5)
+        assert of_nothing == 0.0
+        assert left == pytest.approx([1 / whole] * 2, rel=1e-5)
+
+
+# --- with the launcher --------------------------------------------------------------------------
+
+def stay_away():
+    model = FullyShardedModel(small())
+    loss = model(torch.ones(2, 6)).sum()
+    if dist.get_rank() == 0:
+        loss.backward()
+
+
+def stay_away_from_step():
+    module = small()
+    optimizer = ShardedOptimizer(module.parameters(), torch.optim.SGD, lr=0.1,
+                                 reduce_gradients=True)
+    module(torch.ones(2, 6)).sum().backward()
+    if dist.get_rank() == 0:
+        optimizer.step()
+
+
+@pytest.mark.parametrize("function", [stay_away, stay_away_from_step])
+def test_a_rank_that_stays_away_is_named_at_once(function):
+    with pytest.raises(RankError) as failure:
+        run(function, 2, backend="gloo", timeout=30)
+    assert failure.value.kind == "stuck"
+    assert "rank 1" in str(failure.value) and "30 s" not in str(failure.value)
+
+
+def train_in_three_layers():
+    module = nn.Sequential(*[nn.Linear(40, 40) for _ in range(3)])
+    model = FullyShardedModel(module)
+    model(torch.ones(2, 40)).sum().backward()
+    return {name: p.grad for name, p in model.named_parameters()}
+
+
+def test_over_an_emulated_link():
+    link = dplab.measure.EmulatedLink(1e7, 1e-4)
+    for emulated, real in zip(run(train_in_three_layers, 3, link=link, backend="gloo"),
+                              run(train_in_three_layers, 3, backend="gloo"), strict=True):
+        for name, value in real.items():
+            assert torch.equal(emulated[name], value)

@@ -1,0 +1,267 @@
+"""SynchronizedBatchNorm on real ranks, against nn.BatchNorm on the whole batch in one process.
+
+Each rank has a loss of its own, and what one process differentiates is the sum of them.
+"""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import dplab
+from dplab.parallel import SynchronizedBatchNorm
+
+SHARES = {1: [7], 2: [5, 2], 3: [4, 0, 3], 4: [3, 1, 0, 4]}  # samples on each rank, none on some
+CHANNELS = 5
+PLAIN = {(): nn.BatchNorm1d, (7,): nn.BatchNorm1d, (3, 2): nn.BatchNorm2d,
+         (2, 1, 3): nn.BatchNorm3d}
+world_sizes = pytest.mark.parametrize("world_size", SHARES)
+EXACT = {"rtol": 1e-11, "atol": 1e-12}
+
+
+def whole_batch(step, world_size, shape, dtype=torch.float64):
+    """Inputs and the gradients of the output, (samples, channels, *shape), no two elements equal.
+
+    Each channel has a mean and a spread of its own.
+    """
+    generator = torch.Generator().manual_seed(100 * world_size + step)
+    size = (sum(SHARES[world_size]), CHANNELS, *shape)
+    x, gradient = (torch.randn(size, generator=generator, dtype=torch.float64) for _ in range(2))
+    along = torch.arange(1.0, CHANNELS + 1, dtype=torch.float64).view(-1, *[1] * len(shape))
+    return (3 * along + along * x).to(dtype), gradient.to(dtype)
+
+
+def mine(tensor):
+    return tensor.split(SHARES[dist.get_world_size()])[dist.get_rank()]
+
+
+def with_own_numbers(norm):
+    """The same weights and statistics everywhere, none of them 0 or 1."""
+    for number, tensor in enumerate(norm.state_dict().values()):
+        if tensor.is_floating_point():
+            tensor.copy_(torch.arange(1, CHANNELS + 1) / 7 + number)
+    return norm
+
+
+def train(norm, part, steps, world_size, shape, dtype=torch.float64):
+    """Outputs and gradients of each step, and the state after the last one."""
+    seen = []
+    for step in range(steps):
+        x, gradient = map(part, whole_batch(step, world_size, shape, dtype))
+        x.requires_grad_()
+        norm.zero_grad()
+        output = norm(x)
+        output.backward(gradient)
+        seen.append([output.detach(), x.grad, *(each.grad for each in norm.parameters())])
+    return seen, norm.state_dict()
+
+
+def train_on_ranks(steps, shape, options=None, dtype=torch.float64):
+    norm = with_own_numbers(SynchronizedBatchNorm(CHANNELS, **options or {}, dtype=torch.float64))
+    return train(norm, mine, steps, dist.get_world_size(), shape, dtype)
+
+
+def train_alone(steps, world_size, shape, options=None):
+    norm = with_own_numbers(PLAIN[shape](CHANNELS, **options or {}, dtype=torch.float64))
+    return train(norm, lambda tensor: tensor, steps, world_size, shape)
+
+
+def assert_same_training(on_ranks, alone):
+    """The ranks' outputs and input gradients make up the whole; parameters' gradients add up."""
+    for step, whole in enumerate(alone[0]):
+        parts = [seen[step] for seen, _ in on_ranks]
+        for kind in (0, 1):
+            torch.testing.assert_close(torch.cat([part[kind] for part in parts]), whole[kind],
+                                       **EXACT)
+        for kind in range(2, len(whole)):
+            torch.testing.assert_close(sum(part[kind] for part in parts), whole[kind], **EXACT)
+    for _, state in on_ranks:
+        assert state.keys() == alone[1].keys()
+        for name, value in alone[1].items():
+            torch.testing.assert_close(state[name], value, **EXACT)
+            assert torch.equal(state[name], on_ranks[0][1][name])
+
+
+@world_sizes
+@pytest.mark.parametrize("shape", PLAIN, ids=str)
+def test_training_is_that_of_one_process(world_size, shape):
+    assert_same_training(dplab.run(train_on_ranks, world_size, 3, shape),
+                         train_alone(3, world_size, shape))
+
+
+@pytest.mark.parametrize("options", [
+    {"momentum": None}, {"momentum": 0.37, "eps": 0.5}, {"affine": False},
+    {"track_running_stats": False}], ids=str)
+def test_options_are_those_of_batch_norm(options):
+    assert_same_training(dplab.run(train_on_ranks, 3, 3, (7,), options),
+                         train_alone(3, 3, (7,), options))
+
+
+def test_the_message_is_one_of_c_and_two_of_channels():
+    def calls():
+        norm = SynchronizedBatchNorm(CHANNELS)
+        x, gradient = (mine(tensor) for tensor in whole_batch(0, 2, (7,), torch.float32))
+        with dplab.measure.CallLog() as forward:
+            output = norm(x.requires_grad_())
+        with dplab.measure.CallLog() as backward:
+            output.backward(gradient)
+        return [[(call.operation, call.bytes) for call in log.calls] for log in (forward, backward)]
+
+    assert dplab.run(calls, 2) == 2 * [[
+        [("all_reduce", 4 * (CHANNELS + 1)), ("all_reduce", 4 * CHANNELS)],
+        [("all_reduce", 4 * 2 * CHANNELS)]]]
+
+
+# --- in a model ---------------------------------------------------------------------------------
+
+def network():
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.GELU(), nn.Flatten(),
+                         nn.Linear(16, 3, bias=False), nn.BatchNorm1d(3)).double()
+
+
+def images(world_size):
+    generator = torch.Generator().manual_seed(8)
+    return torch.randn(2 * world_size, 2, 4, 4, generator=generator, dtype=torch.float64)
+
+
+def loss_of(output):
+    return (output * torch.arange(1.0, 4).double()).tanh().mean()
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_ddp_averages_to_the_gradient_of_the_whole_batch(world_size):
+    def gradients():
+        model = DistributedDataParallel(SynchronizedBatchNorm.convert(network()))
+        loss_of(model(images(world_size).chunk(world_size)[dist.get_rank()])).backward()
+        return {name: each.grad for name, each in model.module.named_parameters()}
+
+    whole = network()
+    loss_of(whole(images(world_size))).backward()
+    for found in dplab.run(gradients, world_size):
+        for name, parameter in whole.named_parameters():
+            torch.testing.assert_close(found[name], parameter.grad, **EXACT)
+
+
+def test_convert_keeps_parameters_buffers_and_mode():
+    inner = nn.BatchNorm1d(3, affine=False, track_running_stats=False)
+    twice = nn.BatchNorm1d(3, momentum=None)
+    model = nn.Sequential(nn.Linear(3, 3), twice, nn.Sequential(inner, nn.InstanceNorm1d(3)), twice)
+    model.empty = None
+    model[1].eval()
+    state, held = copy.deepcopy(model.state_dict()), [id(each) for each in model.parameters()]
+    converted = SynchronizedBatchNorm.convert(model)
+
+    assert converted is model and [id(each) for each in model.parameters()] == held
+    assert [type(model[place]) for place in (1, 3)] == 2 * [SynchronizedBatchNorm]
+    assert type(model[2][0]) is SynchronizedBatchNorm and type(model[2][1]) is nn.InstanceNorm1d
+    assert not model[1].training and model[2][0].training and model[1].momentum is None
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, state[name])
+    assert model.state_dict().keys() == state.keys()
+    assert isinstance(SynchronizedBatchNorm.convert(nn.BatchNorm2d(4)), SynchronizedBatchNorm)
+    assert SynchronizedBatchNorm.convert(model[1]) is model[1]
+
+
+@pytest.mark.parametrize("plain", PLAIN.values())
+def test_state_is_interchangeable_with_batch_norm(plain):
+    one, other = with_own_numbers(plain(CHANNELS)), SynchronizedBatchNorm(CHANNELS)
+    other.load_state_dict(one.state_dict())
+    plain(CHANNELS).load_state_dict(other.state_dict())
+    assert all(map(torch.equal, one.state_dict().values(), other.state_dict().values()))
+
+
+# --- eval mode, dtypes, and what is refused -----------------------------------------------------
+
+@pytest.mark.parametrize("options", [{}, {"track_running_stats": False}], ids=str)
+def test_eval_mode_is_batch_norm_without_a_word_to_others(options):
+    def evaluate():
+        norm = with_own_numbers(SynchronizedBatchNorm(CHANNELS, **options)).eval()
+        with dplab.measure.CallLog() as log:
+            output = norm(mine(whole_batch(0, 2, (7,), torch.float32)[0]))
+        return output, norm.state_dict(), log.count()
+
+    parts = whole_batch(0, 2, (7,), torch.float32)[0].split(SHARES[2])
+    for part, (output, state, calls) in zip(parts, dplab.run(evaluate, 2), strict=True):
+        plain = with_own_numbers(nn.BatchNorm1d(CHANNELS, **options)).eval()
+        assert torch.equal(output, plain(part)) and calls == 0
+        assert all(map(torch.equal, state.values(), plain.state_dict().values()))
+
+
+def test_without_a_process_group_it_is_batch_norm():
+    x, gradient = whole_batch(0, 1, (7,), torch.float32)
+    plain, own = nn.BatchNorm1d(CHANNELS), SynchronizedBatchNorm(CHANNELS)
+    for norm in (plain, own):
+        norm(x).backward(gradient)
+    assert torch.equal(own(x), plain(x)) and torch.equal(own.weight.grad, plain.weight.grad)
+    assert torch.equal(own.running_var, plain.running_var)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision_keeps_statistics_in_float32(dtype):
+    """The mean is 1,000 times the spread, beyond what the squares of either dtype could hold."""
+    def normalize():
+        norm = SynchronizedBatchNorm(CHANNELS)
+        output = norm(mine(wide).requires_grad_())
+        output.backward(mine(gradient))
+        return output, norm.running_mean, norm.running_var
+
+    x, gradient = whole_batch(0, 3, (7,), dtype)
+    wide = (x + 1000).detach()
+    alone = nn.BatchNorm1d(CHANNELS)
+    expected = alone(wide.float())
+    found = dplab.run(normalize, 3)
+    output = torch.cat([each for each, _, _ in found])
+    assert output.dtype == dtype and output.isfinite().all()
+    rounding = {"rtol": 2 * torch.finfo(dtype).eps, "atol": torch.finfo(dtype).eps}
+    torch.testing.assert_close(output.float(), expected, **rounding)
+    for _, mean, variance in found:
+        assert mean.dtype == variance.dtype == torch.float32
+        torch.testing.assert_close(mean, alone.running_mean, rtol=1e-6, atol=0)
+        torch.testing.assert_close(variance, alone.running_var, rtol=1e-5, atol=0)
+
+
+def test_a_mean_far_above_the_spread_does_not_cancel():
+    """In float32, E[x²] − E[x]² loses every digit here: 10⁸ against 1."""
+    def variance():
+        norm = SynchronizedBatchNorm(1, momentum=1.0)
+        norm(x.chunk(dist.get_world_size())[dist.get_rank()])
+        return norm.running_var.item()
+
+    x = 10_000 + torch.arange(24.0).remainder(3).unsqueeze(1)
+    exact = torch.arange(24.0).remainder(3).var().item()
+    assert all(abs(found - exact) < 1e-5 * exact for found in dplab.run(variance, 3))
+    assert (x.square().mean() - x.mean() ** 2).item() != pytest.approx(exact, rel=0.1)
+
+
+def test_ranks_of_a_group_count_alone():
+    def in_pairs():
+        pairs = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+        norm = SynchronizedBatchNorm(1, momentum=1.0, group=pairs[dist.get_rank() % 2])
+        norm(torch.tensor([[1.0], [2.0]]) * 10 ** dist.get_rank())
+        return norm.running_mean.item()
+
+    assert dplab.run(in_pairs, 4) == pytest.approx(2 * [(3 + 300) / 4, (30 + 3000) / 4])
+
+
+@pytest.mark.parametrize(("samples", "shape"), [(1, ()), (0, (3,)), (0, ())])
+def test_one_value_of_a_channel_is_refused_on_every_rank(samples, shape):
+    def normalize():
+        size = samples if dist.get_rank() == 1 else 0
+        with pytest.raises(ValueError, match="more than one value of a channel"):
+            SynchronizedBatchNorm(CHANNELS)(torch.ones(size, CHANNELS, *shape))
+
+    dplab.run(normalize, 2)
+
+
+@pytest.mark.parametrize("shape", [(CHANNELS,), (2, CHANNELS + 1), (CHANNELS, 2)])
+def test_a_wrong_shape_is_refused(shape):
+    def normalize():
+        with pytest.raises(ValueError, match="expected an input of shape"):
+            SynchronizedBatchNorm(CHANNELS)(torch.ones(shape))
+
+    normalize()
+    dplab.run(normalize, 1)
