@@ -22,7 +22,6 @@ from dplab.predict.activations import activations
 from dplab.predict.catalogue import MODELS
 from dplab.predict.transformer import Transformer
 from dplab.workloads.transformer import Transformer as Model
-from dplab.workloads.transformer import rotated, rotation_table
 
 GPT = Transformer(layers=3, d_model=48, heads=4, d_ff=192, vocabulary=101, context=64)
 LLAMA = Transformer(layers=3, d_model=48, heads=4, kv_heads=2, d_ff=130, vocabulary=101, context=64,
@@ -32,66 +31,12 @@ STATES = {"fp32": "fp32", "mixed": "fp32 shards, bf16 gathered", "bf16": "pure b
 BATCH = 2
 
 
-# The model
-
-@pytest.mark.parametrize("config", [
-    GPT, LLAMA, replace(GPT, tied=False), replace(GPT, gated=True), replace(LLAMA, biases=True),
-    MODELS["GPT-2"], MODELS["Llama-3 8B"], replace(LLAMA_70B, layers=2)],
-    ids=lambda config: config.name)
-def test_the_model_has_the_parameters_that_are_predicted(config):
-    with torch.device("meta"):
-        model = Model(config)
-    block = sorted(tuple(parameter.shape) for parameter in model.blocks[0].parameters())
-    assert block == sorted(config.block.values())
-    assert sum(parameter.numel() for parameter in model.parameters()) == config.parameters
-
-
-@pytest.mark.parametrize("config", [GPT, LLAMA], ids=["GPT", "Llama"])
-def test_no_position_sees_a_later_one(config):
-    torch.manual_seed(0)
-    model, tokens = Model(config), torch.randint(101, (2, 20))
-    changed = tokens.clone()
-    changed[:, 12] = (changed[:, 12] + 1) % 101
-    difference = (model(tokens) - model(changed)).abs().amax(dim=(0, 2))
-    assert difference[:12].max() < 1e-6 < 1e-4 < difference[12:].min()
-
-
-def test_rotary_attention_depends_on_the_distance_alone():
-    torch.manual_seed(0)
-    query, key = torch.randn(2, 8, dtype=torch.float64)
-    table = rotation_table(10, 8, "cpu", torch.float64)
-    queries, keys = (rotated(vector.expand(1, 10, 1, 8), table)[0, :, 0] for vector in (query, key))
-    scores = queries @ keys.T
-    assert scores[7, 4] == pytest.approx(scores[3, 0].item())
-    assert scores[7, 4] != pytest.approx(scores[7, 3].item())
-
-
-def test_heads_that_share_keys_equal_heads_with_copies_of_them():
-    torch.manual_seed(0)
-    few = Model(LLAMA).double()
-    all_heads = Model(replace(LLAMA, kv_heads=4)).double()
-    state = few.state_dict()
-    for name in state:
-        if ".key." in name or ".value." in name:
-            state[name] = state[name].unflatten(0, (2, 12)).repeat_interleave(2, 0).flatten(0, 1)
-    all_heads.load_state_dict(state)
-    tokens = torch.randint(101, (2, 20))
-    torch.testing.assert_close(few(tokens), all_heads(tokens))
-
-
-def test_the_model_refuses_what_it_cannot_do():
-    with pytest.raises(ValueError, match="65 tokens, and learned positions for 64"):
-        Model(GPT)(torch.zeros(1, 65, dtype=torch.int64))
-    with pytest.raises(ValueError, match="a head has 3 elements"):
-        Model(replace(LLAMA, d_model=12))
-
-
 # Real ranks
 
 def real_step(strategy, config, precision, units, reshard):
     """Peak and bytes by category then, states, and calls of a real step, once all is warm.
 
-    Of two steps the one with the lower peak: gloo's threads may keep a tensor for a moment.
+    Of five steps the one with the lowest peak: gloo's threads may keep a tensor for a moment.
     """
     model = wrapped = Model(config)
     if strategy == "fully_shard":
@@ -117,7 +62,7 @@ def real_step(strategy, config, precision, units, reshard):
         step()
         optimizer.zero_grad()
     found = []
-    for _ in range(2):
+    for _ in range(5):
         with CallLog() as log, MemoryTimeline(model, optimizer) as memory:
             step()
         found.append((memory.peak, memory.at_peak, state_bytes(model, optimizer),
@@ -400,8 +345,8 @@ def heads_that_do_not_divide():
     (lambda: dryrun.ddp(GPT, 2.0), TypeError, "world size is an integer"),
     (lambda: dryrun.zero_1(GPT, True), TypeError, "world size is an integer"),
     (lambda: dryrun.fully_shard(GPT, 2, precision="fp8"), ValueError, "no precision 'fp8'"),
-    (lambda: dryrun.fully_shard(GPT, 2, reduce_dtype="fp16"), ValueError, "not 'fp16'"),
-    (lambda: dryrun.fully_shard(GPT, 2, units="layers"), ValueError, "blocks, root"),
+    (lambda: dryrun.fully_shard(GPT, 2, reduce_dtype="fp16"), ValueError, "no reduce_dtype 'fp16'"),
+    (lambda: dryrun.fully_shard(GPT, 2, units="layers"), ValueError, "'blocks', 'root'"),
     (lambda: dryrun.fully_shard(GPT, 2, units=0), ValueError, "at least 1, not 0"),
     (lambda: dryrun.fully_shard(GPT, 2, units=None), TypeError, "a class or a function"),
     (lambda: dryrun.fully_shard(GPT, 2, reshard_after_forward="yes"), TypeError, "True, False"),

@@ -2,12 +2,9 @@
 
 from dataclasses import dataclass, field
 
-from dplab.measure.memory import CATEGORIES, Phase, Sample
+from dplab.measure.memory import CATEGORIES, Phase, Sample, Sampled
 from dplab.predict import cost
 from dplab.predict.memory import States
-
-_RINGS = {"all_reduce": "ring all-reduce", "all_gather": "ring all-gather",
-          "reduce_scatter": "ring reduce-scatter", "broadcast": "pipelined broadcast"}
 
 
 class UnsupportedOperator(RuntimeError):
@@ -27,7 +24,7 @@ class Collective:
 
 
 @dataclass(frozen=True)
-class DryRun:
+class DryRun(Sampled):
     """One training step of one rank, the fullest of ``world_size``, that never held any data.
 
     It is a step in the middle of training: the optimizer's state exists. ``samples`` and ``phases``
@@ -52,16 +49,6 @@ class DryRun:
     process_bytes: int
 
     @property
-    def peak(self) -> int:
-        """The most bytes held at once."""
-        return self._highest.total
-
-    @property
-    def at_peak(self) -> dict[str, int]:
-        """What was held then: each of `dplab.measure.memory.CATEGORIES` to bytes."""
-        return self._highest.bytes
-
-    @property
     def peak_phase(self) -> str:
         """The part of the step in which that was: "forward", "backward" or "optimizer"."""
         return next(phase.name for phase in reversed(self.phases)
@@ -83,12 +70,8 @@ class DryRun:
     @property
     def sent_bytes(self) -> float:
         """What a rank sends in the step if every collective goes by a ring, on average."""
-        return sum(cost.bytes_sent(_RINGS[each.operation], self.world_size, each.bytes)
+        return sum(cost.bytes_sent(cost.USUAL[each.operation], self.world_size, each.bytes)
                    for each in self.collectives)
-
-    @property
-    def _highest(self):
-        return max(self.samples, key=lambda sample: sample.total)
 
     def __str__(self):
         how = (f"{self.traced_blocks} of {self.blocks} blocks traced, the others like them"

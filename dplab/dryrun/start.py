@@ -28,7 +28,7 @@ def fully_shard(model: Transformer | Callable[[], nn.Module], world_size: int, *
                 progress: bool = True) -> DryRun:
     """A training step under torch's `fully_shard`, on fake tensors: memory and collectives.
 
-    model: a configuration, such as ``predict.catalogue.MODELS["llama3-70b"]``, or a function
+    model: a configuration, such as ``predict.catalogue.MODELS["Llama-3 70B"]``, or a function
         without arguments that makes an ``nn.Module``.
     batch, sequence: sequences of each rank, and tokens of each; by default the model's context.
     units: what is gathered at a time, besides the root with what is left: ``"blocks"``, each block
@@ -38,7 +38,8 @@ def fully_shard(model: Transformer | Callable[[], nn.Module], world_size: int, *
     reshard_after_forward: as for `torch.distributed.fsdp.fully_shard`: by default, all but the
         root are.
     precision: ``"fp32"``; ``"mixed"``: fp32 shards, gathered in bf16, gradients reduced as
-        ``reduce_dtype``, "fp32" or "bf16"; ``"bf16"``: everything, Adam's moments too.
+        ``reduce_dtype``, "fp32" or "bf16"; ``"bf16"``: everything, Adam's moments too. In
+        `predict.memory.PRECISIONS`: "fp32", "fp32 shards, bf16 gathered", "pure bf16".
     checkpointing: each block keeps its input alone, and computes the rest again in backward.
     optimizer: makes an optimizer from the parameters, such as
         ``functools.partial(torch.optim.SGD, momentum=0.9)``.
@@ -54,8 +55,7 @@ def fully_shard(model: Transformer | Callable[[], nn.Module], world_size: int, *
     Raises TypeError and ValueError for arguments that cannot be, `UnsupportedOperator` for a model
     that asks for a tensor's values, and `RankError` for whatever the model itself raises.
     """
-    if reduce_dtype not in ("fp32", "bf16"):
-        raise ValueError(f'reduce_dtype is "fp32" or "bf16", not {reduce_dtype!r}')
+    one_of(reduce_dtype, ("fp32", "bf16"), "reduce_dtype")
     if reshard_after_forward not in (None, True, False):
         raise TypeError(f"reshard_after_forward is True, False or None, "
                         f"not {reshard_after_forward!r}")
@@ -65,8 +65,9 @@ def fully_shard(model: Transformer | Callable[[], nn.Module], world_size: int, *
         units = whole(units, "units, a number of blocks,")
     elif not callable(units) and not isinstance(units, tuple):
         raise TypeError(f"units are a name, a number, a class or a function, not {units!r}")
-    return _run("fully_shard", model, world_size, batch, sequence, precision, checkpointing,
-                optimizer, inputs, loss, progress, full=full, units=units,
+    return _run("fully_shard", model, world_size, batch=batch, sequence=sequence,
+                precision=precision, checkpointing=checkpointing, optimizer=optimizer,
+                inputs=inputs, loss=loss, progress=progress, full=full, units=units,
                 reshard_after_forward=reshard_after_forward, reduce_dtype=reduce_dtype)
 
 
@@ -79,8 +80,9 @@ def ddp(model: Transformer | Callable[[], nn.Module], world_size: int, *, batch:
     With ``precision="mixed"`` the step runs under `torch.autocast`, whose copies of the parameters
     in bf16 count as gathered. The rest is as for `fully_shard`.
     """
-    return _run("DDP", model, world_size, batch, sequence, precision, checkpointing, optimizer,
-                inputs, loss, progress)
+    return _run("DDP", model, world_size, batch=batch, sequence=sequence, precision=precision,
+                checkpointing=checkpointing, optimizer=optimizer, inputs=inputs, loss=loss,
+                progress=progress)
 
 
 def zero_1(model: Transformer | Callable[[], nn.Module], world_size: int, *, batch: int = 1,
@@ -88,11 +90,12 @@ def zero_1(model: Transformer | Callable[[], nn.Module], world_size: int, *, bat
            optimizer: Callable = torch.optim.AdamW, inputs: Callable | None = None,
            loss: Callable | None = None, progress: bool = True) -> DryRun:
     """The same for `ZeroRedundancyOptimizer` with DDP, on the rank that has most of the state."""
-    return _run("ZeRO-1", model, world_size, batch, sequence, precision, checkpointing, optimizer,
-                inputs, loss, progress)
+    return _run("ZeRO-1", model, world_size, batch=batch, sequence=sequence, precision=precision,
+                checkpointing=checkpointing, optimizer=optimizer, inputs=inputs, loss=loss,
+                progress=progress)
 
 
-def _run(strategy, model, world_size, batch, sequence, precision, checkpointing, optimizer,
+def _run(strategy, model, world_size, *, batch, sequence, precision, checkpointing, optimizer,
          inputs, loss, progress, **more):
     world_size = whole(world_size, "the world size")
     one_of(precision, PRECISIONS, "precision")
@@ -116,8 +119,9 @@ def _run(strategy, model, world_size, batch, sequence, precision, checkpointing,
     from dplab.dryrun.step import Job, dry_run
     from dplab.spawn import run
 
-    job = Job(strategy, model, world_size, batch, sequence, precision, bool(checkpointing),
-              optimizer, inputs, loss, **more)
+    job = Job(strategy, model, world_size, batch=batch, sequence=sequence, precision=precision,
+              checkpointing=bool(checkpointing), optimizer=optimizer, inputs=inputs, loss=loss,
+              **more)
     with tempfile.NamedTemporaryFile() as file, _bar(file.name, job, progress):
         result = run(dry_run, 1, job, file.name, backend="gloo", timeout=24 * 3600)[0]
     if isinstance(result, Exception):

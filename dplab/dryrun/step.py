@@ -26,13 +26,13 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dplab.dryrun.kernels import use_fused_kernels
 from dplab.dryrun.report import DryRun, UnsupportedOperator
-from dplab.dryrun.trace import blocks_to_trace, held_after, lengthened, replay
+from dplab.dryrun.trace import blocks_to_trace, lengthened, replay
 from dplab.dryrun.tracker import Tracker
 from dplab.dryrun.units import UnknownUnits, blocks_of, checkpointed, shard, units_of
 from dplab.predict import shards
 from dplab.predict.memory import States
 from dplab.predict.transformer import Transformer
-from dplab.spawn import calls
+from dplab.spawn import recording, sources
 from dplab.workloads.transformer import Transformer as Model
 
 _VALUES_NEEDED = (fake_tensor.DataDependentOutputException,
@@ -63,7 +63,7 @@ class Job:
 def dry_run(job: Job, progress_file: str) -> DryRun | Exception:
     """Runs the job and returns its report, or the exception that the caller is to raise."""
     start = time.perf_counter()
-    calls.recorder = None  # nobody reads the log of calls here
+    recording.recorder = None  # nobody reads the log of calls here
     use_fused_kernels()
     try:
         run, trace = _few_blocks(job, progress_file) or _all_blocks(job, progress_file)
@@ -72,14 +72,12 @@ def dry_run(job: Job, progress_file: str) -> DryRun | Exception:
     except UnknownUnits as error:
         return ValueError(str(error))
     samples, phases, collectives = replay(trace)
-    after = held_after(trace)
-    blocks = len(run.blocks)
-    if isinstance(job.model, Transformer):
-        blocks = job.model.layers
+    after, parameters, blocks = samples[-1].bytes, run.parameters, len(run.blocks)
+    if isinstance(job.model, Transformer):  # of which the run may have had a few blocks alone
+        parameters, blocks = job.model.parameters, job.model.layers
     unit = 1 if sys.platform == "darwin" else 1024
     return DryRun(
-        job.strategy, job.world_size,
-        job.model.parameters if isinstance(job.model, Transformer) else run.parameters,
+        job.strategy, job.world_size, parameters,
         States(after["parameters"], after["gradients"], after["optimizer"]),
         samples, phases, collectives, blocks, len(run.blocks), time.perf_counter() - start,
         resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)
@@ -111,7 +109,7 @@ class Run:
     def __init__(self, job: Job, progress_file: str):
         self._job, self._progress_file, self._begun = job, progress_file, 0
         self._steps = 1 if job.strategy == "fully_shard" else 2
-        self._gathered = {}  # full parameters by id, once they are there
+        self._gathered: dict[int, nn.Parameter] = {}  # full parameters by id, once they are there
         with torch.device("meta"):
             built = job.model
             self._model = Model(built) if isinstance(built, Transformer) else built()
@@ -283,7 +281,7 @@ def _words(error):
     """Which operator needs values, and the reader's line that asks for it."""
     operator = getattr(error, "func", None) or error
     where = [frame for frame in traceback.extract_tb(error.__traceback__)
-             if calls.is_learners(frame.filename)]
+             if sources.is_learners(frame.filename)]
     text = (f"{operator} needs the values of a tensor, or has no rule for shapes alone, and a dry "
             "run has no values")
     if where:

@@ -95,10 +95,13 @@ def _plain(events):
 def replay(trace: Trace) -> tuple[list[Sample], list[Phase], tuple[Collective, ...]]:
     """What the step holds, its phases, and its collectives.
 
-    Of each stretch of changes only the sample with the most bytes is kept, if there are many.
+    Of each stretch of changes only the sample with the most bytes is kept, if there are many; the
+    last sample is what remains after the step.
     """
     held = dict(trace.held)
-    samples, begins, collectives = [Sample(0, 0.0, dict(held))], [], []
+    samples = [Sample(0, 0.0, dict(held))]
+    begins: list[tuple[str, int]] = []
+    collectives: list[Collective] = []
     changes = sum(isinstance(event, Change) for _, event in trace.events)
     stretch, seen, best = max(1, changes // MOST_SAMPLES), 0, None
     for op, event in trace.events:
@@ -119,12 +122,3 @@ def replay(trace: Trace) -> tuple[list[Sample], list[Phase], tuple[Collective, .
     ends = [*(op for _, op in begins[1:]), end]
     phases = [Phase(name, start, stop) for (name, start), stop in zip(begins, ends, strict=True)]
     return samples, phases, tuple(collectives)
-
-
-def held_after(trace: Trace) -> dict[str, int]:
-    """Bytes by category at the end of the step."""
-    held = dict(trace.held)
-    for _, event in trace.events:
-        if isinstance(event, Change):
-            held[event.category] += event.nbytes
-    return held

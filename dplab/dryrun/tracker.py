@@ -5,18 +5,16 @@ bytes, whatever views of it there are. What operations take and return is seen, 
 needs for itself. Categories are those of `dplab.measure.MemoryTimeline`, which watches real ranks.
 """
 
-import weakref
+from collections.abc import Callable, Iterable
 from contextlib import contextmanager
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
 
 from dplab.dryrun.report import Collective
 from dplab.dryrun.trace import Begin, Change, Trace
-from dplab.measure.memory import CATEGORIES
-
-_ORDER = {category: place for place, category in enumerate(CATEGORIES)}
+from dplab.measure.storages import CATEGORIES, Storages, replaced, storages_of
 
 # Operation of torch.ops.c10d: (the field's name, position of the argument with the whole tensor).
 _COLLECTIVES = {
@@ -30,36 +28,27 @@ _COLLECTIVES = {
 
 
 class Tracker(FakeTensorMode):
-    """A mode in which every new tensor is fake, and the fate of its storage is noted."""
+    """A mode in which every new tensor is fake, and the fate of its storage is noted.
 
-    def __init__(self, on_begin=lambda phase, block: None):
+    on_begin: called with the phase, and with the block or None, as each part of the step begins.
+    """
+
+    def __init__(self, on_begin: Callable[[str, int | None], None]):
         super().__init__(allow_non_fake_inputs=True)
         self._on_begin = on_begin
-        self._live = {}  # address of a storage: its number, and a weak reference
-        self._sizes, self._categories, self._blocks = [], [], []  # by number
-        self._held = []  # sizes by number as the step began
-        self._events = []  # (operation's number, what; of a change (storage's number, bytes))
+        self._storages = Storages(self._note)
+        self._blocks: dict[int, int] = {}  # of a storage, by its number
+        self._held: list[int] = []  # sizes by number as the step began
+        self._events: list[tuple] = []  # (operation's number, what; of a change (storage, bytes))
         self._op = self._depth = 0
-        self._part = None
+        self._part: tuple[str, int | None] | None = None
         self._integers_are_real = False
 
     @contextmanager
     def tracking(self):
         """The mode, and with it the storages that FSDP frees and fills past any dispatch."""
-        original = torch.UntypedStorage.resize_
-
-        def resize_(storage, size):
-            number = self._number(storage)
-            original(storage, size)
-            self._note(number, storage.nbytes())
-            return storage
-
-        torch.UntypedStorage.resize_ = resize_
-        try:
-            with self:
-                yield self
-        finally:
-            torch.UntypedStorage.resize_ = original
+        with replaced(torch.UntypedStorage, "resize_", self._resizing), self:
+            yield self
 
     @contextmanager
     def real_integers(self):
@@ -70,35 +59,35 @@ class Tracker(FakeTensorMode):
         finally:
             self._integers_are_real = False
 
-    def mark(self, tensors, category, block=None):
+    def mark(self, tensors: Iterable[torch.Tensor], category: str,
+             block: int | None = None) -> None:
         """Says what the tensors' storages are; of several categories, the first counts."""
-        for tensor in tensors:
-            if isinstance(tensor, DTensor):
-                tensor = tensor._local_tensor
-            number = self._number(tensor.untyped_storage())
-            self._categories[number] = min(self._categories[number], _ORDER[category])
+        for storage in storages_of(tensors):
+            self._storages.mark([storage], category)
             if block is not None:
-                self._blocks[number] = block
+                self._blocks[self._storages.number(storage)] = block
 
-    def begin_step(self):
+    def begin_step(self) -> None:
         """From now on it is the step: what happened before only left what is held now."""
-        self._held, self._events, self._op = list(self._sizes), [], 0
+        self._held, self._events, self._op = list(self._storages.sizes), [], 0
 
-    def begin(self, phase, block=None):
+    def begin(self, phase: str, block: int | None = None) -> None:
+        """A part of the step begins: "forward", "backward" or "optimizer", of a block or of all."""
         self._part = phase, block
         self._events.append((self._op, Begin(phase, block)))
         self._on_begin(phase, block)
 
     def trace(self) -> Trace:
         """The step so far, with the category of each storage as it is known now."""
-        held, by_block = dict.fromkeys(CATEGORIES, 0), {}
+        held = dict.fromkeys(CATEGORIES, 0)
+        by_block: dict[int, dict[str, int]] = {}
         for number, nbytes in enumerate(self._held):
-            category, block = CATEGORIES[self._categories[number]], self._blocks[number]
+            category, block = self._storages.category(number), self._blocks.get(number)
             held[category] += nbytes
             if block is not None:
                 part = by_block.setdefault(block, dict.fromkeys(CATEGORIES, 0))
                 part[category] += nbytes
-        events = [(op, Change(CATEGORIES[self._categories[what[0]]], what[1])
+        events = [(op, Change(self._storages.category(what[0]), what[1])
                    if isinstance(what, tuple) else what) for op, what in self._events]
         return Trace(held, by_block, events)
 
@@ -123,10 +112,8 @@ class Tracker(FakeTensorMode):
         if made == "activations" and func is torch.ops.aten._to_copy.default and (
                 self._is(args[0], "parameters")):
             made = "gathered"  # autocast's copy, which takes the parameter's place
-        for tensor in _tensors(outputs):
-            storage = tensor.untyped_storage()
-            if storage._cdata not in self._live:
-                self._categories[self._number(storage)] = _ORDER[made]
+        for storage in storages_of(tree_leaves(outputs)):
+            self._storages.number(storage, made)
         if func.namespace == "c10d":
             self.mark(_tensors(args), "communication")
             operation, place = _COLLECTIVES.get(func.overloadpacket.__name__, (None, None))
@@ -136,46 +123,34 @@ class Tracker(FakeTensorMode):
     def _follow(self, args):
         """In the optimizer, the first operation on a block's parameter or state begins it."""
         if args and isinstance(args[0], torch.Tensor):
-            number, _ = self._live.get(args[0].untyped_storage()._cdata, (None, None))
-            block = None if number is None else self._blocks[number]
+            block = self._blocks.get(self._storages.known(args[0].untyped_storage()))
             if block is not None and self._part[1] != block:
                 self.begin("optimizer", block)
 
     def _is(self, tensor, category):
-        number, _ = self._live.get(tensor.untyped_storage()._cdata, (None, None))
-        return number is not None and self._categories[number] == _ORDER[category]
+        number = self._storages.known(tensor.untyped_storage())
+        return number is not None and self._storages.category(number) == category
 
-    def _number(self, storage):
-        address = storage._cdata
-        if address not in self._live:
-            def freed(_):
-                self._note(self._live.pop(address)[0], 0)
+    def _resizing(self, original):
+        def resize_(storage, size):
+            self._storages.number(storage)
+            original(storage, size)
+            self._storages.look_at(storage)
+            return storage
 
-            number = len(self._sizes)
-            self._live[address] = number, weakref.ref(storage, freed)
-            self._sizes.append(0)
-            self._categories.append(_ORDER["other"])
-            self._blocks.append(None)
-            self._note(number, storage.nbytes())
-        return self._live[address][0]
+        return resize_
 
-    def _note(self, number, nbytes):
-        change, self._sizes[number] = nbytes - self._sizes[number], nbytes
-        if change:
-            self._events.append((self._op, (number, change)))
+    def _note(self, number, change):
+        self._events.append((self._op, (number, change)))
 
 
 def _tensors(tree):
-    if isinstance(tree, torch.Tensor):
-        return [tree]
-    if isinstance(tree, list | tuple):
-        return [tensor for part in tree for tensor in _tensors(part)]
-    return []
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
 def _collective(operation, whole):
     tensors = _tensors(whole)
-    return Collective(operation, sum(tensor.numel() * tensor.element_size() for tensor in tensors),
+    return Collective(operation, sum(tensor.nbytes for tensor in tensors),
                       str(tensors[0].dtype).removeprefix("torch."))
 
 

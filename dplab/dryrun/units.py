@@ -29,27 +29,28 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
 
 
 def units_of(model: nn.Module, blocks: Sequence[nn.Module],
-             policy: str | int | type | tuple | Callable) -> list[Unit]:
+             policy: str | int | type | tuple[type, ...] | Callable) -> list[Unit]:
     """The units of a policy, inner ones before outer ones; the model itself is not among them.
 
     Raises UnknownUnits where there are none.
     """
     if policy == "root":
         return []
-    if policy == "blocks" or isinstance(policy, int):
-        size = 1 if policy == "blocks" else policy
-        units = [list(blocks[first:first + size]) for first in range(0, len(blocks), size)]
-        units = [unit if len(unit) > 1 else unit[0] for unit in units]
-        wanted = "blocks: no nn.ModuleList, nor is it an nn.Sequential"
+    units: list[Unit]
+    if isinstance(policy, str | int):
+        size = policy if isinstance(policy, int) else 1
+        runs = [list(blocks[first:first + size]) for first in range(0, len(blocks), size)]
+        units = [run if len(run) > 1 else run[0] for run in runs]
+        wanted = "blocks: no nn.ModuleList, nor is it an nn.Sequential. Give units a class"
     elif isinstance(policy, type | tuple):
-        units = [module for module in model.modules() if isinstance(module, policy)][::-1]
-        wanted = f"module that is a {policy}"
+        units = [*reversed([module for module in model.modules() if isinstance(module, policy)])]
+        wanted = f"module that is a {policy}. Give units another class"
     else:
         units = list(policy(model))
-        wanted = "such units: the policy returned none; for the root alone, units='root'"
+        wanted = "such units: the policy returned none. Give units a class"
     units = [unit for unit in units if unit is not model]
     if not units:
-        raise UnknownUnits(f"{type(model).__name__} has no {wanted}")
+        raise UnknownUnits(f"{type(model).__name__} has no {wanted}, or 'root' for the whole model")
     return units
 
 
@@ -60,7 +61,8 @@ def checkpointed(model: nn.Module, blocks: Sequence[nn.Module],
     Returns blocks and units with the wrappers. Raises UnknownUnits for a model without blocks.
     """
     if not blocks:
-        raise UnknownUnits(f"{type(model).__name__} has no blocks to be checkpointed")
+        raise UnknownUnits(f"{type(model).__name__} has no blocks to be checkpointed: keep them in "
+                           "an nn.ModuleList, or leave checkpointing out")
     wrapper_of = {block: checkpoint_wrapper(block, preserve_rng_state=False) for block in blocks}
     for parent in list(model.modules()):
         for name, child in parent.named_children():
