@@ -3,7 +3,7 @@
 from fractions import Fraction
 
 from dplab.show import Canvas, rank_color, save_beside, style
-from dplab.show.theme import FAINT, MUTED
+from dplab.show.palette import FAINT, MUTED
 
 RANKS = 4
 ROUND = [(rank, (rank + 1) % RANKS) for rank in range(RANKS)]

@@ -4,7 +4,7 @@ import math
 
 from dplab.predict.cost import ALGORITHMS
 from dplab.show import Canvas, rank_color, save_beside, style
-from dplab.show.theme import INK, MUTED
+from dplab.show.palette import GRID, INK, MUTED
 
 RANKS = 8
 ALPHA = 20e-6
@@ -41,7 +41,6 @@ ALT = (
 SIZES, SECONDS = (1e3, 1e9), (6e-5, 1)
 LEFT, RIGHT, TOP, BOTTOM = 92, 716, 118, 492
 RING_COLOR, TREE_COLOR = rank_color(0), rank_color(1)
-GRID = "#E6EAEE"
 
 
 @style()

@@ -1,7 +1,7 @@
 """Draws collectives.svg: what four ranks hold before and after each of eight collectives."""
 
 from dplab.show import Canvas, rank_color, save_beside, style
-from dplab.show.theme import FAINT, INK, MUTED
+from dplab.show.palette import FAINT, INK, MUTED
 
 RANKS = range(4)
 SUM = "sum"

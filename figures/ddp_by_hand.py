@@ -1,7 +1,7 @@
 """Draws ddp_by_hand.svg: the four things that DDP by hand does, and what each is there for."""
 
 from dplab.show import Canvas, rank_color, save_beside, style
-from dplab.show.theme import FAINT, INK, MUTED, WARNING
+from dplab.show.palette import FAINT, GRID, INK, MUTED, WARNING
 
 RANKS = 4
 WEIGHTS = [0.6, -0.3, 0.5, 0.7]
@@ -87,7 +87,7 @@ def four_shares(canvas: Canvas, x: float, y: float, shares: list[list[int]]) -> 
                     ha="right")
         for sample in range(16):
             canvas.box(x + 6 + sample * 9, row, 7.5, 15,
-                       rank_color(rank) if sample in share else "#E6EAEE", radius=1)
+                       rank_color(rank) if sample in share else GRID, radius=1)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Draws one_step.svg: one step of data-parallel training on four ranks."""
 
 from dplab.show import Canvas, rank_color, save_beside, style
-from dplab.show.theme import FAINT, INK, MUTED
+from dplab.show.palette import FAINT, INK, MUTED
 
 RANKS = 4
 LEARNING_RATE = 0.5

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from dplab.show import Canvas, rank_color, save_beside, style
-from dplab.show.theme import FAINT, MUTED
+from dplab.show.palette import FAINT, MUTED
 
 SIZES = {"b": 5120, "d": 2048, "f": 1024}
 COPY = "copy"

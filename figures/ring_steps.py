@@ -1,8 +1,8 @@
 """Draws ring_steps.svg: all steps of a ring all-reduce on four ranks, chunk by chunk."""
 
 from dplab.show import Canvas, rank_color, save_beside, style
+from dplab.show.palette import FAINT, INK, MUTED
 from dplab.show.ring import draw_hop, sent_chunk
-from dplab.show.theme import FAINT, INK, MUTED
 
 RANKS = 4
 

@@ -3,7 +3,7 @@
 import numpy as np
 
 from dplab.show import Canvas, rank_color, save_beside, style
-from dplab.show.theme import FAINT, INK, MUTED
+from dplab.show.palette import FAINT, GRID, INK, MUTED
 
 RANKS = 4
 LEARNING_RATE = 0.6
@@ -96,7 +96,7 @@ def draw_held(canvas: Canvas, stage: int, rank: int, y: float) -> None:
     if stage == 1:
         for sample in range(8):
             canvas.box(x + 13 + sample % 4 * 17, y + 12.5 + sample // 4 * 17, 15, 15,
-                       color if sample // 2 == rank else "#E6EAEE", radius=2)
+                       color if sample // 2 == rank else GRID, radius=2)
     elif stage == 2:
         canvas.text(middle(rank), y + HEIGHT / 2, f"{LOSSES[rank]:.2f}", size=17, weight="bold",
                     color=color, ha="center")

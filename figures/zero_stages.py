@@ -1,7 +1,7 @@
 """Draws zero_stages.svg: what each of four ranks keeps under DDP and the three stages of ZeRO."""
 
 from dplab.show import Canvas, rank_color, save_beside, style
-from dplab.show.theme import FAINT, MUTED
+from dplab.show.palette import FAINT, MUTED
 
 RANKS = 4
 PARTS = (("parameters", 2), ("gradients", 2), ("optimizer", 12))

@@ -1,6 +1,5 @@
 """The committed pictures are what their scripts draw, and they can be read."""
 
-import itertools
 import runpy
 import shutil
 import subprocess
@@ -12,7 +11,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import to_hex
+from pictures import assert_readable, contrast, ground_of, labels_of
 
 import dplab.parallel
 from dplab import run
@@ -57,6 +57,8 @@ def test_a_picture_has_a_title_and_no_date(svg):
     root = ElementTree.parse(svg).getroot()
     title = root.findtext(f"{SVG}title")
     assert title and len(title.split()) > 4
+    said = root.findtext(f"{SVG}desc")
+    assert root.get("role") == "img" and len(said) > 100 and said != title
     assert not list(root.iter(f"{SVG}text")), "letters must be paths"
     assert not list(root.iter("{http://purl.org/dc/elements/1.1/}date"))
 
@@ -67,14 +69,10 @@ def test_texts_can_be_read_at_900_pixels(script):
     canvas = module["draw"]()
     assert canvas.width == 900 and module["ALT"] == canvas.figure.alt
     assert canvas.title == module["TITLE"]
-    renderer = FigureCanvasAgg(canvas.figure).get_renderer()
-    card = canvas.figure.bbox.padded(-8)
-    boxes = {text: text.get_window_extent(renderer) for text in canvas.axes.texts}
-    for text, box in boxes.items():
-        assert text.get_fontsize() / 0.75 >= 13, text
-        assert card.x0 < box.x0 and box.x1 < card.x1 and card.y0 < box.y0 and box.y1 < card.y1, text
-    for one, other in itertools.combinations(boxes, 2):
-        assert not boxes[one].overlaps(boxes[other]), (one, other)
+    assert_readable(canvas.figure, points=0.75 * 13, margin=8)
+    for text, box in labels_of(canvas.figure).items():
+        ground = ground_of(text, box, canvas.figure)
+        assert contrast(to_hex(text.get_color()), ground) >= 4.5, (text, ground)
 
 
 def test_the_collectives_picture_shows_what_the_collectives_do():

@@ -5,7 +5,7 @@ Names are loaded on first use, so that the palette is at hand without matplotlib
 
 import importlib
 
-_HOME = {
+_MODULE_OF = {
     "RANK_COLORS": "palette",
     "rank_color": "palette",
     "CourseFigure": "theme",
@@ -17,23 +17,29 @@ _HOME = {
     "Canvas": "diagram",
     "gap_between": "curves",
     "loss_curves": "curves",
+    "batch_sweep": "sweeps",
     "time_shares": "shares",
     "timeline": "step_in_time",
     "ring_step": "ring",
-    "memory_over_step": "sawtooth",
+    "memory_over_step": "memory",
     "heat_maps": "gradient_maps",
+    "Bar": "scaling",
+    "Beside": "scaling",
+    "choices": "scaling",
+    "over_ranks": "scaling",
+    "predicted_beside_published": "scaling",
     "stepper": "sliders",
     "calculator": "sliders",
     "given": "tables",
     "table": "tables",
 }
 
-__all__ = list(_HOME)
+__all__ = list(_MODULE_OF)
 
 
 def __getattr__(name):
-    if name not in _HOME:
+    if name not in _MODULE_OF:
         raise AttributeError(f"module 'dplab.show' has no attribute {name!r}")
-    module = importlib.import_module(f"dplab.show.{_HOME[name]}")
+    module = importlib.import_module(f"dplab.show.{_MODULE_OF[name]}")
     value = globals()[name] = getattr(module, name)
     return value

@@ -6,16 +6,28 @@ from collections.abc import Mapping, Sequence
 
 from matplotlib.ticker import MaxNLocator
 
-from dplab.show.labels import spread, text_height, text_width, wrap
-from dplab.show.palette import RANK_COLORS, rank_color
-from dplab.show.theme import INK, MUTED, CourseFigure, style
+from dplab.show.labels import (
+    SIZE,
+    TITLE_SIZE,
+    name_ends,
+    text_height,
+    text_width,
+    wrap,
+)
+from dplab.show.palette import RANK_COLORS, REFERENCE, rank_color
+from dplab.show.theme import (
+    WIDTH,
+    CourseFigure,
+    place_in_points,
+    style,
+    with_title,
+    wrapped_title,
+    write_title,
+)
 
-SIZE = 10.5
-TITLE_SIZE = 12
 LEADER = 22
 THINNEST = 1.6
 ROUNDING = 1e-5
-REFERENCE = "#87919C"
 
 
 def loss_curves(
@@ -26,8 +38,6 @@ def loss_curves(
     ylabel: str = "loss",
     yscale: str = "linear",
     note: str | None = None,
-    colors: Mapping[str, str] | None = None,
-    width: float = 7.5,
     height: float = 3.6,
     alt: str | None = None,
 ) -> CourseFigure:
@@ -37,13 +47,15 @@ def loss_curves(
     and step 0 comes first. A curve named "rank r" has that rank's colour, else the first is grey
     and the others follow the palette. A value that is not finite leaves a hole, and the label
     says from which step on. ``note`` stands below the title; by default it is the largest gap
-    between the curves, if they coincide. ``width`` and ``height`` are in inches. Raises
-    ValueError when there is no curve, or an empty one.
+    between the curves, if they coincide. ``yscale`` is "linear" or "log"; ``height`` is in inches
+    of 96 CSS pixels, and more where labels need it; ``alt`` follows the title in the text
+    alternative, in place of each curve's first and last loss. Raises ValueError when there is no
+    curve, or an empty one.
     """
     data = {label: [float(value) for value in values] for label, values in curves.items()}
     if not data or not all(data.values()):
         raise ValueError("loss_curves needs at least one curve, and a value in each")
-    colors = _colors(list(data), colors or {})
+    colors = _colors(list(data))
     texts = {label: wrap(_label(label, values), SIZE, 180) for label, values in data.items()}
     covering = _covering(list(data.values()))
     if note is None:
@@ -52,17 +64,13 @@ def loss_curves(
     heights = [text_height(text, SIZE) for text in texts.values()]
     plot_height = max(72 * height - 100, sum(heights) + 3 * len(heights))
     left, right, bottom = 66, LEADER + 12 + max(text_width(t, SIZE) for t in texts.values()), 46
-    plot_width = 72 * width - left - right
-    title = wrap(title, TITLE_SIZE, 72 * width - 24, "bold")
+    plot_width = 72 * WIDTH - left - right
+    finding, title = title, wrapped_title(title)
     head = 12 + text_height(title, TITLE_SIZE) + (text_height(note, SIZE) if note else 0) + 14
-    full_height = bottom + plot_height + head
 
     with style():
-        figure = CourseFigure(figsize=(width, full_height / 72), alt=alt or "")
-        axes = figure.add_axes((
-            left / (72 * width), bottom / full_height,
-            plot_width / (72 * width), plot_height / full_height,
-        ))
+        figure = CourseFigure(figsize=(WIDTH, (bottom + plot_height + head) / 72))
+        axes = figure.add_axes(place_in_points(figure, left, bottom, plot_width, plot_height))
         step = min(3.4, 13 / max(*covering, 1))
         for covers, (label, values) in zip(covering, data.items(), strict=True):
             size = THINNEST + step * covers
@@ -77,17 +85,13 @@ def loss_curves(
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
         axes.margins(x=0.01)
         axes.set(xlim=axes.get_xlim(), ylim=_limits(axes))
-        _direct_labels(axes, data, texts, colors, plot_width, plot_height)
-
-        figure.text(12 / (72 * width), 1 - 12 / full_height, title, size=TITLE_SIZE,
-                    weight="bold", va="top", parse_math=False, linespacing=1.25)
-        if note:
-            below = 16 + text_height(title, TITLE_SIZE)
-            figure.text(12 / (72 * width), 1 - below / full_height, note, size=SIZE,
-                        color=MUTED, va="top", parse_math=False)
-    if alt is None:
-        ends = "; ".join(_end(label, values) for label, values in data.items())
-        figure.alt = f"{title}. {ylabel} per {xlabel}: {ends}. {note}".strip().replace("\n", " ")
+        name_ends(axes, (plot_width, plot_height), list(texts.values()),
+                  [_last(values, yscale) for values in data.values()], list(colors.values()),
+                  leader=LEADER, alike=4)
+        write_title(figure, title, note)
+    ends = "; ".join(_end(label, values) for label, values in data.items())
+    alt = alt or f"{ylabel} per {xlabel}: {ends}. {note}"
+    figure.alt = with_title(finding, " ".join(alt.split()))
     return figure
 
 
@@ -127,13 +131,12 @@ def _covering(columns: list[list[float]]) -> list[int]:
             for index, one in enumerate(columns)]
 
 
-def _colors(labels: list[str], chosen: Mapping[str, str]) -> dict[str, str]:
+def _colors(labels: list[str]) -> dict[str, str]:
     series = [REFERENCE, *RANK_COLORS] if len(labels) > 1 else list(RANK_COLORS)
     colors = {}
     for index, label in enumerate(labels):
         rank = re.fullmatch(r"rank (\d+)", label)
-        default = rank_color(int(rank[1])) if rank else series[index % len(series)]
-        colors[label] = chosen.get(label, default)
+        colors[label] = rank_color(int(rank[1])) if rank else series[index % len(series)]
     return colors
 
 
@@ -146,31 +149,9 @@ def _end(label: str, values: list[float]) -> str:
     return f"{label} from {values[0]:.3g} to {values[-1]:.3g}"
 
 
-def _direct_labels(axes, data, texts, colors, plot_width, plot_height):
-    """Names each curve at the right edge and ties the name to the curve's last finite point."""
-    to_points = axes.transData + axes.transAxes.inverted()
-    ends = {}
-    for label, values in data.items():
-        finite = [step for step, value in enumerate(values) if math.isfinite(value)]
-        if finite and (axes.get_yscale() == "linear" or values[finite[-1]] > 0):
-            x, y = to_points.transform((finite[-1], values[finite[-1]]))
-            ends[label] = (x * plot_width, y * plot_height)
-    # Curves that end within a line's height of each other keep the order of `curves`, top down.
-    labels = list(data)[::-1]
-    wished = [round(ends.get(label, (0, 0))[1] / 4) * 4 for label in labels]
-    sizes = [text_height(texts[label], SIZE) for label in labels]
-    places = spread(wished, sizes, 0, plot_height, gap=2)
-    for label, y in zip(labels, places, strict=True):
-        if label in ends:
-            start = ends[label]
-            axes.plot(
-                [start[0] / plot_width, 1 + LEADER / plot_width],
-                [start[1] / plot_height, y / plot_height],
-                transform=axes.transAxes, color=colors[label], linewidth=1,
-                linestyle=(0, (1, 1.5)), clip_on=False, label="_leader", zorder=1.5,
-            )
-        axes.text(
-            1 + (LEADER + 4) / plot_width, y / plot_height, texts[label],
-            transform=axes.transAxes, va="center", size=SIZE, parse_math=False, linespacing=1.25,
-            color=INK if colors[label] == REFERENCE else colors[label],
-        )
+def _last(values: list[float], yscale: str) -> tuple[int, float] | None:
+    """A curve's last point that is drawn, if there is one."""
+    finite = [step for step, value in enumerate(values) if math.isfinite(value)]
+    if finite and (yscale == "linear" or values[finite[-1]] > 0):
+        return finite[-1], values[finite[-1]]
+    return None

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from matplotlib.patches import Circle, FancyArrowPatch, FancyBboxPatch, Rectangle
 
 from dplab.show.labels import CAP_HEIGHT
-from dplab.show.theme import FAINT, INK, MUTED, CourseFigure
+from dplab.show.palette import FAINT, INK, MUTED
+from dplab.show.theme import CourseFigure
 
 POINTS_PER_PIXEL = 0.75
 MARGIN = 24

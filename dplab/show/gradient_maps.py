@@ -7,24 +7,40 @@ import numpy as np
 from matplotlib.colors import SymLogNorm
 from matplotlib.patches import Rectangle
 
-from dplab.show.labels import CAP_HEIGHT, text_height, text_width, wrap
-from dplab.show.palette import rank_color
-from dplab.show.shares import GAP, LINE, PART_COLORS, SIZE, TITLE_SIZE, number
-from dplab.show.theme import FAINT, INK, MUTED, CourseFigure, style
+from dplab.show.labels import (
+    CAP_HEIGHT,
+    LINE,
+    LINE_SPACING,
+    SIZE,
+    TITLE_SIZE,
+    number,
+    text_height,
+    text_width,
+    wrap,
+)
+from dplab.show.palette import FAINT, INK, MUTED, PART_COLORS, rank_color
+from dplab.show.theme import (
+    WIDTH,
+    CourseFigure,
+    add_area,
+    place_in_points,
+    style,
+    wrapped_title,
+)
 
-SMALL, ROW, BAR = 8.5, 16, 13  # points, as all lengths here
+SMALL, ROW, BAR, GAP = 8.5, 16, 13, 7  # points, as all lengths here
 BETWEEN_PARAMETERS, BETWEEN_BUCKETS = 2.5, 13
 SCALE = 64  # room for the colour scale, at the right
 LINEAR_SHARE = 20  # the scale is linear up to one twentieth of the largest value
 # White at zero; the two hues stay apart for colour-blind readers. Few steps, since a notebook's PNG
-# has 128 colours in all, and those of the ranks' names are to be among them.
+# has 256 colours in all, and those of the ranks' names are to be among them.
 COLORS = matplotlib.colormaps["RdBu_r"].resampled(25)
 
 
 def heat_maps(panels: Mapping[str, Sequence[Mapping[str, Sequence[float]]]],
               buckets: Sequence[Sequence[str]], *, title: str, note: str | None = None,
-              bars: Mapping[str, Mapping[str, float | None]] | None = None, shown: int = 16,
-              width: float = 7.5, alt: str | None = None) -> CourseFigure:
+              bars: Mapping[str, Mapping[str, float | None]] | None = None,
+              shown: int = 16) -> CourseFigure:
     """Draws for each panel a row per rank and a block of columns per parameter.
 
     ``panels`` maps a panel's name to each rank's gradients, by parameter: arrays of any shape, of
@@ -32,8 +48,8 @@ def heat_maps(panels: Mapping[str, Sequence[Mapping[str, Sequence[float]]]],
     the buckets. Of each parameter ``shown`` elements are drawn, at equal distances. All share one
     colour scale, symmetric about zero: linear around it, then logarithmic. ``bars``: for each
     heading the lengths of bars by row, drawn below; None is "not counted", and what a heading calls
-    exposed has the colour of exposed communication. ``width`` is in inches. Raises ValueError
-    without a panel, a rank or a parameter, and for values that are not finite.
+    exposed has the colour of exposed communication. ``note`` stands below the title. Raises
+    ValueError without a panel, a rank or a parameter, and for values that are not finite.
     """
     names = [name for bucket in buckets for name in bucket]
     if not names or not panels or not all(panels.values()):
@@ -47,14 +63,14 @@ def heat_maps(panels: Mapping[str, Sequence[Mapping[str, Sequence[float]]]],
     linear = largest / LINEAR_SHARE
     bars = bars or {}
     rows = list(dict.fromkeys(row for lengths in bars.values() for row in lengths))
-    ranks = max(map(len, values.values()))
-    left = 20 + max(text_width(text, SIZE) for text in [*rows, f"rank {ranks - 1}"])
-    plot_width = 72 * width - left - SCALE
-    title = wrap(title, TITLE_SIZE, 72 * width - 24, "bold")
-    note = wrap(note or "", SIZE, 72 * width - 24)
+    most = max(map(len, values.values()))
+    left = 20 + max(text_width(text, SIZE) for text in [*rows, f"rank {most - 1}"])
+    plot_width = 72 * WIDTH - left - SCALE
+    finding, title = title, wrapped_title(title)
+    note = wrap(note or "", SIZE, 72 * WIDTH - 24)
 
     with style():
-        figure = CourseFigure(figsize=(width, 1), alt=alt or "")
+        figure = CourseFigure(figsize=(WIDTH, 1))
         axes = figure.add_axes((0, 0, 1, 1))
         draw = _Board(axes, plot_width, SymLogNorm(linear, vmin=-largest, vmax=largest))
         y = text_height(title, TITLE_SIZE)
@@ -66,26 +82,22 @@ def heat_maps(panels: Mapping[str, Sequence[Mapping[str, Sequence[float]]]],
             y = draw.panel(panel, ranks, y)
         bottom = y - GAP
         y = draw.bars(bars, rows, y + GAP) if bars else y
-        height = y + 24
-        figure.set_figheight(height / 72)
-        axes.set_position((left / (72 * width), 12 / height, plot_width / (72 * width),
-                           y / height))
+        figure.set_figheight((y + 24) / 72)
+        axes.set_position(place_in_points(figure, left, 12, plot_width, y))
         axes.set(xlim=(0, plot_width), ylim=(y, 0))
         axes.axis("off")
-        scale = figure.add_axes(((left + plot_width + 12) / (72 * width),
-                                 (12 + y - bottom) / height, 8 / (72 * width),
-                                 (bottom - top - LINE) / height))
+        scale = figure.add_axes(place_in_points(
+            figure, left + plot_width + 12, 12 + y - bottom, 8, bottom - top - LINE))
         figure.colorbar(draw.mesh, cax=scale, ticks=[-largest, -linear, 0, linear, largest],
                         format=lambda tick, _: f"{tick:+.2g}" if tick else "0")
         scale.minorticks_off()
         scale.tick_params(length=0, labelsize=SMALL)
         scale.grid(False)
-    if alt is None:
-        said = "; ".join(
-            f"{heading}: " + ", ".join(f"{row} {_length(value)}" for row, value in lengths.items())
-            for heading, lengths in bars.items())
-        figure.alt = " ".join(f"{title}. {len(names)} parameters in {len(buckets)} buckets on "
-                              f"{len(ranks)} ranks: {', '.join(values)}. {said} {note}".split())
+    said = "; ".join(
+        f"{heading}: " + ", ".join(f"{row} {_length(value)}" for row, value in lengths.items())
+        for heading, lengths in bars.items())
+    figure.alt = " ".join(f"{finding}. {len(names)} parameters in {len(buckets)} buckets on "
+                          f"{len(ranks)} ranks: {', '.join(panels)}. {said} {note}".split())
     return figure
 
 
@@ -107,7 +119,7 @@ class _Board:
     def text(self, x, y, text, size=SIZE, **kwargs):
         """``text`` with the middle of its last line at height y."""
         self.axes.text(x, y + CAP_HEIGHT / 2 * size, text, va="baseline", size=size,
-                       parse_math=False, linespacing=1.25, **kwargs)
+                       parse_math=False, linespacing=LINE_SPACING, **kwargs)
 
     def columns(self, buckets, values, y):
         """Decides where the parameters' columns lie, and names them."""
@@ -116,7 +128,7 @@ class _Board:
         gaps += BETWEEN_PARAMETERS * (len(sizes) - len(buckets))
         cell = (self.width - gaps) / sum(sizes)
         self.edges, self.lines, texts, x = [], [], [], 0.0
-        for number_, bucket in enumerate(buckets):
+        for index, bucket in enumerate(buckets):
             start = x
             for name in bucket:
                 end = x + cell * sizes[len(self.edges)]
@@ -125,7 +137,7 @@ class _Board:
                 x = end + BETWEEN_PARAMETERS
             x -= BETWEEN_PARAMETERS
             self.axes.plot([start, x], [y + LINE, y + LINE], color=MUTED, linewidth=1)
-            self.text((start + x) / 2, y + LINE / 2 - 2, f"bucket {number_}", ha="center")
+            self.text((start + x) / 2, y + LINE / 2 - 2, f"bucket {index}", ha="center")
             self.lines.append(x + BETWEEN_BUCKETS / 2)
             x += BETWEEN_BUCKETS
         y += LINE + 5 + max(text_height(text, SMALL) for _, text in texts)
@@ -167,8 +179,8 @@ class _Board:
             for place, row in enumerate(rows):
                 middle = y + 4 + (place + 0.5) * (BAR + 4)
                 length = max(0.0, (lengths.get(row) or 0) / longest * room)
-                self.axes.add_patch(Rectangle((x, middle - BAR / 2), length, BAR, facecolor=color,
-                                              clip_on=False))
+                add_area(self.axes, Rectangle((x, middle - BAR / 2), length, BAR,
+                                              facecolor=color, clip_on=False))
                 self.text(x + length + 4, middle, texts[row])
                 if index == 0:
                     self.text(-8, middle, row, ha="right")

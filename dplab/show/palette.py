@@ -1,4 +1,17 @@
-"""The colours of ranks, the same in every figure and in what ranks print."""
+"""The course's colours, the same in every figure and in what ranks print, and their contrasts.
+
+Text has a contrast of at least 4.5 with what it stands on, lines and areas one of at least 3 (WCAG
+2.2, AA); a colour that is too pale for that is drawn with an `outline`.
+"""
+
+INK = "#1F2933"
+MUTED = "#5B6670"
+FAINT = "#C9D1D9"
+"""For frames that carry no meaning."""
+GRID = "#E6EAEE"
+WARNING = "#B3261E"
+REFERENCE = "#87919C"
+"""Curves that others are compared with, and time in which a rank waits."""
 
 RANK_COLORS = (
     "#1C74CC",
@@ -13,7 +26,41 @@ RANK_COLORS = (
 """Rank r is drawn in the r-th colour everywhere. Each has a contrast of at least 4.5 with white
 (WCAG AA for text), and any two stay apart in simulated protanopia, deuteranopia, tritanopia."""
 
+PART_COLORS = {
+    "forward": "#A9C4E0",
+    "backward": "#4C79A9",
+    "communication": "#F0B429",
+    "optimizer": "#8A929B",
+}
+OTHER_COLORS = ("#373790", "#B75E24", "#EEEAB8", "#5B2A0C", "#66A4FB", "#7B3A49")
+"""Areas, all of which stay apart as the ranks' colours do; `readable_on` each is INK or white."""
+
 
 def rank_color(rank: int) -> str:
     """The colour of a rank, as ``#RRGGBB``; ranks beyond the palette start over."""
     return RANK_COLORS[rank % len(RANK_COLORS)]
+
+
+def contrast(one: str, other: str) -> float:
+    """The contrast of two colours ``#RRGGBB`` as WCAG 2.2 defines it, from 1 to 21."""
+    darker, lighter = sorted(map(_luminance, (one, other)))
+    return (lighter + 0.05) / (darker + 0.05)
+
+
+def readable_on(color: str) -> str:
+    """INK or white, whichever has the higher contrast with ``color`` (#RRGGBB)."""
+    return max("#FFFFFF", INK, key=lambda text: contrast(text, color))
+
+
+def outline(color: str) -> str:
+    """``color``, or where white is too near to it, a darker shade with a contrast of 3 to white."""
+    channels = [int(color[i:i + 2], 16) for i in (1, 3, 5)]
+    shades = ("#{:02X}{:02X}{:02X}".format(*(channel * share // 100 for channel in channels))
+              for share in range(100, 0, -1))
+    return next(shade for shade in shades if contrast(shade, "#FFFFFF") >= 3)
+
+
+def _luminance(color):
+    channels = [int(color[i:i + 2], 16) / 255 for i in (1, 3, 5)]
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]

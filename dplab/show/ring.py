@@ -6,16 +6,15 @@ from collections.abc import Sequence
 
 from dplab.show.diagram import POINTS_PER_PIXEL, Canvas
 from dplab.show.labels import text_width
-from dplab.show.palette import rank_color
-from dplab.show.theme import FAINT, INK, MUTED, CourseFigure, style
+from dplab.show.palette import FAINT, INK, MUTED, rank_color
+from dplab.show.theme import CourseFigure, style
 
 WIDTH, LEFT, TOP, CELL, GAP = 720, 92, 146, 30, 24
 ARRIVED = "#DDE3E9"
 
 
 @style()
-def ring_step(states: Sequence[Sequence[Sequence[float]]], step: int, *,
-              title: str | None = None) -> CourseFigure:
+def ring_step(states: Sequence[Sequence[Sequence[float]]], step: int) -> CourseFigure:
     """Draws the ring all-reduce of 1 to 8 ranks after ``step`` of its 2(N−1) steps.
 
     ``states[step][rank][chunk]`` is the number that this rank's chunk holds after so many steps,
@@ -39,7 +38,7 @@ def ring_step(states: Sequence[Sequence[Sequence[float]]], step: int, *,
              for chunk, number in enumerate(chunks)] for chunks in now]
     sent = [sent_chunk(rank, step, size) for rank in range(size)] if step else []
     when = f"After step {step} of {last}" if step else "Before the first step"
-    title = title or f"{when}, {sum(map(sum, done))} of {size**2} chunks are complete"
+    title = f"{when}, {sum(map(sum, done))} of {size**2} chunks are complete"
     phase = ("each rank has its own numbers" if step == 0 else
              f"reduce-scatter, step {step} of {size - 1}" if step < size else
              f"all-gather, step {step - size + 1} of {size - 1}")
@@ -102,7 +101,7 @@ def _compact(number: float, width: float) -> str:
     return fits[0] if fits else texts[-1]
 
 
-def _in_words(rank: int, numbers: list[float], done: list[bool], sent: list[int]) -> str:
+def _in_words(rank: int, numbers: Sequence[float], done: list[bool], sent: list[int]) -> str:
     held = ", ".join(f"{number:.6g}{' (complete)' * full}"
                      for number, full in zip(numbers, done, strict=True))
     hop = f", after sending chunk {sent[rank]} to rank {(rank + 1) % len(sent)}" if sent else ""

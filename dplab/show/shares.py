@@ -5,24 +5,34 @@ from collections.abc import Mapping
 
 from matplotlib.patches import Rectangle
 
-from dplab.show.labels import CAP_HEIGHT, flow, spread, text_height, text_width, wrap
-from dplab.show.theme import FAINT, INK, MUTED, CourseFigure, style
+from dplab.show.labels import (
+    CAP_HEIGHT,
+    LINE,
+    LINE_SPACING,
+    SIZE,
+    SWATCH,
+    TITLE_SIZE,
+    flow,
+    number,
+    spread,
+    text_height,
+    text_width,
+    wrap,
+)
+from dplab.show.palette import FAINT, MUTED, OTHER_COLORS, PART_COLORS, readable_on
+from dplab.show.theme import (
+    WIDTH,
+    CourseFigure,
+    add_area,
+    place_in_points,
+    style,
+    wrapped_title,
+    write_title,
+)
 
-PART_COLORS = {
-    "forward": "#A9C4E0",
-    "backward": "#4F7CAC",
-    "communication": "#F0B429",
-    "optimizer": "#8A929B",
-}
-OTHER_COLORS = ("#373790", "#C46A2B", "#EEEAB8", "#5B2A0C", "#66A4FB", "#7B3A49")
-
-SIZE = 10.5
-TITLE_SIZE = 12
 BAR = 24
-LINE = SIZE * 1.25
 LEADER = 9
 GAP = 7
-SWATCH = 13
 
 
 def time_shares(
@@ -32,16 +42,14 @@ def time_shares(
     unit: str = "ms",
     xlabel: str = "time per step",
     colors: Mapping[str, str] | None = None,
-    width: float = 7.5,
-    alt: str | None = None,
 ) -> CourseFigure:
     """Draws one horizontal bar per row, made of its parts, with every part's value beside it.
 
     ``rows`` maps a configuration to its parts, and a part to its length in ``unit``, at least 0;
     parts stack in the order in which they first appear, and a row may lack some. A value stands
-    in its segment where it fits, else below it. ``colors`` maps a part to a colour; ``width`` is
-    in inches. Raises ValueError for no rows, for a value that is negative or not finite, and
-    for more than six parts that have no colour.
+    in its segment where it fits, else below it. ``colors`` maps a part to a colour ``#RRGGBB``.
+    Raises ValueError for no rows, for a value that is negative or not finite, and for more than
+    six parts that have no colour.
     """
     data = {row: {p: float(v) for p, v in values.items()} for row, values in rows.items()}
     values = [value for row in data.values() for value in row.values()]
@@ -54,12 +62,11 @@ def time_shares(
 
     left = 20 + max(text_width(name, SIZE) for name in names.values())
     right = 14 + max(text_width(f"{number(t)} {unit}", SIZE, "bold") for t in totals.values())
-    plot_width = max(72 * width - left - right, 120)
+    plot_width = max(72 * WIDTH - left - right, 120)
     scale = plot_width / (max(totals.values()) or 1)
-    title = wrap(title, TITLE_SIZE, 72 * width - 24, "bold")
 
     with style():
-        figure = CourseFigure(figsize=(width, 1), alt=alt or "")
+        figure = CourseFigure(figsize=(WIDTH, 1))
         axes = figure.add_axes((0, 0, 1, 1))
         draw = Bars(axes, scale, plot_width, plot_width + right - 8, colors)
         y = draw.header(parts, next(iter(data.values())))
@@ -67,22 +74,12 @@ def time_shares(
             y = draw.row(names[row], {p: segments.get(p, 0.0) for p in parts},
                          f"{number(totals[row])} {unit}", y)
         frame_rows(figure, axes, title, f"{xlabel} [{unit}]", left, plot_width, y, scale)
-    if alt is None:
-        said = "; ".join(
-            f"{row}: " + ", ".join(f"{p} {number(v)}" for p, v in segments.items())
-            + f", together {number(totals[row])} {unit}" for row, segments in data.items()
-        )
-        figure.alt = f"{title}. {said}.".replace("\n", " ")
+    said = "; ".join(
+        f"{row}: " + ", ".join(f"{p} {number(v)}" for p, v in segments.items())
+        + f", together {number(totals[row])} {unit}" for row, segments in data.items()
+    )
+    figure.alt = f"{title}. {said}.".replace("\n", " ")
     return figure
-
-
-def number(value: float) -> str:
-    """``value`` with about three significant digits and no exponent where it can do without."""
-    if value == 0:
-        return "0"
-    if value < 0.01:
-        return f"{value:.2g}"
-    return f"{value:,.{max(0, 2 - math.floor(math.log10(value)))}f}"
 
 
 class Bars:
@@ -106,7 +103,7 @@ class Bars:
         for part, value in segments.items():
             if value == 0:
                 continue
-            self.axes.add_patch(Rectangle((x, y), value, BAR, facecolor=self.colors[part],
+            add_area(self.axes, Rectangle((x, y), value, BAR, facecolor=self.colors[part],
                                           edgecolor="white", linewidth=0.8, label=part))
             text = number(value)
             if text_width(text, SIZE) + 6 <= value * self.scale:
@@ -158,7 +155,7 @@ class Bars:
             x, y = 0.0, y + LINE + 4
             for index in row:
                 part = parts[index]
-                self.axes.add_patch(Rectangle(
+                add_area(self.axes, Rectangle(
                     (x / self.scale, y - LINE / 2 - 4.5), 9 / self.scale, 9,
                     facecolor=self.colors[part], label="_swatch", clip_on=False))
                 self.text((x + SWATCH) / self.scale, y - LINE / 2, texts[part])
@@ -169,23 +166,21 @@ class Bars:
         if "\n" not in text:
             y += CAP_HEIGHT / 2 * SIZE
         self.axes.text(x, y, text, ha=ha, va="center" if "\n" in text else "baseline",
-                       size=SIZE, parse_math=False, linespacing=1.25, **kwargs)
+                       size=SIZE, parse_math=False, linespacing=LINE_SPACING, **kwargs)
 
 
 def frame_rows(figure, axes, title, xlabel, left, plot_width, rows_height, scale):
     """Fits the figure around the rows and gives it its title and its axis."""
-    width = 72 * figure.get_figwidth()
+    title = wrapped_title(title)
     above, below = 12 + text_height(title, TITLE_SIZE) + 14, 46
-    height = above + rows_height + below
-    figure.set_figheight(height / 72)
-    axes.set_position((left / width, below / height, plot_width / width, rows_height / height))
+    figure.set_figheight((above + rows_height + below) / 72)
+    axes.set_position(place_in_points(figure, left, below, plot_width, rows_height))
     axes.set(xlim=(0, plot_width / scale), ylim=(rows_height, 0), xlabel=xlabel)
     axes.grid(False)
     axes.yaxis.set_visible(False)
     axes.spines["left"].set_visible(False)
     axes.spines["bottom"].set_color(FAINT)
-    figure.text(12 / width, 1 - 12 / height, title, size=TITLE_SIZE, weight="bold", va="top",
-                parse_math=False, linespacing=1.25)
+    write_title(figure, title)
 
 
 def _colors(parts, chosen):
@@ -194,11 +189,3 @@ def _colors(parts, chosen):
     if len(others) > len(OTHER_COLORS):
         raise ValueError(f"time_shares has no distinct colours left: give some to {others}")
     return {**known, **dict(zip(others, OTHER_COLORS, strict=False))}
-
-
-def readable_on(color):
-    """INK or white, whichever has the higher contrast with ``color`` (#RRGGBB)."""
-    channels = [int(color[i:i + 2], 16) / 255 for i in (1, 3, 5)]
-    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
-    luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-    return "white" if 1.05 / (luminance + 0.05) > (luminance + 0.05) / 0.07 else INK

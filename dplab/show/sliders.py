@@ -1,12 +1,25 @@
 """Sliders above a picture: an algorithm to step through, a calculation to turn about."""
 
 import functools
-import html
 from collections.abc import Callable, Mapping, Sequence
 
 from ipywidgets import HTML, GridBox, HBox, IntSlider, Layout, Play, SelectionSlider, VBox, jslink
 
-from dplab.show.theme import CourseFigure
+from dplab.show.theme import CourseFigure, picture
+
+# ipywidgets ties a slider's label to nothing, gives the index of a choice for its value, and its
+# player's buttons have no names; the picture, which comes after each change, puts that right.
+NAME_CONTROLS = """
+const box = this.closest('.dplab-sliders');
+box?.querySelectorAll('.widget-slider').forEach(slider => {
+  const handle = slider.querySelector('[role=slider]');
+  handle.setAttribute('aria-label', slider.querySelector('.widget-label').textContent);
+  handle.setAttribute('aria-valuetext', slider.querySelector('.widget-readout').textContent);
+});
+box?.querySelectorAll('.widget-play button').forEach((button, index) => {
+  button.setAttribute('aria-label', ['play or pause', 'stop', 'repeat'][index]);
+});
+"""
 
 
 class Sliders(VBox):
@@ -23,14 +36,13 @@ class Sliders(VBox):
             slider.observe(self._show, "value")
         self._show()
         super().__init__([controls, self.picture])
+        self.add_class("dplab-sliders")
 
     def _now(self):
         return self._draw(*(slider.value for slider in self._sliders))
 
     def _show(self, _=None):
-        png, alt, width, height = self._now()
-        self.picture.value = (f'<img alt="{html.escape(alt)}" width="{width}" height="{height}" '
-                              f'src="data:image/png;base64,{png}">')
+        self.picture.value = picture(*self._now(), onload=NAME_CONTROLS)
 
     def _repr_mimebundle_(self, **kwargs):
         png, alt, width, height = self._now()
@@ -61,7 +73,7 @@ class Calculator(Sliders):
         columns = Layout(grid_template_columns="repeat(auto-fit, minmax(19em, 1fr))",
                          max_width="720px")
         super().__init__(lambda *values: draw(**dict(zip(options, values, strict=True))),
-                         self.sliders.values(),
+                         list(self.sliders.values()),
                          GridBox(list(self.sliders.values()), layout=columns))
 
 

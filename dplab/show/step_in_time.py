@@ -9,10 +9,18 @@ from typing import TYPE_CHECKING
 from matplotlib.patches import Rectangle
 
 from dplab.show import shares
-from dplab.show.labels import text_height, text_width, wrap
-from dplab.show.palette import rank_color
-from dplab.show.shares import LINE, PART_COLORS, SIZE, SWATCH, number
-from dplab.show.theme import FAINT, INK, MUTED, STYLE, CourseFigure, style
+from dplab.show.labels import LINE, SIZE, SWATCH, number, text_height, text_width, wrap
+from dplab.show.palette import (
+    GRID,
+    INK,
+    MUTED,
+    OTHER_COLORS,
+    PART_COLORS,
+    REFERENCE,
+    rank_color,
+    readable_on,
+)
+from dplab.show.theme import WIDTH, CourseFigure, add_area, style
 
 if TYPE_CHECKING:
     from dplab.predict.step import Span
@@ -22,15 +30,15 @@ BAND, THIN, GAP = 22, 15, 12
 
 
 def timeline(ranks: "Sequence[Sequence[Span]]", *, title: str, note: str | None = None,
-             width: float = 7.5, names: Sequence[str] | None = None,
-             alt: str | None = None) -> CourseFigure:
+             names: Sequence[str] | None = None) -> CourseFigure:
     """Draws a row per rank: a band of what it computes, and below it a bar per collective.
 
     ``ranks`` has each rank's spans, in seconds from a common zero: ``name``, ``lane`` ("compute",
     "communication", "waiting"), ``start``, ``end``. A name that begins with a part of PART_COLORS
     is that part. A collective is solid where its rank computes nothing, light where it does; those
-    under way at once share the band. ``names`` are the rows' labels, by default "rank r"; ``width``
-    is in inches. Raises ValueError for no rows, a row without spans, and spans that cannot be.
+    under way at once share the band. ``names`` are the rows' labels, by default "rank r"; ``note``
+    stands below the title. Raises ValueError for no rows, a row without spans, and spans that
+    cannot be.
     """
     names = [f"rank {rank}" for rank in range(len(ranks))] if names is None else names
     if not ranks or len(names) != len(ranks) or not all(ranks):
@@ -44,16 +52,15 @@ def timeline(ranks: "Sequence[Sequence[Span]]", *, title: str, note: str | None 
     left = 20 + max(text_width(text, SIZE) for row in rows for text in (row.label, lane))
     right = 20 + max(max(text_width(row.total, SIZE, "bold"),
                          SWATCH + text_width(row.exposed, SIZE)) for row in rows)
-    plot_width = max(72 * width - left - right, 120)
+    plot_width = max(72 * WIDTH - left - right, 120)
     scale = plot_width / (last * factor or 1)
-    title = wrap(title, shares.TITLE_SIZE, 72 * width - 24, "bold")
-    note = wrap(note or "", SIZE, 72 * width - 24)
+    note = wrap(note or "", SIZE, 72 * WIDTH - 24)
     parts = list(dict.fromkeys(part for row in rows for part, *_ in row.doing))
-    colors = dict(zip(parts, cycle(shares.OTHER_COLORS), strict=False)) | PART_COLORS
+    colors = dict(zip(parts, cycle(OTHER_COLORS), strict=False)) | PART_COLORS
     colors["waiting"] = "#FFFFFF"
 
     with style():
-        figure = CourseFigure(figsize=(width, 1), alt=alt or "")
+        figure = CourseFigure(figsize=(WIDTH, 1))
         axes = figure.add_axes((0, 0, 1, 1))
         draw = _Rows(axes, scale, plot_width, plot_width + right - 8, colors)
         y = text_height(note, SIZE) if note else 0
@@ -64,9 +71,8 @@ def timeline(ranks: "Sequence[Sequence[Span]]", *, title: str, note: str | None 
             lane = "" if row.collectives else lane
         shares.frame_rows(figure, axes, title, f"time since the step began [{unit}]", left,
                       plot_width, y, scale)
-        axes.vlines(axes.get_xticks(), top, y, STYLE["grid.color"], linewidth=0.8, zorder=0.5)
-    if alt is None:
-        figure.alt = " ".join(f"{title}. {'; '.join(row.said for row in rows)}. {note}".split())
+        axes.vlines(axes.get_xticks(), top, y, GRID, linewidth=0.8, zorder=0.5)
+    figure.alt = " ".join(f"{title}. {'; '.join(row.said for row in rows)}. {note}".split())
     return figure
 
 
@@ -121,7 +127,7 @@ class _Rows(shares.Bars):
             if text_width(part, SIZE) + 8 <= (end - start) * self.scale:
                 color = self.colors[part]
                 self.text((start + end) / 2, y + BAND / 2, part, ha="center",
-                          color=shares.readable_on(color),
+                          color=readable_on(color),
                           bbox={"facecolor": color, "edgecolor": "none", "pad": 1})
         return y
 
@@ -160,8 +166,10 @@ class _Rows(shares.Bars):
     def bar(self, name, start, end, y, height, color, lines=0.0):
         """A rectangle with white lines at its ends; that of waiting is hatched."""
         hatch = "////" if name == "waiting" else None
-        self.axes.add_patch(Rectangle((start, y), end - start, height, label=name, linewidth=0,
-                                      facecolor=color, edgecolor=FAINT, hatch=hatch, clip_on=False))
+        add_area(self.axes, Rectangle(
+            (start, y), end - start, height, label=name, linewidth=0, facecolor=color,
+            edgecolor=REFERENCE, hatch=hatch, clip_on=False),
+            0.2 * min(self.scale * (end - start), height))
         if lines > 0:
             self.axes.vlines([start, end], y, y + height, "white", linewidth=min(0.7, lines))
 

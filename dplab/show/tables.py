@@ -25,4 +25,4 @@ def given(guess) -> str:
 
 
 def _line(cells):
-    return "| " + " | ".join(map(str, cells)) + " |"
+    return "| " + " | ".join(str(cell).replace("|", r"\|") for cell in cells) + " |"

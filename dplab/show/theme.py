@@ -5,6 +5,7 @@ has an opaque white ground, which keeps it readable on a dark page.
 """
 
 import base64
+import html
 import io
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,25 +13,26 @@ from pathlib import Path
 import matplotlib
 import matplotlib.style
 from cycler import cycler
+from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.patches import Rectangle
 from PIL import Image
 
-from dplab.show.labels import wrap
-from dplab.show.palette import RANK_COLORS
+from dplab.show.labels import LINE_SPACING, SIZE, TITLE_SIZE, text_height, wrap
+from dplab.show.palette import GRID, INK, MUTED, RANK_COLORS, outline
 
-INK = "#1F2933"
-MUTED = "#5B6670"
-FAINT = "#C9D1D9"
-WARNING = "#B3261E"
+WIDTH = 7.5
+"""Inches, for all figures but a chapter's own."""
 
 STYLE = {
     "font.family": "DejaVu Sans",
-    "font.size": 10.5,
-    "axes.titlesize": 12,
+    "font.size": SIZE,
+    "axes.titlesize": TITLE_SIZE,
     "axes.titleweight": "bold",
     "axes.titlelocation": "left",
     "axes.titlepad": 12,
-    "axes.labelsize": 10.5,
+    "axes.labelsize": SIZE,
     "axes.labelcolor": MUTED,
     "axes.edgecolor": MUTED,
     "axes.spines.top": False,
@@ -39,8 +41,9 @@ STYLE = {
     "axes.axisbelow": True,
     "axes.formatter.useoffset": False,
     "axes.prop_cycle": cycler(color=RANK_COLORS),
-    "grid.color": "#E6EAEE",
+    "grid.color": GRID,
     "grid.linewidth": 0.8,
+    "hatch.linewidth": 0.6,
     "xtick.color": MUTED,
     "ytick.color": MUTED,
     "xtick.labelsize": 10,
@@ -49,7 +52,7 @@ STYLE = {
     "lines.linewidth": 2,
     "lines.solid_capstyle": "round",
     "legend.frameon": False,
-    "figure.figsize": (7.5, 3.6),
+    "figure.figsize": (WIDTH, 3.6),
     "figure.facecolor": "white",
     "savefig.facecolor": "auto",
     "svg.fonttype": "path",
@@ -68,7 +71,8 @@ class CourseFigure(Figure):
     """A matplotlib figure with a text alternative, which a notebook shows once, as PNG.
 
     It is not registered with pyplot: nothing has to be closed, and no cell shows it twice. It is a
-    PNG, two pixels for each CSS pixel, since JupyterLab hides SVG until the reader runs the cell.
+    PNG, two pixels for each CSS pixel, since JupyterLab hides SVG until the reader runs the cell;
+    and an HTML page's picture, since JupyterLab gives a PNG alone no ``alt``.
     """
 
     def __init__(self, *args, alt: str = "", **kwargs):
@@ -79,7 +83,8 @@ class CourseFigure(Figure):
         from IPython.display import display
 
         png, width, height = self.embedded()
-        bundle = {"image/png": png, "text/plain": self.alt or repr(self)}
+        bundle = {"text/html": picture(png, self.alt, width, height), "image/png": png,
+                  "text/plain": self.alt or repr(self)}
         metadata = {"image/png": {"width": width, "height": height, "alt": self.alt}}
         display(bundle, raw=True, metadata=metadata)
 
@@ -89,39 +94,90 @@ class CourseFigure(Figure):
         return base64.b64encode(to_png(self)).decode(), width, height
 
 
+def picture(png: str, alt: str, width: int, height: int, onload: str = "") -> str:
+    """An HTML picture of a PNG in base64, as wide as that or as the page; sizes in CSS pixels."""
+    then = f' onload="{html.escape(onload)}"' if onload else ""
+    return (f'<img alt="{html.escape(alt)}" width="{width}" height="{height}" '
+            f'style="max-width:100%;height:auto" src="data:image/png;base64,{png}"{then}>')
+
+
+def with_title(title: str, alt: str) -> str:
+    """A text alternative that begins with what the figure finds: its title."""
+    return alt if alt.startswith(title) else f"{title}. {alt}" if alt else title
+
+
+def wrapped_title(title: str, width: float | None = None) -> str:
+    """``title`` in lines that fit a figure of ``width`` inches, WIDTH if none is given."""
+    return wrap(title, TITLE_SIZE, 72 * (width or WIDTH) - 24, "bold")
+
+
+def write_title(figure: Figure, title: str, note: str = "") -> None:
+    """Writes ``title``, wrapped already, at the top left, and ``note`` below it."""
+    width, height = (72 * inches for inches in figure.get_size_inches())
+    figure.text(12 / width, 1 - 12 / height, title, size=TITLE_SIZE, weight="bold", va="top",
+                parse_math=False, linespacing=LINE_SPACING)
+    if note:
+        figure.text(12 / width, 1 - (16 + text_height(title, TITLE_SIZE)) / height, note,
+                    size=SIZE, color=MUTED, va="top", parse_math=False)
+
+
+def place_in_points(figure: Figure, left: float, bottom: float, width: float, height: float):
+    """Where axes lie in ``figure``, as matplotlib takes it, from lengths in points."""
+    across, up = (72 * inches for inches in figure.get_size_inches())
+    return left / across, bottom / up, width / across, height / up
+
+
 def subplots(rows: int = 1, columns: int = 1, *, title: str = "", xlabel: str = "",
-             ylabel: str = "", width: float = 7.5, height: float = 3.6, alt: str = ""):
+             ylabel: str = "", width: float = WIDTH, height: float = 3.6, alt: str = ""):
     """An empty ``(figure, axes)`` in the course's style, for a plot of a chapter's own.
 
     ``title`` states what the figure finds, the labels go to every Axes, ``alt`` says the plot in
-    words. ``width`` and ``height`` are in inches (96 CSS pixels each); ``axes`` is one Axes, or an
-    array of shape (rows, columns) squeezed as by ``plt.subplots``.
+    words after it. ``width`` and ``height`` are in inches (96 CSS pixels each); ``axes`` is one
+    Axes, or an array of shape (rows, columns) squeezed as by ``plt.subplots``.
     """
     with style():
-        figure = CourseFigure(figsize=(width, height), layout="constrained", alt=alt or title)
-        figure.get_layout_engine().set(w_pad=0.14, h_pad=0.14)
+        figure = CourseFigure(figsize=(width, height), alt=with_title(title, alt),
+                              layout=ConstrainedLayoutEngine(w_pad=0.14, h_pad=0.14))
         axes = figure.subplots(rows, columns)
         if title:
-            figure.suptitle(wrap(title, 12, 72 * width - 24, "bold"), x=12 / (72 * width),
-                            ha="left", size=12, weight="bold", parse_math=False)
+            figure.suptitle(wrapped_title(title, width), x=12 / (72 * width), ha="left",
+                            size=TITLE_SIZE, weight="bold", parse_math=False)
         for one in figure.axes:
             one.set(xlabel=xlabel, ylabel=ylabel)
         return figure, axes
 
 
+def add_area(axes, patch: Rectangle, widest: float = 1.6) -> None:
+    """Adds ``patch`` to ``axes``; if it is too pale for white, with an outline along its inside.
+
+    The outline is ``widest`` / 2 points wide at most, so that thin areas keep their colour.
+    """
+    axes.add_patch(patch)
+    color = to_hex(patch.get_facecolor()).upper()
+    if outline(color) != color and not patch.get_hatch():
+        inside = Rectangle(patch.get_xy(), patch.get_width(), patch.get_height(), fill=False,
+                           edgecolor=outline(color), linewidth=min(1.6, widest), label="_outline",
+                           transform=patch.get_data_transform())
+        axes.add_patch(inside)
+        inside.set_clip_path(patch)
+
+
 def to_png(figure: Figure) -> bytes:
-    """The figure as PNG, 192 pixels an inch; its 128 colours keep notebooks small."""
+    """The figure as PNG, 192 pixels an inch; its 256 colours keep notebooks small.
+
+    With fewer of them, small areas such as a rank's name lose their colour, and names contrast.
+    """
     drawn, small = io.BytesIO(), io.BytesIO()
     with style():
         figure.savefig(drawn, format="png", dpi=192)
-    Image.open(drawn).convert("RGB").quantize(128).save(small, format="png", optimize=True)
+    Image.open(drawn).convert("RGB").quantize(256).save(small, format="png", optimize=True)
     return small.getvalue()
 
 
 def to_svg(figure: Figure, title: str = "") -> bytes:
     """The figure as SVG, the same bytes each time: no date, ids hashed with a fixed salt."""
     alt = getattr(figure, "alt", "")
-    metadata = {"Date": None, "Creator": None}
+    metadata: dict[str, str | None] = {"Date": None, "Creator": None}
     if title or alt:
         metadata["Title"] = title or alt
     if alt:
@@ -129,7 +185,11 @@ def to_svg(figure: Figure, title: str = "") -> bytes:
     buffer = io.BytesIO()
     with style():
         figure.savefig(buffer, format="svg", metadata=metadata)
-    lines = buffer.getvalue().decode().splitlines()
+    text = buffer.getvalue().decode().replace("<svg ", '<svg role="img" ', 1)
+    if alt:
+        said = html.escape(alt, quote=False)
+        text = text.replace("</title>", f"</title>\n <desc>{said}</desc>", 1)
+    lines = text.splitlines()
     return ("\n".join(line.rstrip() for line in lines) + "\n").encode()
 
 

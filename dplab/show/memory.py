@@ -7,9 +7,17 @@ from typing import TYPE_CHECKING
 
 from matplotlib.patches import Rectangle
 
-from dplab.show.labels import text_height, text_width, wrap
-from dplab.show.shares import OTHER_COLORS, PART_COLORS, SIZE, SWATCH, TITLE_SIZE, number
-from dplab.show.theme import INK, MUTED, STYLE, WARNING, CourseFigure, style
+from dplab.show.labels import SIZE, SWATCH, TITLE_SIZE, number, text_height, text_width
+from dplab.show.palette import INK, MUTED, OTHER_COLORS, PART_COLORS, WARNING, outline
+from dplab.show.theme import (
+    WIDTH,
+    CourseFigure,
+    add_area,
+    place_in_points,
+    style,
+    wrapped_title,
+    write_title,
+)
 
 if TYPE_CHECKING:
     from dplab.measure.memory import Phase, Sample
@@ -24,20 +32,20 @@ CATEGORY_COLORS = {  # from the bottom up
     "other": OTHER_COLORS[2],
 }
 UNITS = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "bytes"))
-LINE = SIZE * 1.45
+HEIGHT = 3.6  # inches, and more where labels need it
+PITCH = SIZE * 1.45
 
 
 def memory_over_step(samples: "Sequence[Sample]", phases: "Sequence[Phase]" = (), *, title: str,
-                     limit: float | None = None, top: float | None = None, width: float = 7.5,
-                     height: float = 3.6, alt: str | None = None) -> CourseFigure:
+                     limit: float | None = None, top: float | None = None) -> CourseFigure:
     """Draws what is held after each change, one area on another, and what that is at the peak.
 
     ``samples``, in order: ``op``, a count of operations, and ``bytes``, a category to bytes; those
     of one ``op`` share its width. Categories that never hold anything are left out, and unknown
     ones follow the known ones. ``phases`` have ``name``, ``start``, ``end`` in operations.
     ``limit``: bytes of a dashed line, such as a GPU's memory; ``top``: bytes at which the axis
-    ends, so that figures can be compared. ``width`` and ``height`` are in inches. Raises ValueError
-    for no samples, for bytes that are negative or not finite, and for phases that cannot be.
+    ends, so that figures can be compared. Raises ValueError for no samples, for bytes that are
+    negative or not finite, and for phases that cannot be.
     """
     rows = [dict(sample.bytes) for sample in samples]
     values = [value for row in rows for value in row.values()]
@@ -61,31 +69,35 @@ def memory_over_step(samples: "Sequence[Sample]", phases: "Sequence[Phase]" = ()
     left, bottom = 66, 46
     right = 24 + max([text_width(head, SIZE, "bold"),
                       *(SWATCH + text_width(text, SIZE) for text in texts)])
-    plot_width = max(72 * width - left - right, 120)
+    plot_width = max(72 * WIDTH - left - right, 120)
     rows_of_phases = _rows_of([(phase.name, (phase.start + phase.end) / 2 / end * plot_width)
                                for phase in phases], plot_width)
-    title = wrap(title, TITLE_SIZE, 72 * width - 24, "bold")
-    above = 12 + text_height(title, TITLE_SIZE) + 10 + LINE * len(rows_of_phases) + 6
-    plot_height = max(72 * height - above - bottom, LINE * (len(texts) + 2))
-    full = above + plot_height + bottom
+    finding, title = title, wrapped_title(title)
+    above = 12 + text_height(title, TITLE_SIZE) + 10 + PITCH * len(rows_of_phases) + 6
+    plot_height = max(72 * HEIGHT - above - bottom, PITCH * (len(texts) + 2))
 
     with style():
-        figure = CourseFigure(figsize=(width, full / 72), alt=alt or "")
-        axes = figure.add_axes((left / (72 * width), bottom / full,
-                                plot_width / (72 * width), plot_height / full))
+        figure = CourseFigure(figsize=(WIDTH, (above + plot_height + bottom) / 72))
+        axes = figure.add_axes(place_in_points(figure, left, bottom, plot_width, plot_height))
         low = [0.0] * (len(rows) + 1)
         for category in categories:
             own = [row.get(category, 0) / factor for row in rows]
             high = [a + b for a, b in zip(low, [*own, own[-1]], strict=True)]
             axes.fill_between([*x, end], low, high, step="post", color=colors[category],
                               linewidth=0, label=category)
+            edges = [*x, end]
+            if outline(colors[category]) != colors[category]:
+                held = [index for index, value in enumerate(own) if value]
+                axes.hlines([high[index] for index in held], [edges[index] for index in held],
+                            [edges[index + 1] for index in held], outline(colors[category]),
+                            linewidth=0.8, label="_outline")
             low = high
         axes.set(xlim=(0, end), ylim=(0, 1.04 * most / factor or 1),
                  xlabel="operations of torch since the step began",
                  ylabel=f"memory of one rank [{unit}]")
         axes.grid(False, axis="x")
         for place in sorted({phase.start for phase in phases} - {0}):
-            axes.axvline(place, color=STYLE["axes.edgecolor"], linewidth=0.8)
+            axes.axvline(place, color=MUTED, linewidth=0.8)
         axes.plot([x[peak]], [totals[peak] / factor], "o", color=INK, markersize=4, clip_on=False,
                   label="_peak")
 
@@ -95,13 +107,13 @@ def memory_over_step(samples: "Sequence[Sample]", phases: "Sequence[Phase]" = ()
 
         for row, placed in enumerate(rows_of_phases):
             for name, center in placed:
-                write(center, plot_height + 8 + LINE * (row + 0.5) - 4, name, ha="center",
+                write(center, plot_height + 8 + PITCH * (row + 0.5) - 4, name, ha="center",
                       color=MUTED)
-        across, up = plot_width + 12, plot_height - LINE / 2
+        across, up = plot_width + 12, plot_height - PITCH / 2
         write(across, up, head, weight="bold")
         for category, text in zip(shown, texts, strict=True):
-            up -= LINE
-            axes.add_patch(Rectangle((across / plot_width, (up - 4.5) / plot_height),
+            up -= PITCH
+            add_area(axes, Rectangle((across / plot_width, (up - 4.5) / plot_height),
                                      9 / plot_width, 9 / plot_height, transform=axes.transAxes,
                                      facecolor=colors[category], clip_on=False, label="_swatch"))
             write(across + SWATCH, up, text)
@@ -110,10 +122,9 @@ def memory_over_step(samples: "Sequence[Sample]", phases: "Sequence[Phase]" = ()
             axes.annotate(f"{number(limit / factor)} {unit}", (0, limit / factor), (4, -3),
                           textcoords="offset points", va="top", size=SIZE, color=WARNING,
                           bbox={"facecolor": "white", "edgecolor": "none", "pad": 1})
-        figure.text(12 / (72 * width), 1 - 12 / full, title, size=TITLE_SIZE, weight="bold",
-                    va="top", parse_math=False, linespacing=1.25)
-    if alt is None:
-        figure.alt = " ".join(f"{title}. {_said(samples, phases, peak, head, texts, unit)}".split())
+        write_title(figure, title)
+    said = _said(samples, phases, peak, head, texts, unit)
+    figure.alt = " ".join(f"{finding}. {said}".split())
     return figure
 
 

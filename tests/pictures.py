@@ -1,0 +1,60 @@
+"""What the tests of figures share: where texts stand, whether they can be read, contrasts."""
+
+import itertools
+
+import numpy as np
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import to_hex, to_rgb
+
+
+def labels_of(figure):
+    """Each text that is shown, ticks apart, with its box in pixels."""
+    texts = [*figure.texts, *(text for axes in figure.axes for text in axes.texts)]
+    texts += [axis.label for axes in figure.axes for axis in (axes.xaxis, axes.yaxis)
+              if axis.get_visible()]
+    renderer = FigureCanvasAgg(figure).get_renderer()
+    figure.draw(renderer)
+    return {text: text.get_window_extent(renderer) for text in texts if text.get_text()}
+
+
+def assert_readable(figure, points=10, margin=0):
+    """No text is smaller than ``points``, nearer to the edge than ``margin``, or on another."""
+    boxes = labels_of(figure)
+    paper = figure.bbox.padded(-margin)
+    for text, box in boxes.items():
+        assert text.get_fontsize() >= points, text
+        assert paper.x0 <= box.x0 and box.x1 <= paper.x1, text
+        assert paper.y0 <= box.y0 and box.y1 <= paper.y1, text
+    for one, other in itertools.combinations(boxes, 2):
+        assert not boxes[one].overlaps(boxes[other]), (one, other)
+
+
+def linear(color):
+    """Linear RGB from 0 to 1, by the definition of sRGB."""
+    channels = np.array(to_rgb(color))
+    return np.where(channels <= 0.04045, channels / 12.92, ((channels + 0.055) / 1.055) ** 2.4)
+
+
+def contrast(one, other):
+    """WCAG 2.2's contrast of two colours, from 1 to 21."""
+    darker, lighter = sorted(linear(color) @ [0.2126, 0.7152, 0.0722] for color in (one, other))
+    return (lighter + 0.05) / (darker + 0.05)
+
+
+def ground_of(text, box, figure):
+    """The colour on which a text stands: of its own box, the area drawn last there, or white."""
+    if text.get_bbox_patch():
+        return to_hex(text.get_bbox_patch().get_facecolor())
+    middle = (box.x0 + box.x1) / 2, (box.y0 + box.y1) / 2
+    areas = [patch for axes in figure.axes for patch in axes.patches
+             if patch.get_fill() and patch.get_window_extent().contains(*middle)]
+    return to_hex(areas[-1].get_facecolor()) if areas else "#ffffff"
+
+
+def shown_texts(figure):
+    """Every text that is shown, ticks and all, with its box in pixels."""
+    renderer = FigureCanvasAgg(figure).get_renderer()
+    figure.draw(renderer)
+    return {text: text.get_window_extent(renderer)
+            for text in figure.findobj(match=lambda artist: hasattr(artist, "get_text"))
+            if text.get_text() and text.get_visible()}

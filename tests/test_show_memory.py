@@ -1,0 +1,101 @@
+"""Memory is stacked as it was held, and its peak is said in numbers."""
+
+import itertools
+import math
+
+import pytest
+from pictures import assert_readable
+
+from dplab import show
+
+
+class Held:
+    def __init__(self, op, **nbytes):
+        self.op, self.bytes = op, nbytes
+
+
+class Part:
+    def __init__(self, name, start, end):
+        self.name, self.start, self.end = name, start, end
+
+
+def sawtooth(top):
+    """Six layers, each gathered and freed, while gradients grow."""
+    for op in range(24):
+        gathered = [0, 30, 60, 30][op % 4] * top / 100
+        yield Held(op, parameters=top // 5, gathered=gathered, other=0, gradients=op * top / 100,
+                   activations=7)
+
+
+STEPS_OF_MEMORY = {
+    "usual": (list(sawtooth(4e9)), [Part("forward", 0, 10), Part("backward", 10, 20),
+                                    Part("optimizer", 20, 24)]),
+    "bytes": (list(sawtooth(40)), []),
+    "one sample": ([Held(0, parameters=5)], [Part("all", 0, 1)]),
+    "nothing": ([Held(0, parameters=0), Held(3, parameters=0)], []),
+    "several in one operation": ([Held(0, other=1), Held(2, other=9e3, optimizer=4),
+                                  Held(2, other=2e3), Held(5, other=1)], []),
+    "short phases": (list(sawtooth(1e3)), [Part(f"micro-step {i}, its forward", i, i + 1)
+                                           for i in range(9)]),
+    "own categories": ([Held(0, **{"$x": 3, "a cache with quite a long name": 4})], []),
+}
+
+
+def extent_at(path, x):
+    """The bottom and the top of an area there."""
+    crossed = [a[1] + (b[1] - a[1]) * (x - a[0]) / (b[0] - a[0])
+               for a, b in itertools.pairwise(path.vertices) if (a[0] - x) * (b[0] - x) < 0]
+    return min(crossed), max(crossed)
+
+
+@pytest.mark.parametrize("limit", [None, 1e6])
+@pytest.mark.parametrize("step", STEPS_OF_MEMORY.values(), ids=STEPS_OF_MEMORY)
+def test_memory_is_stacked_as_given_with_texts_apart(step, limit):
+    samples, phases = step
+    figure = show.memory_over_step(samples, phases, title="A finding " * 12, limit=limit)
+    assert_readable(figure)
+    most = max(limit or 0, *(sum(sample.bytes.values()) for sample in samples), 0)
+    unit = next(f for f in (1e12, 1e9, 1e6, 1e3, 1) if most >= f or f == 1)
+    areas = {area.get_label(): area.get_paths()[0] for area in figure.axes[0].collections
+             if not area.get_label().startswith("_")}
+    held = {name for sample in samples for name, value in sample.bytes.items() if value}
+    assert set(areas) == held
+    seen = dict.fromkeys((sample.op for sample in samples), 0)
+    for sample in samples:
+        share = 1 / sum(other.op == sample.op for other in samples)
+        inside = sample.op + (seen[sample.op] + 0.5) * share
+        seen[sample.op] += 1
+        below = 0
+        for name, path in areas.items():
+            bottom, top = (unit * height for height in extent_at(path, inside))
+            assert bottom == pytest.approx(below)
+            assert top - bottom == pytest.approx(sample.bytes.get(name, 0), abs=1e-6 * most)
+            below = top
+    texts = [text.get_text() for text in figure.axes[0].texts]
+    assert all(phase.name in texts for phase in phases)
+    peak = max(samples, key=lambda sample: sum(sample.bytes.values()))
+    for name in held:
+        [label] = [text for text in texts if text.startswith(f"{name} ")]
+        shown = float(label.removeprefix(name).replace(",", ""))
+        assert shown * unit == pytest.approx(peak.bytes.get(name, 0), abs=0.005 * most)
+
+
+def test_a_memory_figure_says_its_peak_in_words():
+    figure = show.memory_over_step(*STEPS_OF_MEMORY["usual"], title="Gathered in turn")
+    assert figure.alt == ("Gathered in turn. 4.08 GB at the peak, in optimizer: activations 0.00, "
+                          "gathered 2.40, gradients 0.88, parameters 0.80, in GB. "
+                          "Phases: forward, backward, optimizer.")
+    top = show.memory_over_step(*STEPS_OF_MEMORY["usual"], title="", top=8e9).axes[0].get_ylim()[1]
+    assert top == pytest.approx(1.04 * 8)
+
+
+@pytest.mark.parametrize(("samples", "phases", "says"), [
+    ([], [], "needs a sample"),
+    ([Held(0, a=-1)], [], "0 or more"),
+    ([Held(0, a=math.nan)], [], "0 or more"),
+    ([Held(0, a=1)], [Part("back", 3, 2)], "ends no earlier"),
+    ([Held(0, **{f"c{i}": 1 for i in range(9)})], [], "colours"),
+])
+def test_memory_that_cannot_be_drawn_is_an_error(samples, phases, says):
+    with pytest.raises(ValueError, match=says):
+        show.memory_over_step(samples, phases, title="")
