@@ -1,14 +1,19 @@
 """Every exercise: its solution passes, and each known mistake is named. Then the mechanism."""
 
+import ast
+import fractions
+import html
 import json
+import os
 import re
 
 import pytest
 import torch
 import torch.distributed as dist
+from pictures import contrast
 
 import dplab
-from dplab.exercises import every_exercise, record, solution_source
+from dplab.exercises import cards, every_exercise, record, solution_source
 from dplab.exercises.compare import (
     COMMUNICATED,
     AtMost,
@@ -16,7 +21,9 @@ from dplab.exercises.compare import (
     first_difference,
     same_outcome,
 )
-from dplab.exercises.exercise import CRASHED, NOT_ATTEMPTED, PASSED, WRONG
+from dplab.exercises.evidence import explained
+from dplab.exercises.exercise import CRASHED, NOT_ATTEMPTED, PASSED, WRONG, Exercise, Mistake
+from dplab.exercises.titles import TITLES
 
 EXERCISES = every_exercise()
 MISTAKES = [pytest.param(exercise, mistake, id=f"{exercise.id}-{index}")
@@ -39,8 +46,39 @@ def test_the_solution_passes(exercise):
     assert verdict.world_sizes == [1, 2, 3, 4]
 
 
+@pytest.fixture(scope="module")
+def seen():
+    return {}
+
+
+@pytest.fixture
+def each_runs_once(monkeypatch, seen):
+    """Here a known mistake is the attempt, and then what it is compared with: one run for both."""
+    observe = Exercise._observe
+
+    def once(self, attempt, world_size, **quiet):
+        place = self.id, attempt, world_size
+        if place not in seen:
+            seen[place] = observe(self, attempt, world_size, **quiet)
+        return seen[place]
+
+    monkeypatch.setattr(Exercise, "_observe", once)
+
+
+@pytest.mark.usefixtures("each_runs_once")
 @pytest.mark.parametrize(("exercise", "mistake"), MISTAKES)
 def test_a_known_mistake_is_named(exercise, mistake):
+    names_it(exercise, mistake)
+
+
+@pytest.mark.parametrize(("exercise", "mistake"), [
+    pytest.param(exercise, mistake, id=exercise.id) for exercise in EXERCISES
+    for mistake in exercise.mistakes[-1:]])
+def test_a_known_mistake_is_named_by_a_run_of_its_own(exercise, mistake):
+    names_it(exercise, mistake)
+
+
+def names_it(exercise, mistake):
     verdict = exercise.judge(mistake.attempt)
     assert (verdict.outcome, verdict.why) == (WRONG, mistake.why), verdict.detail
     assert verdict.detail, "the evidence is missing"
@@ -53,7 +91,16 @@ def test_an_exercise_is_complete(exercise):
     assert len({mistake.why for mistake in exercise.mistakes}) >= 3
     source = exercise.solution_source()
     assert source.startswith((f"def {exercise.name}(", f"class {exercise.name}"))
-    compile(source, "solution", "exec")
+    names = {node.id for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Name)}
+    helpers = {name for name in names - {"_"} if name.startswith("_")}
+    assert not helpers, "the reader's notebook has no such helpers"
+
+
+@pytest.mark.parametrize("background", ["#FFFFFF", "#212121", "#111111"])
+def test_the_colour_of_a_card_is_seen_on_light_and_on_dark(background):
+    faint = {outcome: color for outcome, color in cards._COLORS.items()
+             if contrast(color, background) < 3}
+    assert not faint
 
 
 def test_ids_are_unique_and_in_order():
@@ -196,6 +243,45 @@ def test_what_is_seen_without_a_known_mistake(id, attempt, said):
     assert said in verdict.why + verdict.detail
 
 
+def prints_and_is_half(model):
+    print("the attempt says this")
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad *= 0.5
+
+
+def a_noisy_mistake(model):
+    print("a mistake says this")
+    os.write(2, b"Check failed: native words of a mistake")
+    os.abort()
+
+
+def test_only_the_attempt_is_heard(capfd):
+    exercise = type(by_id("4.2"))()
+    exercise.mistakes = (Mistake(a_noisy_mistake, "It aborts."),)
+    assert exercise.judge(prints_and_is_half).outcome == WRONG
+    heard = "".join(capfd.readouterr())
+    assert "the attempt says this" in heard
+    assert "of a mistake" not in heard and "a mistake says" not in heard
+
+
+def test_an_attempt_that_aborts_is_heard(capfd):
+    exercise = type(by_id("4.2"))()
+    exercise.mistakes = ()
+    assert "SIGABRT" in exercise.judge(a_noisy_mistake).detail
+    assert "native words of a mistake" in "".join(capfd.readouterr())
+
+
+def a_functional_collective(x, w):
+    from torch.distributed._functional_collectives import all_reduce
+
+    return all_reduce(x @ w, "sum", dist.group.WORLD)
+
+
+def test_what_a_functional_collective_returns_is_waited_for():
+    assert by_id("1.2").judge(a_functional_collective).outcome == PASSED
+
+
 def test_an_exercise_without_communication_does_not_ask_for_it():
     verdict = by_id("3.3").judge(in_nanoseconds)
     assert (verdict.outcome, verdict.why) == (WRONG, "")
@@ -247,6 +333,10 @@ def test_unpicklable_code_is_explained():
     (7, 8, False),
     (0.5, 0.5000001, True),
     (0.5, 0.51, False),
+    (0.5, torch.tensor(0.5), True),
+    (0.5, torch.tensor([0.5, 0.5]), False),
+    (0.5, fractions.Fraction(1, 2), True),
+    (0.5, "0.5", False),
 ])
 def test_agreement(expected, got, right):
     assert agree(expected, got, 1e-5) is right
@@ -258,6 +348,79 @@ def test_the_first_rank_and_fact_that_differ_are_named():
     difference = first_difference(right, got, 1e-5)
     assert (difference.rank, difference.fact) == (1, "b")
     assert first_difference(right, [right[0], {"a": torch.ones(2)}], 1e-5).fact == "b"
+
+
+A, B = torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0])
+
+
+@pytest.mark.parametrize(("expected", "got", "said"), [
+    ((A, A), (B, B), ""),
+    ((A, A), (A, B), "the ranks differ, and should all have the same"),
+    ((A, B), (B, B), "it is what rank 1 should have"),
+    ((A, A), (4 * A, B), "it is 4 times the reference"),
+    ((A, A), (0 * A, A), "it is all zeros"),
+    ((A[:1], A[:1]), (A[:1] * 1.3, A[:1] * 1.3), ""),
+    ((A[:1], A[:1]), (A[:1] / 4, A[:1] / 4), "it is 0.25 times the reference"),
+    ((A, A), (None, A), "it is None"),
+    ((0.5, 0.5), (500.0, 500.0), "it is 1000 times the reference"),
+    ((0.5, 0.5), (0.7, 0.7), ""),
+    ((0.5, 0.5), (0.0, 0.0), ""),
+])
+def test_what_is_said_of_a_difference(expected, got, said):
+    right, found = ([{"it": value} for value in values] for values in (expected, got))
+    assert first_difference(right, found, 1e-5).note == said
+
+
+QUANTITIES = {"the ranks": 2, "the slices": 5, "own": 3, "all": 7}
+PARTS = [torch.tensor([1.0, 2.0, 5.0]), torch.tensor([10.0, 30.0, 90.0])]
+SUM = PARTS[0] + PARTS[1]
+
+
+@pytest.mark.parametrize(("got", "said"), [
+    (5 * SUM, "it is 5 times the reference (the slices)"),
+    (SUM / 5, "it is 0.2 times the reference (1 / the slices)"),
+    (SUM * 3 / 7, "it is 0.4286 times the reference (own / all)"),
+    (SUM / 4, "it is 0.25 times the reference (1 / (the ranks · the ranks))"),
+    (SUM * 7 / 6, "it is 1.167 times the reference (all / (own · the ranks))"),
+    (SUM * 10, "it is 10 times the reference (the ranks · the slices)"),
+    (SUM * 1.234, "it is 1.234 times the reference"),
+    (SUM + PARTS[0], "rank 0's part is in it twice"),
+    (PARTS[1], "it holds rank 1's part alone"),
+    (torch.cat([SUM[:2], PARTS[0][2:]]), "in chunk 1, it holds rank 0's part alone"),
+    (SUM + 0.5, ""),
+    (torch.tensor([7.0, 8.0, 9.0]), "it is what rank 0 alone would have"),
+])
+def test_what_a_wrong_tensor_is_made_of(got, said):
+    difference = first_difference([{"it": SUM}], [{"it": got}], 1e-5)
+    alone = {"it": torch.tensor([7.0, 8.0, 9.0])}
+    assert explained(difference, alone, QUANTITIES, {"it": PARTS}, 1e-5).note == said
+
+
+def test_digits_of_a_narrow_dtype_are_seen():
+    right = torch.tensor([1.2345, 2.3456])
+    for dtype in (torch.bfloat16, torch.float16):
+        narrow = first_difference([{"it": right}], [{"it": right.to(dtype).float()}], 1e-5)
+        assert str(dtype).removeprefix("torch.") in narrow.note
+    assert first_difference([{"it": right}], [{"it": right + 0.01}], 1e-5).note == ""
+
+
+def test_what_should_hold_is_said_as_such():
+    difference = first_difference([{"that all is well": True}], [{"that all is well": False}], 0)
+    assert str(difference) == "rank 0: this should hold, and does not: all is well"
+
+
+def every_second_number(tensor):
+    return tensor[dist.get_rank()::dist.get_world_size()]
+
+
+def test_an_answer_may_be_a_view_with_gaps():
+    assert "this rank's chunk" in by_id("3.1").judge(every_second_number).detail
+
+
+def test_whole_numbers_are_shown_in_full():
+    difference = first_difference([{"it": torch.tensor([33554433])}],
+                                  [{"it": torch.tensor([33554432])}], 1e-5)
+    assert "[33554433]" in str(difference) and "[33554432]" in str(difference)
 
 
 def test_cards_in_plain_text(capsys):
@@ -293,6 +456,51 @@ def test_progress_is_kept_and_a_pass_stays(capsys, tmp_path):
     assert re.search(r"4\.2 .*passed", out)
     assert re.search(r"4\.1 .*not attempted", out)
     assert json.loads((tmp_path / "progress.json").read_text()) == {"4.2": {"outcome": "passed"}}
+
+
+@pytest.fixture
+def progress(monkeypatch):
+    """Shows progress with these outcomes; returns its plain text's lines, and its HTML."""
+    def show(outcomes):
+        shown = []
+        monkeypatch.setattr(cards, "_display", lambda *texts: shown.append(texts))
+        monkeypatch.setattr(record, "outcomes", lambda: outcomes)
+        dplab.progress()
+        [(plain, rich)] = shown
+        return plain.splitlines(), rich
+    return show
+
+
+def test_progress_is_by_chapter(progress):
+    passed, wrong = EXERCISES[0], EXERCISES[1]
+    lines, rich = progress({passed.id: PASSED, wrong.id: WRONG, "99.1": PASSED})
+    assert lines[0] == f"1 of {len(EXERCISES)} exercises passed"
+    chapters = sorted({int(exercise.id.split(".")[0]) for exercise in EXERCISES})
+    heads = [line for line in lines if re.match(r"\d\d · ", line)]
+    assert [line.split("  ")[0] for line in heads] == [
+        f"{number:02d} · {TITLES[number]}" for number in chapters]
+    for number, head in zip(chapters, heads, strict=True):
+        mine = [exercise for exercise in EXERCISES if exercise.id.startswith(f"{number}.")]
+        count = sum(exercise is passed for exercise in mine)
+        assert head.endswith(f"  {count} of {len(mine)}")
+        below = lines[lines.index(head) + 1:][:len(mine)]
+        for exercise, line in zip(mine, below, strict=True):
+            outcome = {passed: PASSED, wrong: WRONG}.get(exercise, NOT_ATTEMPTED)
+            assert re.fullmatch(rf" +{exercise.id}  {re.escape(exercise.title)} +{outcome}", line)
+    assert len(lines) == 1 + 2 * len(chapters) + len(EXERCISES)
+    assert rich.count("<tr") == len(chapters) + len(EXERCISES)
+    for text in (passed.title, TITLES[0], "1 of 1", NOT_ATTEMPTED):
+        assert html.escape(text) in rich
+    ids = re.findall(r">(\d+\.\d+)<", rich)
+    assert ids == [exercise.id for exercise in EXERCISES]
+
+
+def test_progress_of_a_finished_course_is_green(progress):
+    green = cards._COLORS[PASSED]
+    lines, rich = progress({exercise.id: PASSED for exercise in EXERCISES})
+    assert lines[0] == f"{len(EXERCISES)} of {len(EXERCISES)} exercises passed"
+    assert set(re.findall(r"color:(#\w+)", rich)) == {green}
+    assert cards._COLORS[NOT_ATTEMPTED] in progress({EXERCISES[0].id: PASSED})[1]
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"4.2": 3}', "\0"])

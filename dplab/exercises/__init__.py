@@ -44,13 +44,16 @@ def solution(id: str) -> None:
 
 
 def progress() -> None:
-    """Shows every exercise with its last outcome."""
+    """Shows every exercise with its last outcome, by chapter."""
     cards.show_progress(every_exercise(), record.outcomes())
 
 
 def solution_source(id: str) -> str:
     """The reference solution as the source of the name that the exercise asks for."""
-    return find(id).solution_source()
+    exercise = find(id)
+    if exercise is None:
+        raise ValueError(f"there is no exercise {id!r}")
+    return exercise.solution_source()
 
 
 @functools.cache

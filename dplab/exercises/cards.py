@@ -1,12 +1,14 @@
 """How outcomes look: an HTML card in JupyterLab, the same words in plain text elsewhere."""
 
 import html
+import itertools
 
 from dplab.exercises import record
 from dplab.exercises.exercise import CRASHED, NOT_ATTEMPTED, PASSED, WRONG
+from dplab.exercises.titles import TITLES
 from dplab.spawn.output import ipython
 
-_COLORS = {PASSED: "#0B7A43", WRONG: "#C05600", CRASHED: "#B3261E", NOT_ATTEMPTED: "#6B7680"}
+_COLORS = {PASSED: "#12894D", WRONG: "#C05600", CRASHED: "#D0453C", NOT_ATTEMPTED: "#6B7680"}
 
 
 def show_verdict(exercise, verdict, *, saved=True):
@@ -22,7 +24,8 @@ def show_verdict(exercise, verdict, *, saved=True):
     elif verdict.outcome == WRONG and not why:
         why = "Not right yet."
     if not saved:
-        detail = f"{detail}\n(Progress could not be written to {record.folder()}.)".strip()
+        detail = (f"{detail}\n(Progress could not be written to {record.folder()}: DPLAB_HOME "
+                  "in the environment names another folder.)").strip()
     _card(head, why, detail, _COLORS[verdict.outcome])
 
 
@@ -45,19 +48,38 @@ def show_unknown(id, exercises):
 
 
 def show_progress(exercises, outcomes):
-    rows = [(exercise.id, exercise.title, outcomes.get(exercise.id, NOT_ATTEMPTED))
-            for exercise in exercises]
-    passed = sum(outcome == PASSED for _, _, outcome in rows)
-    head = f"{passed} of {len(rows)} exercises passed"
-    width = max(len(title) for _, title, _ in rows)
-    color = _COLORS[PASSED if passed == len(rows) else NOT_ATTEMPTED]
-    plain = "\n".join(f"{id:>5}  {title:<{width}}  {outcome}" for id, title, outcome in rows)
-    cells = "".join(
-        f'<tr><td style="text-align:right">{id}</td>'
-        f'<td style="text-align:left">{html.escape(title)}</td>'
-        f'<td style="text-align:left;color:{_COLORS[outcome]};font-weight:600">{outcome}</td></tr>'
-        for id, title, outcome in rows)
-    _display(f"{head}\n\n{plain}", _frame(head, f"<table>{cells}</table>", color))
+    """By chapter: its title, how many are passed, and each exercise with its last outcome."""
+    rows = [(exercise, outcomes.get(exercise.id, NOT_ATTEMPTED)) for exercise in exercises]
+    head, all_passed = _counted(rows, " exercises passed")
+    plain, table = [head], []
+    width = max(len(exercise.title) for exercise in exercises)
+    for chapter, group in itertools.groupby(rows, lambda row: row[0].chapter):
+        group = list(group)
+        title, (count, is_done) = f"{chapter:02d} · {TITLES[chapter]}", _counted(group)
+        plain += ["", f"{title:<{width + 7}}  {count}"]
+        plain += [f"{each.id:>5}  {each.title:<{width}}  {outcome}" for each, outcome in group]
+        table.append(_row("font-weight:600;padding-top:10px", "", title, count,
+                          _COLORS[PASSED if is_done else NOT_ATTEMPTED]))
+        table += [_row("", each.id, each.title, outcome, _COLORS[outcome])
+                  for each, outcome in group]
+    rich = f'<table style="border-collapse:collapse">{"".join(table)}</table>'
+    _display("\n".join(plain), _frame(head, rich, _COLORS[PASSED if all_passed else NOT_ATTEMPTED]))
+
+
+def _counted(rows, what=""):
+    """How many are passed, in words, and whether all are."""
+    passed = sum(outcome == PASSED for _, outcome in rows)
+    return f"{passed} of {len(rows)}{what}", passed == len(rows)
+
+
+def _row(style, id, title, outcome, color):
+    """A chapter's row has no ``id``: its title begins where the exercises' ids do."""
+    cell = f'<td style="text-align:left;padding:2px 12px 2px 0;background:none;{style}'
+    first = (f'{cell}">{id}</td>{cell}">{html.escape(title)}' if id
+             else f'{cell}" colspan="2">{html.escape(title)}')
+    dot = "○" if color == _COLORS[NOT_ATTEMPTED] else "●"
+    return (f'<tr style="background:none">{first}</td>'
+            f'{cell}"><span style="color:{color}">{dot} </span>{outcome}</td></tr>')
 
 
 def _card(head, text, block, color):

@@ -40,10 +40,35 @@ def sum_over_own_count(values):
     return total / len(values)
 
 
+def sum_over_own_count_everywhere(values):
+    total = values.sum()
+    dist.all_reduce(total)
+    return total / (len(values) * dist.get_world_size())
+
+
+def padded_mean(values):
+    longest = torch.tensor(len(values))
+    dist.all_reduce(longest, op=dist.ReduceOp.MAX)
+    total = values.sum()
+    dist.all_reduce(total)
+    return total / (longest * dist.get_world_size())
+
+
 def reduce_to_rank_0(values):
     total = torch.stack([values.sum(), torch.tensor(float(len(values)))])
     dist.reduce(total, dst=0)
     return total[0] / total[1]
+
+
+def mean_of_rank_0(values):
+    mean = values.mean()
+    dist.broadcast(mean, src=0)
+    return mean
+
+
+def returned_by_rank_0_only(values):
+    mean = global_mean(values)
+    return mean if dist.get_rank() == 0 else None
 
 
 def on_rank_0_only(values):
@@ -80,6 +105,16 @@ class GlobalMean(Exercise):
                 "number of values on all ranks together."),
         Mistake(sum_over_own_count, "You divided the sum over all ranks by this rank's own number "
                 "of values: that number has to be summed over the ranks too."),
+        Mistake(sum_over_own_count_everywhere, "You took this rank's own number of values times "
+                "the number of ranks. The ranks hold different numbers of values: sum these over "
+                "the ranks, too."),
+        Mistake(padded_mean, "You divided as if every rank held as many values as the longest one. "
+                "What only fills up a shorter row is no value: sum the ranks' own numbers of "
+                "values."),
+        Mistake(mean_of_rank_0, "Every rank gets rank 0's mean, and the values of the others are "
+                "in no sum. Combine all ranks' values: `all_reduce`."),
+        Mistake(returned_by_rank_0_only, "The mean is right, and only rank 0 returns it. The "
+                "others return None: give it to every rank."),
         Mistake(reduce_to_rank_0, "`reduce` gives the result to rank 0 alone; the others are left "
                 "with parts of it. Every rank needs the mean: `all_reduce`."),
         Mistake(on_rank_0_only, "Only rank 0 calls the collective, and waits for ever. A "

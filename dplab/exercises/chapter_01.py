@@ -1,6 +1,7 @@
 """Exercises of chapter 01: split the batch, copy the model."""
 
 import functools
+import itertools
 import operator
 
 import torch
@@ -11,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dplab.exercises.compare import AtMost
 from dplab.exercises.exercise import Exercise, Mistake
-from dplab.measure import CallLog
+from dplab.measure import CallLog, sent_bytes
 
 # 1.1
 
@@ -48,6 +49,10 @@ def _changed(change):
     return lambda samples, rank, world_size: change(*local_part(samples, rank, world_size))
 
 
+_ONE_TAKES_THE_REST = ("One rank takes the whole remainder, and all others wait for it. Give one "
+                       "sample of the remainder to each of as many ranks.")
+_IN_TURN = ("You deal the samples out in turn, as `batch[rank::world_size]` does. Here a part is "
+            "one piece, `batch[start:stop]`, and the parts follow one another.")
 _NOT_MOVED = ("The first ranks take one more, as they should, but parts behind them start as if "
               "they did not: samples are taken twice, and the last ones by nobody. Move each "
               "start by the longer parts before it.")
@@ -71,9 +76,7 @@ class LocalPart(Exercise):
         Mistake(_rounded_down, "You dropped the remainder: `samples // world_size` for each "
                 "rank leaves the last samples out, or all, if they are fewer than the ranks."),
         Mistake(lambda samples, rank, ranks: (rank * (samples // ranks), samples
-                if rank == ranks - 1 else (rank + 1) * (samples // ranks)), "One rank takes the "
-                "whole remainder, and all others wait for it. Give one sample of the remainder to "
-                "each of as many ranks."),
+                if rank == ranks - 1 else (rank + 1) * (samples // ranks)), _ONE_TAKES_THE_REST),
         Mistake(_rounded_up, "You rounded the size up, so that the last parts run past the end of "
                 "the batch."),
         Mistake(lambda samples, *rest: tuple(min(end, samples) for end in _rounded_up(
@@ -83,6 +86,9 @@ class LocalPart(Exercise):
                 "there are ranks: with 1 sample for 2 ranks, rank 1 finds none in the list."),
         Mistake(_longer_but_not_moved, _NOT_MOVED),
         Mistake(functools.partial(_longer_but_not_moved, longer_ones=True), _NOT_MOVED),
+        *(Mistake(attempt, _IN_TURN) for attempt in (
+            lambda samples, rank, ranks: (rank, samples),
+            lambda samples, rank, ranks: (rank, samples, ranks))),
         Mistake(lambda samples, rank, ranks: (0, samples // ranks), "Every rank takes the first "
                 "part: where a part starts must depend on the rank."),
         Mistake(lambda samples, rank, ranks: (0, samples), "Every rank takes the whole batch, so "
@@ -117,7 +123,8 @@ class LocalPart(Exercise):
         facts = {}
         for samples in self.batches:
             parts = [local_part(samples, rank, world_size) for rank in range(world_size)]
-            facts |= _facts_of_parts(samples, parts)
+            facts |= {name: AtMost(1, "sizes may differ by one") if "minus" in name else fact
+                      for name, fact in _facts_of_parts(samples, parts).items()}
         return facts
 
 
@@ -135,19 +142,23 @@ def _bounds_of(part):
 
 def _facts_of_parts(samples, parts):
     """What holds for every fair split, whichever ranks take one sample more."""
-    names = ("what is returned", "the list of samples that nobody takes", "the list of samples "
-             "taken twice", "the list of indices outside the batch", "the size of the largest part",
-             "the size of the smallest part", "that parts follow in the order of the ranks")
+    names = ("what is returned", "the list of gaps between a part and the next (below 0: "
+             "they overlap)", "the list of samples that nobody takes", "the list of samples "
+             "taken twice", "the list of indices outside the batch", "the largest part minus the "
+             "smallest", "the sorted list of sizes", "that parts follow in the order of the ranks")
     names = [f"with {samples} sample{'s' * (samples > 1)}, {name}" for name in names]
     unusable = [part for part in parts if isinstance(part, str)]
     if unusable:
         return dict.fromkeys(names) | {names[0]: unusable[0]}
     taken = [index for start, stop in parts for index in range(start, stop)]
-    sizes = [stop - start for start, stop in parts]
+    sizes = sorted(stop - start for start, stop in parts)
     missing = [index for index in range(samples) if index not in taken]
     twice = sorted({index for index in taken if taken.count(index) > 1})
     outside = sorted({index for index in taken if not 0 <= index < samples})
-    found = ("int, int", missing, twice, outside, max(sizes), min(sizes), taken == sorted(taken))
+    filled = [part for part in parts if part[0] < part[1]]
+    gaps = [right[0] - left[1] for left, right in itertools.pairwise(filled)]
+    found = ("int, int", [gap for gap in gaps if gap], missing, twice, outside,
+             sizes[-1] - sizes[0], sizes, taken == sorted(taken))
     return dict(zip(names, found, strict=True))
 
 
@@ -188,6 +199,18 @@ def _summed(tensor):
     return tensor
 
 
+def _piece_by_piece(dim):
+    """One all-reduce for each row (0) or column (1) of the output."""
+
+    def attempt(x, w):
+        out = x @ w
+        for piece in out.unbind(dim):
+            piece.copy_(_summed(piece.contiguous()))
+        return out
+
+    return attempt
+
+
 _ALL_EVERYWHERE = ("You gathered the inputs: every rank holds all of `x` and `w`, and nothing is "
                    "split. Multiply what this rank has, and add the results.")
 _NOT_INPUTS = ("You summed the inputs over the ranks. They are different columns and rows, which "
@@ -221,6 +244,9 @@ class SplitOverD(Exercise):
         Mistake(lambda x, w: torch.stack(_gathered(x @ w)).sum(dim=0), "The output is right, but "
                 "each rank received every other rank's partial sum: N−1 whole outputs. An "
                 "all-reduce sends less than two, whatever N is."),
+        *(Mistake(_piece_by_piece(dim), "The output is right, in many messages: each all-reduce "
+                  "costs its latency again. Compute the whole product, and all-reduce it once.")
+          for dim in (0, 1)),
         Mistake(lambda x, w: torch.cat(_gathered(x), 1) @ torch.cat(_gathered(w)), _ALL_EVERYWHERE),
         Mistake(_inputs_gathered, _ALL_EVERYWHERE),
         Mistake(_then(lambda out: dist.reduce(out, dst=0)), "`reduce` gives the sum to rank 0 "
@@ -240,6 +266,10 @@ class SplitOverD(Exercise):
         Mistake(lambda x, w: _summed(x) @ w, _NOT_INPUTS),
     )
 
+    def parts(self, world_size, rank):
+        blocks = [_block(other, world_size) for other in range(world_size)]
+        return {"the output": [x @ w for x, w in blocks]}
+
     def trial(self, attempt):
         x, w = _block(dist.get_rank(), dist.get_world_size())
         before = x.clone(), w.clone()
@@ -248,12 +278,15 @@ class SplitOverD(Exercise):
         return {"the output": out, "`x` and `w` are left alone":
                 torch.equal(x, before[0]) and torch.equal(w, before[1]),
                 "that no more is sent than by one all-reduce of the output":
-                _elements_sent(log) <= 2 * len(x) * w.shape[1]}
+                sum(map(sent_bytes, log.calls)) / 4 <= 2 * len(x) * w.shape[1],
+                "the number of collectives": log.count()}
 
     def expected(self, world_size):
         x, w = _whole()
         return {"the output": x @ w, "`x` and `w` are left alone": True,
-                "that no more is sent than by one all-reduce of the output": True}
+                "that no more is sent than by one all-reduce of the output": True,
+                "the number of collectives": AtMost(
+                    2, "one all-reduce of the whole output is enough")}
 
 
 def _whole():
@@ -267,15 +300,6 @@ def _block(rank, world_size):
     """This rank's columns of x and rows of w."""
     x, w = _whole()
     return x.tensor_split(world_size, dim=1)[rank].contiguous(), w.tensor_split(world_size)[rank]
-
-
-def _elements_sent(log):
-    """By one rank, on average, with the algorithms of chapter 03."""
-    others = dist.get_world_size() - 1
-    share = others / dist.get_world_size()
-    times = {"all_reduce": 2 * share, "all_gather": others, "reduce_scatter": share,
-             "broadcast": share, "reduce": share, "gather": share, "scatter": share, "recv": 0}
-    return sum(times.get(call.operation, 1) * call.bytes for call in log.calls) / 4
 
 
 # 1.3
@@ -300,6 +324,7 @@ def _accumulate(*, weigh="by size", zero=False, reduce="at the end", divisor=dis
         losses = (F.cross_entropy(model(x), y) * {
             "by size": len(y) / len(labels), "full size": size / len(labels), "sum": len(y),
             "by micro-batch": len(y) / size, "equal": 1 / len(parts), "none": 1,
+            "full ones": 1 / (len(labels) // size), "twice": len(y) / len(labels) / len(parts),
             "mean by micro-batch": 1 / size, "mean by local batch": 1 / len(labels),
         }[weigh] for x, y in parts)
         for loss in [sum(losses)] if at_once else losses:
@@ -312,6 +337,11 @@ def _accumulate(*, weigh="by size", zero=False, reduce="at the end", divisor=dis
             _sum_divided(model, divisor(), of)
 
     return attempt
+
+
+def _all_reduced_loss(model, *batch):
+    _accumulate(reduce="never")(model, *batch)
+    dist.all_reduce(torch.zeros(()))
 
 
 def _sum_divided(model, divisor, of):
@@ -348,6 +378,10 @@ class AccumulateGradients(Exercise):
         Mistake(_accumulate(weigh="equal"), "You divide by the number of micro-batches, as if all "
                 "were equally large. The last one is smaller, so its samples count too much: weigh "
                 "each mean by its share of the samples."),
+        Mistake(_accumulate(weigh="full ones"), "You divide by the number of *full* micro-batches, "
+                "and add the smaller one as well. Weigh each mean by its share of the samples."),
+        Mistake(_accumulate(weigh="twice"), "You weigh each mean by its share, and divide by the "
+                "number of micro-batches too. The shares add up to 1 already."),
         Mistake(_accumulate(weigh="full size"), "Every micro-batch is weighed as a full one. The "
                 "last one is smaller, and so is its share: its own samples over the local batch."),
         Mistake(_accumulate(weigh="sum"), "You summed the losses of all samples and never divided: "
@@ -374,6 +408,9 @@ class AccumulateGradients(Exercise):
                 "micro-batch, what was summed before too. All-reduce once, and divide."),
         Mistake(_accumulate(reduce="never"), "Each rank has accumulated its own local batch, and "
                 "the ranks were never averaged: their gradients still differ."),
+        Mistake(_all_reduced_loss, "The ranks exchange something, but not gradients: each rank "
+                "keeps those of its own local batch. (An all-reduce of the *loss* changes the "
+                "number that you log, and no gradient.)"),
         Mistake(_accumulate(divisor=lambda: 1), "You summed over the ranks and did not divide by "
                 "the world size."),
         Mistake(_accumulate(divisor=lambda: dist.get_world_size() ** 2), "You divided by the world "
@@ -393,6 +430,10 @@ class AccumulateGradients(Exercise):
                 "the weights: stop at the gradients."),
     )
     micro_batch = 3
+
+    def quantities(self, world_size, rank):
+        return {"the ranks": world_size, "the samples of a micro-batch": 3, "the micro-batches": 5,
+                "the samples of a local batch": 13}
 
     def trial(self, attempt):
         model, sizes, held, by_ddp = _classifier(), [], [], []
@@ -436,9 +477,9 @@ def _classifier():
 
 
 def _labelled(rank):
-    """Rank r's eleven samples of seven features, with a class for each."""
-    images = torch.sin(torch.arange(77.0) * 1.3 + 9 * rank).reshape(11, 7)
-    return images, (torch.arange(11) * (rank + 2)) % 3
+    """Rank r's thirteen samples of seven features, with a class for each."""
+    images = torch.sin(torch.arange(91.0) * 1.3 + 9 * rank).reshape(13, 7)
+    return images, (torch.arange(13) * (rank + 2)) % 3
 
 
 def _gradients(model):

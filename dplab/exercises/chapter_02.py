@@ -18,6 +18,12 @@ def _gradients(model):
             for name, parameter in model.named_parameters()}
 
 
+def _over_ranks(number):
+    total = torch.as_tensor(number).clone()
+    dist.all_reduce(total)
+    return total
+
+
 def _after_backward(model, loss):
     """The gradients, and the mean over the ranks of their losses: in one process, the loss."""
     loss.backward()
@@ -36,12 +42,6 @@ def average_gradients(model, samples):
     for parameter in model.parameters():
         parameter.grad *= samples / total
         dist.all_reduce(parameter.grad)
-
-
-def _over_ranks(number):
-    total = torch.as_tensor(number).clone()
-    dist.all_reduce(total)
-    return total
 
 
 def _weighted(weight=lambda own, total, n: 1.0, divisor=lambda own, total, n: 1.0,
@@ -108,6 +108,10 @@ class AverageUnequalParts(Exercise):
                 "times too large: you multiplied by the number of ranks, or took the ranks' mean "
                 "count for the total. A factor N undoes DDP's division by it; here you sum "
                 "yourself, and nobody divides."),
+        *(Mistake(_weighted(lambda own, total, n: 1 / max(own, 1), divisor), "You divided each "
+                  "rank's gradient by its count of samples. It is a mean, and so divided already: "
+                  "give it the weight of its share, `samples / total`.")
+          for divisor in (lambda own, total, n: 1, lambda own, total, n: n)),
         *(Mistake(_weighted(lambda own, total, n: own, divisor), "You divided by this rank's own "
                   "count, so the ranks end with different gradients. The divisor is the count of "
                   "all ranks, which takes an `all_reduce`.")
@@ -127,6 +131,17 @@ class AverageUnequalParts(Exercise):
         Mistake(_without_the_empty, "A rank without samples left early, and the others wait for "
                 "it. Its weight is 0, and it makes every call all the same.", hangs=True),
     )
+
+    def quantities(self, world_size, rank):
+        counts = [len(_part(other)) for other in range(world_size)]
+        return {"the ranks": world_size, "this rank's samples": counts[rank],
+                "the samples of all ranks": sum(counts), "the most samples of a rank": max(counts)}
+
+    def parts(self, world_size, rank):
+        counts = [len(_part(other)) for other in range(world_size)]
+        means = [_gradients(_gradients_of(_part(other))) for other in range(world_size)]
+        return {fact: [count / sum(counts) * mean[fact] for count, mean in zip(
+            counts, means, strict=True)] for fact in means[0]}
 
     def trial(self, attempt):
         part = _part(dist.get_rank())
@@ -171,8 +186,8 @@ def token_loss_for_ddp(logits, targets):
     return dist.get_world_size() * summed / total
 
 
-def _summed(logits, targets):
-    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+def _summed(logits, targets, reduction="sum"):
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction=reduction)
 
 
 def _loss(factor=lambda: 1, count=lambda targets: (targets != PADDING).sum(), reduced=True):
@@ -185,8 +200,13 @@ def _loss(factor=lambda: 1, count=lambda targets: (targets != PADDING).sum(), re
     return attempt
 
 
+def _weighted_by_positions(logits, targets):
+    share = targets.numel() / _over_ranks(targets.numel())
+    return dist.get_world_size() * share * _own_mean(logits, targets)
+
+
 def _own_mean(logits, targets):
-    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    return _summed(logits, targets, "mean")
 
 
 def _share_of_the_sum(logits, targets):
@@ -206,7 +226,7 @@ def _all_reduced_mean(logits, targets):
     return loss / dist.get_world_size()
 
 
-def _weighted_by_sequences(logits, targets, own=_own_mean):
+def _weighted_by_sequences(logits, targets, *, own=_own_mean):
     share = len(targets) / _over_ranks(len(targets))
     return dist.get_world_size() * share * own(logits, targets)
 
@@ -249,6 +269,16 @@ class TokenLossForDDP(Exercise):
         Mistake(_loss(count=torch.numel, reduced=False), "You divided by the number of positions, "
                 "padding too, and by this rank's alone. Count the targets that are not -100, on "
                 "all ranks."),
+        Mistake(_weighted_by_positions, "You weighted the ranks by their numbers of positions, "
+                "padding too. The weight is the share of the targets that are not -100."),
+        *(Mistake(attempt, "You leave out the token 0, or do not count it. It is a token like "
+                  "others; what is left out is -100.") for attempt in (
+              lambda logits, targets: token_loss_for_ddp(
+                  logits, targets.masked_fill(targets == 0, PADDING)),
+              _loss(factor=dist.get_world_size, count=lambda targets: (targets > 0).sum()))),
+        Mistake(lambda *given: _summed(*given).detach(), "No gradient reaches the model: what you "
+                "return is cut off from the graph. `.item()`, `.detach()`, `torch.tensor(loss)` "
+                "and `no_grad` do that."),
         Mistake(_summed, "You return the sum over this rank's tokens. DDP's average divides by "
                 "the number of ranks, and nobody divides by the number of tokens."),
         Mistake(_weighted_by_sequences, "You weighted the ranks by their numbers of sequences. The "
@@ -268,6 +298,14 @@ class TokenLossForDDP(Exercise):
                 "mean, its weight as wrong as before. Communicate the *count* alone, and divide "
                 "this rank's own sum by it."),
     )
+
+    def quantities(self, world_size, rank):
+        targets = [_text(other)[1] for other in range(world_size)]
+        tokens = [(each != PADDING).sum().item() for each in targets]
+        return {"the ranks": world_size, "this rank's tokens": tokens[rank],
+                "the tokens of all ranks": sum(tokens), "the most tokens of a rank": max(tokens),
+                "this rank's sequences": len(targets[rank]),
+                "the sequences of all ranks": sum(map(len, targets))}
 
     def trial(self, attempt):
         model = DistributedDataParallel(_language_model())
@@ -294,6 +332,7 @@ def _text(rank):
     generator = torch.Generator().manual_seed(rank)
     tokens = torch.randint(1, 11, (len(lengths), max(lengths) + 3), generator=generator)
     tokens[:, 0] = 0  # a start that all share, so that no gradient begins with zeros
+    tokens[0, 1] = 0  # and a target
     targets = tokens[:, 1:].clone()
     for row, length in zip(targets, lengths, strict=True):
         row[length:] = PADDING
@@ -351,6 +390,13 @@ def _of_keys(queries, keys, temperature):
     return _contrast()(keys, queries, temperature)
 
 
+def _without_the_right_key(queries, keys, temperature):
+    logits = queries @ _with_gradient(keys).T / temperature
+    right = F.one_hot(dist.get_rank() * len(keys) + torch.arange(len(keys)), logits.shape[1]).bool()
+    others = logits.masked_fill(right, float("-inf"))
+    return (others.logsumexp(dim=1) - logits[right]).mean()
+
+
 def _symmetric(*given):
     return (_contrast()(*given) + _of_keys(*given)) / 2
 
@@ -388,6 +434,11 @@ class ContrastiveLoss(Exercise):
         Mistake(_contrast(SumOverRanks.apply, shifted=False), "You added the ranks' keys up: b "
                 "rows that are nobody's keys. A sum gathers only if each rank's keys have rows of "
                 "their own, which are zeros on all other ranks."),
+        Mistake(_contrast(lambda keys: torch.cat([keys, _with_gradient(keys)]), shifted=False),
+                "This rank's own keys stand among all ranks' keys a second time, as negatives of "
+                "themselves. Take the gathered keys alone; the labels say which are the own."),
+        Mistake(_without_the_right_key, "The right key is missing from the sum below: all keys of "
+                "the batch stand there, the query's own included, as in a cross-entropy."),
         Mistake(_contrast(_own_put_back), "Only this rank's own keys carry a gradient; those of "
                 "other ranks count as constants. But a key takes part in *every* rank's loss as a "
                 "negative, and these gradients are lost: gather in a way that autograd sees."),

@@ -28,6 +28,14 @@ class OnARing(Exercise):
             verdict.outcome, verdict.why = WRONG, _TOO_LONG
         return verdict
 
+    def parts(self, world_size, rank):
+        of_ranks = {name: [_input(length, dtype, other) for other in range(world_size)]
+                    for name, (length, dtype) in INPUTS.items()}
+        if self.halves == 1:
+            of_ranks = {name: [tensor.tensor_split(world_size)[rank] for tensor in tensors]
+                        for name, tensors in of_ranks.items()}
+        return {f"{self.fact} of {name} numbers": parts for name, parts in of_ranks.items()}
+
     def trial(self, attempt):
         facts = {}
         for name, (length, dtype) in INPUTS.items():
@@ -66,8 +74,8 @@ class OnARing(Exercise):
 
 def _input(length, dtype, rank):
     numbers = torch.arange(length, dtype=torch.float64)
-    if dtype == torch.int64:
-        return (100 * numbers + 7**rank).to(dtype)
+    if dtype == torch.int64:  # odd, and too large for a float32
+        return (2**25 + 100 * numbers + 7**rank).to(dtype)
     return torch.sin(1.7 * numbers + 5 * rank + 1).to(dtype)
 
 
@@ -122,6 +130,12 @@ def _from_the_wrong_side(outgoing, to, incoming, source):
 
 def _without_modulo(outgoing, to, incoming, source):
     exchange(outgoing, dist.get_rank() + 1, incoming, dist.get_rank() - 1)
+
+
+def _as_float32(outgoing, to, incoming, source):
+    arriving = torch.empty(len(incoming))
+    exchange(outgoing.float(), to, arriving, source)
+    incoming.copy_(arriving)
 
 
 _add, _overwrite, _forget = torch.Tensor.add_, torch.Tensor.copy_, torch.add
@@ -181,6 +195,8 @@ def _common(ring, whole):
                 "differ by at most one."),
         Mistake(ring(cut=torch.chunk), "`torch.chunk` may make fewer than N chunks, or cut "
                 "elsewhere. `tensor_split(N)` always makes N."),
+        Mistake(ring(swap=_as_float32), "What travels is float32, which rounds large integers and "
+                "float64. Receive in the tensor's own dtype: `torch.empty_like(chunk)`."),
         Mistake(whole(_whole_tensor), "You pass the whole tensor around. In each step, send only "
                 "one of the N chunks: that is where a ring saves its bytes."),
         Mistake(whole(lambda tensor: _whole_tensor(tensor, sums=True)), "You send your sum so "
@@ -250,8 +266,8 @@ class RingReduceScatter(OnARing):
         Mistake(_half(combine=_overwrite), "The chunk that arrives overwrites yours. It holds the "
                 "sum of the ranks that it has passed: add it to your own part."),
         *(Mistake(attempt, "You return chunk r as it was. Either you sent it first: to complete it "
-                  "on rank r, start one chunk further back. Or the sum goes into a new tensor: "
-                  "`chunk.add_(arriving)` adds in place.")
+                  "on rank r, start one chunk further back. Or what arrives is added elsewhere, to "
+                  "another chunk or a new tensor: `chunk.add_(arriving)`, with the same chunk.")
           for attempt in (_half(start=0), _half(combine=_forget))),
         *(Mistake(_half(start=0, way=way, keep=way), "The chunk is complete, but it is a "
                   "neighbour's. Rank r has to end with chunk r: start with another chunk, so that "
@@ -309,6 +325,14 @@ def _beginning_with(start):
     )
 
 
+def _divided(divide):
+    def attempt(tensor):
+        ring_all_reduce(tensor)
+        divide(tensor, dist.get_world_size())
+
+    return attempt
+
+
 def _into_a_new_tensor(tensor):
     ring_all_reduce(tensor.clone())
 
@@ -338,6 +362,9 @@ class RingAllReduce(OnARing):
                   "tensor or a copy (`chunk.add_(arriving)` adds in place); or the second half "
                   "starts with a chunk that this rank has not completed.")
           for combine in (_overwrite, _forget)),
+        *(Mistake(_divided(divide), "You divided by the world size: this exercise asks for the "
+                  "sum.") for divide in (torch.Tensor.div_, torch.Tensor.floor_divide_,
+                                         lambda tensor, ranks: tensor.copy_(tensor / ranks))),
         Mistake(_into_a_new_tensor, "The sum is in a new tensor: write it into the one that you "
                 "were given, as `dist.all_reduce` does."),
         Mistake(_reduce_scatter_in_place, "This is a reduce-scatter: only chunk r is complete on "
@@ -374,6 +401,14 @@ def _predict(*, gigabit=1e9 / 8, microsecond=1e-6, latencies=lambda n: 2 * (n - 
     return attempt
 
 
+def _in_units(per_second):
+    def attempt(*case):
+        seconds, bus = predict_all_reduce(*case)
+        return per_second * seconds, bus
+
+    return attempt
+
+
 def _link_for_bus(*case):
     return predict_all_reduce(*case)[0], case[3] / 8
 
@@ -392,16 +427,26 @@ class PredictAllReduce(Exercise):
     )
     solution = staticmethod(predict_all_reduce)
     mistakes = (
-        Mistake(_predict(gigabit=1e9), "You took bits for bytes: links are sold in bits per "
-                "second, tensors are counted in bytes. 400 Gb/s are 50 GB/s."),
+        *(Mistake(_predict(gigabit=unit), "Mind bits and bytes: links are sold in bits per second, "
+                  "tensors are counted in bytes. 400 Gb/s are 50 GB/s.") for unit in (1e9, 8e9)),
         *(Mistake(_predict(microsecond=unit), f"A microsecond is 1e-6 s, and not {unit:g} s.")
           for unit in (1e-3, 1)),
+        *(Mistake(attempt, "Links are sold in powers of ten: 1 Gb/s is 1e9 bits per second, and "
+                  "1 GB is 1e9 bytes, not 2**30.") for attempt in (
+              _predict(gigabit=2**30 / 8), _predict(giga=2**30),
+              _predict(gigabit=2**30 / 8, giga=2**30))),
+        *(Mistake(_in_units(factor), f"The seconds are asked, and you return {unit}: the number "
+                  "is too large.") for factor, unit in ((1e3, "milliseconds"),
+                                                        (1e6, "microseconds"))),
         Mistake(_predict(microsecond=0), "The latency is missing; small tensors have little else."),
         *(Mistake(_predict(latencies=count), "The latency counts once for each message that waits "
                   "for the one before it, and a ring all-reduce has 2(N-1) of them.")
-          for count in (lambda n: 1, lambda n: 2, lambda n: n - 1, lambda n: n)),
-        Mistake(_predict(moved=lambda n: 2 * (n - 1)), "Each message carries one chunk, M/N bytes, "
-                "not the whole tensor."),
+          for count in (lambda n: 1, lambda n: 2, lambda n: n - 1, lambda n: n, math.log2,
+                        lambda n: 2 * math.log2(n))),
+        *(Mistake(_predict(moved=lambda n: 2 * (n - 1), bus=factor), "Here each message takes as "
+                  "long as the whole tensor. It carries one chunk, M/N bytes, and has the link for "
+                  "itself.")
+          for factor in (lambda n: 2 * (n - 1) / n, lambda n: 1, lambda n: 2 * (n - 1))),
         Mistake(_predict(moved=lambda n: 1 / n), "Each of the 2(N-1) messages carries a chunk: "
                 "mind the brackets, both terms are multiplied."),
         Mistake(_predict(latencies=lambda n: 2 * n, moved=lambda n: 2), "Each half of the ring has "
@@ -415,6 +460,10 @@ class PredictAllReduce(Exercise):
         *(Mistake(_predict(bus=factor), "The seconds are right. The bus bandwidth of an all-reduce "
                   "is 2(N-1)/N times the tensor's bytes over the seconds.")
           for factor in (lambda n: 1, lambda n: (n - 1) / n)),
+        Mistake(_predict(bus=lambda n: 2 * (n - 1)), "The seconds are right. Bus bandwidth counts "
+                "the bytes that one rank sends, and these are those of all ranks."),
+        Mistake(_predict(gigabit=2e9 / 8), "You doubled the bandwidth. It is given for each "
+                "direction, and a rank sends in one while it receives in the other."),
         Mistake(_predict(giga=1), "The seconds are right; the bus bandwidth is asked in GB/s."),
         Mistake(_predict(giga=1e9 / 8), "The seconds are right. The bus bandwidth is asked in "
                 "gigabytes per second, and this is gigabits."),
@@ -428,8 +477,8 @@ class PredictAllReduce(Exercise):
         facts = {}
         for case in CASES:
             answer = attempt(*case)
-            seconds, bus = answer if isinstance(answer, tuple | list) else (answer, None)
-            facts |= _named(case, seconds, bus)
+            alone = not isinstance(answer, tuple | list) and getattr(answer, "ndim", 0) == 0
+            facts |= _named(case, *(answer, None) if alone else answer)
         return facts
 
     def expected(self, world_size):

@@ -7,6 +7,7 @@ from torch import nn
 
 from dplab.exercises.compare import AtMost
 from dplab.exercises.exercise import Exercise, Mistake
+from dplab.exercises.first_fault import FirstFault
 from dplab.exercises.training import (
     GLOBAL_BATCH,
     STEPS,
@@ -80,10 +81,20 @@ def _copies(model):
     return [tensor.clone() for tensor in _everything(model)]
 
 
+def _floats(model):
+    return [tensor for tensor in _everything(model) if tensor.is_floating_point()]
+
+
+def _draw_anew(model):
+    torch.manual_seed(0)
+    for module in model.modules():
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+
+
 def _average_everything(model):
-    for tensor in _everything(model):
-        if tensor.is_floating_point():
-            _mean_of(tensor)
+    for tensor in _floats(model):
+        _mean_of(tensor)
 
 
 def _mean_of(tensor):
@@ -100,7 +111,7 @@ _AVERAGED = ("You averaged the ranks' values. The ranks agree then, but not on r
              "an average of random weights is a poor start.")
 
 
-class BroadcastWeights(Exercise):
+class BroadcastWeights(FirstFault):
     id = "4.1"
     title = "Broadcast the initial weights"
     name = "broadcast_weights"
@@ -133,8 +144,12 @@ class BroadcastWeights(Exercise):
         Mistake(_broadcast(_everything, who=lambda rank: rank != 0), "Rank 0 does not call "
                 "broadcast. A collective is called by every rank: the source has to send.",
                 hangs=True),
-        Mistake(_broadcast(_copies), "You broadcast into copies: the received values never reach "
-                "the model. Broadcast the tensor itself, or copy it back."),
+        Mistake(_broadcast(_copies), "Rank 0's values never reach the other ranks' models (only "
+                "copies?). Broadcast the tensors themselves, or copy what came back into them."),
+        Mistake(_broadcast(_floats), "You left out what is not floating point: BatchNorm counts "
+                "its batches in an integer buffer."),
+        Mistake(_draw_anew, "You draw the weights anew. Equal seeds do not make them rank 0's, "
+                "which may have been loaded or trained: send them with `dist.broadcast`."),
         Mistake(average_weights, _AVERAGED),
         Mistake(_average_everything, _AVERAGED),
     )
@@ -199,8 +214,10 @@ def _average_copy(parameter):
     _mean_of(parameter.grad.clone())
 
 
-def _broadcast_gradient(parameter):
+def _broadcast_gradient(parameter, divide=False):
     dist.broadcast(parameter.grad, src=0)
+    if divide:
+        _divide(parameter)
 
 
 def _until_frozen(model):
@@ -210,9 +227,17 @@ def _until_frozen(model):
         _mean_of(parameter.grad)
 
 
-def _reduce_to_rank_0(parameter):
-    _divide(parameter)
-    dist.reduce(parameter.grad, dst=0)
+def _reduce_to_rank_0(before=(), after=()):
+    """``before``, ``after``: the ranks that divide before the reduce, or after it."""
+
+    def change(parameter):
+        for ranks in (before, None, after):
+            if ranks is None:
+                dist.reduce(parameter.grad, dst=0)
+            elif dist.get_rank() in ranks:
+                _divide(parameter)
+
+    return _on_each(change)
 
 
 _FROZEN = ("A parameter's gradient is `None`: it is frozen, or the loss does not depend on it. "
@@ -247,14 +272,16 @@ class AverageGradients(Exercise):
                 "the gradient of its own part."),
         Mistake(_on_each(_average_copy), "The means are right, but in new tensors: "
                 "`parameter.grad` still holds this rank's own. Write in place."),
-        Mistake(_on_each(_broadcast_gradient), "You broadcast rank 0's gradients: what the other "
-                "ranks computed is lost. Sum over the ranks with `all_reduce`."),
+        *(Mistake(_on_each(change), "You broadcast rank 0's gradients: what the other ranks "
+                  "computed is lost. Sum over the ranks with `all_reduce`.")
+          for change in (_broadcast_gradient, lambda each: _broadcast_gradient(each, divide=True))),
         Mistake(_until_frozen, "You stop at the first parameter without a gradient: the ones after "
                 "it are never averaged. Skip it, and go on."),
         Mistake(average_weights, _WEIGHTS),
         Mistake(_on_each(lambda parameter: _mean_of(parameter.data)), _WEIGHTS),
-        Mistake(_on_each(_reduce_to_rank_0), "`reduce` gives the result to rank 0 alone. Every "
-                "rank takes the step, so every rank needs the mean: `all_reduce`."),
+        *(Mistake(_reduce_to_rank_0(*who), "`reduce` gives the result to rank 0 alone. Every rank "
+                  "takes the step, so every rank needs the mean: `all_reduce`.")
+          for who in ((range(4),), ((), range(4)), ((), (0,)))),
         Mistake(_on_each(lambda parameter: _mean_of(parameter.grad), only_rank_0=True), "Only "
                 "rank 0 calls the collective, and waits for ever: every rank has to call it.",
                 hangs=True),
@@ -318,8 +345,13 @@ def train_by_hand(model, optimizer, images, labels, batches):
         optimizer.step()
 
 
+SAMPLES = "the number of samples that this rank computed"
 _TOO_LATE = ("The gradients are cleared between `backward` and `step`, so the optimizer sees zeros "
              "and the model never changes.")
+
+
+def _with_torch(model, *rest):
+    loop(broadcast=False, average="none")(nn.parallel.DistributedDataParallel(model), *rest)
 
 
 class TrainByHand(OnDigits):
@@ -327,6 +359,7 @@ class TrainByHand(OnDigits):
     title = "A whole training loop that matches DDP"
     name = "train_by_hand"
     minutes = 20
+    communicates = False  # DDP, in an attempt's place, does so unseen
     hints = (
         "Four things: rank 0's weights once, before the first step; then for each batch this "
         "rank's part, the gradients' mean, the optimizer's step.",
@@ -339,8 +372,16 @@ class TrainByHand(OnDigits):
     mistakes = (
         Mistake(loop(broadcast=False), "The ranks started from different weights and never "
                 "agreed: broadcast rank 0's before the first step."),
-        Mistake(loop(average="none"), "The ranks trained apart: their gradients were never "
-                "averaged."),
+        Mistake(loop(broadcast="last"), "The broadcast comes after the training. The ranks start "
+                "from different weights, so their gradients do not belong to one model."),
+        Mistake(loop(average="none"), "The ranks trained apart: each step was taken with this "
+                "rank's own gradients. Average them between `backward` and `step`."),
+        Mistake(loop(average="rank 0's weights"), "Rank 0's weights overwrite the others' in each "
+                "step, so what the other ranks computed is lost. Average the gradients instead."),
+        Mistake(loop(divided=True), "The gradients were divided by the world size twice: the mean "
+                "over the ranks needs no smaller loss."),
+        Mistake(_with_torch, "The weights come out right, but PyTorch's DDP did the work. Here "
+                "you write what it does: the broadcast and the all-reduce."),
         Mistake(loop(average="sum"), "The gradients were summed and not divided by the world "
                 "size: each step was too long."),
         Mistake(loop(average="loss"), "You averaged the loss. `backward` follows only this rank's "
@@ -364,14 +405,12 @@ class TrainByHand(OnDigits):
         model.register_forward_pre_hook(lambda _, inputs: seen.append(len(inputs[0])))
         with CallLog() as log:
             attempt(model, optimizer_for(model), *self.given)
-        return {**weights_after(model),
-                "the number of samples that this rank computed": sum(seen),
+        return {SAMPLES: sum(seen), **weights_after(model),
                 "there is a collective of your own in every step":
                     dist.get_world_size() == 1 or log.count() >= STEPS}
 
     def expected(self, world_size):
-        return {**self.reference(),
-                "the number of samples that this rank computed": STEPS * GLOBAL_BATCH // world_size,
+        return {SAMPLES: STEPS * GLOBAL_BATCH // world_size, **self.reference(),
                 "there is a collective of your own in every step": True}
 
 
@@ -402,10 +441,13 @@ class SpotTheBug(OnDigits):
     )
     solution = staticmethod(train_steps)
     stub = staticmethod(train_steps_broken)
+    communicates = False
     mistakes = (
         Mistake(_within_ddp(zero="once"), "The gradients are never cleared between the steps: "
                 "from the second one on they add up."),
         Mistake(_within_ddp(zero="too late"), _TOO_LATE),
+        Mistake(_within_ddp(divided=True), "DDP's average divides by the world size already: leave "
+                "the loss as it is."),
         Mistake(_within_ddp(part="own"), "The batches are this rank's parts already: you split "
                 "them again, and most samples were never seen."),
         Mistake(_within_ddp(unwrap=True), "You went around DDP's wrapper: unless the forward pass "
@@ -416,15 +458,17 @@ class SpotTheBug(OnDigits):
 
     def trial(self, attempt):
         images, labels, batches = self.given
-        model, steps = digits_classifier(seed=0), []
+        model, steps, seen = digits_classifier(seed=0), [], []
+        model.register_forward_pre_hook(lambda _, inputs: seen.append(len(inputs[0])))
         optimizer = optimizer_for(model)
         optimizer.register_step_post_hook(lambda *_: steps.append(1))
         parts = [batch[dist.get_rank() :: dist.get_world_size()] for batch in batches]
         attempt(nn.parallel.DistributedDataParallel(model), optimizer, images, labels, parts)
-        return {"the number of steps": len(steps), **weights_after(model)}
+        return {"the number of steps": len(steps), SAMPLES: sum(seen), **weights_after(model)}
 
     def expected(self, world_size):
-        return {"the number of steps": STEPS, **self.reference()}
+        return {"the number of steps": STEPS, SAMPLES: STEPS * GLOBAL_BATCH // world_size,
+                **self.reference()}
 
 
 EXERCISES = (BroadcastWeights, AverageGradients, TrainByHand, SpotTheBug)

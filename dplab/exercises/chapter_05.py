@@ -7,7 +7,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.distributed_c10d import _get_default_store
 
-from dplab.exercises.exercise import Exercise, Mistake
+from dplab.exercises.exercise import Mistake
+from dplab.exercises.first_fault import FirstFault
 from dplab.measure import CallLog
 
 _SUM = "You summed and did not divide by the world size: every rank has to end with the mean."
@@ -55,6 +56,10 @@ def _write_first_part(flat, bucket):
         parameter.grad.copy_(flat[:parameter.numel()].view_as(parameter))
 
 
+def _write_from_the_end(flat, bucket):
+    _write_back(flat, bucket[::-1])
+
+
 def _in_buckets(*, order=reversed, number_bytes=4, early=False, more=0, limit=None, flush=True,
                 reset=True, recount=True, frozen=False, power=1, write=_write_back, source="grad"):
     """Averages in buckets with one thing wrong; ``limit`` overrules the one that is given."""
@@ -81,7 +86,7 @@ def _in_buckets(*, order=reversed, number_bytes=4, early=False, more=0, limit=No
     return attempt
 
 
-class AverageInBuckets(Exercise):
+class AverageInBuckets(FirstFault):
     id = "5.1"
     title = "All-reduce the gradients in buckets"
     name = "average_in_buckets"
@@ -98,8 +103,10 @@ class AverageInBuckets(Exercise):
     mistakes = (
         Mistake(_in_buckets(flush=False), "The last bucket is never sent: it is not full when the "
                 "parameters run out. Send what is left over after the loop."),
-        Mistake(_in_buckets(order=list), "You filled the buckets in forward order. Backward "
-                "computes the last layer's gradients first: go through the parameters in reverse."),
+        *(Mistake(_in_buckets(order=list, **other), "You filled the buckets in forward order. "
+                  "Backward computes the last layer's gradients first: go through the parameters "
+                  "in reverse.")
+          for other in ({}, {"early": True}, {"recount": False}, {"flush": False})),
         Mistake(_in_buckets(write=lambda *_: None), _COPIES),
         Mistake(_in_buckets(limit=1), "Each gradient travels by itself: there is one all-reduce "
                 "for each parameter. Collect them until the bucket reaches `bucket_bytes`."),
@@ -118,6 +125,8 @@ class AverageInBuckets(Exercise):
                 "go on filling it: close it at `>=`, not at `>`."),
         Mistake(_in_buckets(write=_write_first_part), "Each parameter of a bucket gets the first "
                 "numbers of it: its part begins where the one before it ends."),
+        Mistake(_in_buckets(write=_write_from_the_end), "The parts are written back in another "
+                "order than they were put together: parameters get the gradients of others."),
         Mistake(_in_buckets(power=0), _SUM),
         Mistake(_in_buckets(power=2), _TWICE),
         Mistake(_in_buckets(source="data"), "The bucket holds the parameters' values; what has to "
@@ -247,7 +256,7 @@ class _AverageParameters:
         pass
 
 
-class OverlapGradients(Exercise):
+class OverlapGradients(FirstFault):
     id = "5.2"
     title = "Send buckets while backward computes"
     name = "OverlappedGradients"
@@ -397,7 +406,7 @@ def _predict(seconds=_ring, exposed=_one_after_another, returned=lambda *pair: p
     return attempt
 
 
-class ExposedCommunication(Exercise):
+class ExposedCommunication(FirstFault):
     id = "5.3"
     title = "Predict what overlap cannot hide"
     name = "exposed_communication"
@@ -440,6 +449,11 @@ class ExposedCommunication(Exercise):
                 "with n/N bytes each."),
         Mistake(_predict(lambda n, nbytes, *link: _ring(n, nbytes / 2 * n / (n - 1), *link)),
                 "The bytes are counted once. In a ring each rank sends 2(N-1)/N times as many."),
+        Mistake(_predict(lambda n, nbytes, bandwidth, latency:
+                         (n - 1) * (latency + nbytes / bandwidth)), "Whole tensors go round in "
+                "yours. In a ring each message is an N-th of one, and there are 2(N-1) of them."),
+        Mistake(_predict(lambda n, nbytes, *link: _ring(n, 8 * nbytes, *link)), "You count bits: "
+                "the bandwidth is in bytes per second already."),
         Mistake(_predict(lambda *ring: _ring(*ring) / 2), "A ring all-reduce goes round twice: N-1 "
                 "messages to add up, and as many again to bring the sums to all ranks."),
         Mistake(_predict(returned=lambda everything, exposed: (exposed, everything)),

@@ -11,25 +11,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from dplab.exercises.compare import AtMost, first_difference
-from dplab.exercises.exercise import Exercise, Mistake
+from dplab.exercises.compare import AtMost
+from dplab.exercises.exercise import Mistake
+from dplab.exercises.first_fault import FirstFault
 from dplab.exercises.training import optimizer_for
 from dplab.measure import CallLog, Trace
 from dplab.predict import step
-
-
-class FirstFault(Exercise):
-    """Base: the first wrong fact on the fewest ranks is diagnosed, whatever else is wrong."""
-
-    def _alike(self, mistakes, got, expected, world_size):
-        fault = first_difference(expected, got, self.tolerance) if isinstance(got, list) else None
-        if fault:
-            until = list(expected[0]).index(fault.fact) + 1
-            expected = [dict(list(right.items())[:until]) for right in expected]
-        alike = super()._alike(mistakes, got, expected, world_size)
-        narrowed = len(mistakes) < len(self.mistakes)
-        return alike or (mistakes if narrowed and len({each.why for each in mistakes}) == 1 else [])
-
 
 # 6.1
 
@@ -71,6 +58,11 @@ def _sum(spans):
     return sum(span.seconds for span in spans)
 
 
+def _last_of_all(calls):
+    """What is left where the name is a key: the latest launch of all, and the last one's end."""
+    return calls[-1].end - max(call.start for call in calls)
+
+
 def _analysis(*, rank=max, begin=max, busy=(step.COMPUTE,), communication=step.exposed_seconds,
               exposed=lambda it: step.exposed_seconds(it.calls + it.busy),
               ratio=lambda compute, calls, exposed, seconds: calls / compute):
@@ -109,6 +101,8 @@ class CommunicationRatio(FirstFault):
     mistakes = (
         Mistake(_analysis(communication=_sum), "You add up the spans of collectives that are in "
                 "flight together: the time that they share counts once. Merge what overlaps."),
+        Mistake(_analysis(communication=_last_of_all), "You tell collectives apart by name, and "
+                "all have the same: only one is left. On all ranks they have the same *order*."),
         Mistake(_analysis(communication=step.step_seconds), "You measure from the first launch to "
                 "the last end. In between there are pauses in which nothing is under way."),
         Mistake(_analysis(busy=(step.COMPUTE, step.WAITING)), "You count waiting as computing. Of "
@@ -372,6 +366,12 @@ def _total(it, shared=False, accumulate=True):
     return _place(_gathered(it.indices, shared), _gathered(it.values, shared), accumulate)
 
 
+def _by_senders(it):
+    """The mean of those who sent an element, times N for the division that follows."""
+    senders = _place(_gathered(it.indices), torch.ones(len(it.indices) * dist.get_world_size()))
+    return _total(it) / senders.clamp(min=1) * dist.get_world_size()
+
+
 def _summed(tensor):
     return _gathered(tensor).view(-1, len(tensor)).sum(dim=0)
 
@@ -427,7 +427,13 @@ class SparseAverage(FirstFault):
                 "what is left may wait for ever. Take the largest of gradient plus residual."),
         Mistake(_sparse(rest=lambda it: it.whole - it.mean), "You subtract the mean of the ranks "
                 "from what stays. What a rank still owes is what *itself* has not sent."),
+        Mistake(_sparse(rest=lambda it: it.whole.where(it.mean == 0, 0)), "You clear what *any* "
+                "rank sent. This rank's own part there is lost, if it did not send it."),
+        Mistake(_sparse(score=lambda it: -it.whole.abs()), "You chose the smallest elements: "
+                "`argsort()` goes upwards."),
         Mistake(_sparse(divisor=lambda: 1), "You return the sum: divide by the world size."),
+        Mistake(_sparse(total=_by_senders), "You divide an element by the number of ranks that "
+                "sent it. The others count as zeros: divide by the world size."),
         Mistake(_sparse(total=lambda it: _total(it, accumulate=False)), "Where several ranks "
                 "chose the same index, only one counts. `t[i] += v` adds once where `i` has an "
                 "index twice: go rank by rank, or use `index_add_`."),

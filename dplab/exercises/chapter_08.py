@@ -1,4 +1,4 @@
-"""Exercises of chapter 08: bytes of model states, sharded optimizer state, sharded gradients."""
+"""Exercises of chapter 08: sharded optimizer state and gradients (8.1 is in `model_states`)."""
 
 import functools
 import gc
@@ -12,107 +12,16 @@ from torch import nn
 
 from dplab import parallel
 from dplab.exercises.compare import AtMost
-from dplab.exercises.exercise import Exercise, Mistake
-from dplab.measure import CallLog
-
-# 8.1
-
-# stage, parameters, ranks, K
-CASES = (*((stage, 70_000_000_000, 8, 8) for stage in range(4)),
-         *((stage, 7_500_000_000, 64, 12) for stage in range(4)),
-         (2, 1_000_003, 3, 16), (3, 124_439_808, 1, 12))
-
-
-def bytes_per_rank(stage, parameters, ranks, K):
-    optimizer = K / ranks if stage >= 1 else K
-    gradients = 2 / ranks if stage >= 2 else 2
-    weights = 2 / ranks if stage >= 3 else 2
-    return parameters * (weights + gradients + optimizer)
-
-
-def _states(first=(3, 2, 1), sizes=(2, 2), optimizer=lambda K: K, total=sum, only=False):
-    """The bytes with one thing wrong; ``first``: the stage from which on each part is sharded."""
-
-    def attempt(stage, parameters, ranks, K):
-        parts = []
-        for begin, size in zip(first, (*sizes, optimizer(K)), strict=True):
-            is_sharded = stage == begin if only else stage >= begin
-            parts.append(parameters * size / (ranks if is_sharded else 1))
-        return total(parts)
-
-    return attempt
-
-
-_K = ("You took a number for K. It is 8 for Adam's two moments in fp32 and 12 with an fp32 master "
-      "copy, so it is an argument: use `K`.")
-
-
-class BytesPerRank(Exercise):
-    id = "8.1"
-    title = "The memory of a configuration, on paper"
-    name = "bytes_per_rank"
-    minutes = 10
-    communicates = False
-    hints = (
-        "Three summands: parameters, gradients, optimizer state. Write them down for stage 0, "
-        "where each rank holds all of them: 2 + 2 + K bytes for each parameter.",
-        "Each stage divides one more summand by the ranks, and keeps what the stage before it "
-        "divided: first the optimizer state, then gradients, then parameters.",
-        "`K / ranks if stage >= 1 else K` is the first summand. What is sharded does not "
-        "disappear: 1/N of it is still there.",
-    )
-    solution = staticmethod(bytes_per_rank)
-    mistakes = (
-        Mistake(_states((0, 0, 0)), "You divide everything by the ranks, whatever the stage. Only "
-                "stage 3 shards everything; stage 0 is DDP, where each rank holds all of it."),
-        Mistake(_states((4, 3, 2)), "Your stages are off by one: you begin to shard in stage 2. "
-                "Stage 0 is DDP, and stage 1 shards the optimizer state."),
-        Mistake(_states((3, 3, 1)), "Your stage 2 has whole gradients. It shards them, besides the "
-                "optimizer state: 1/N of each stays on a rank."),
-        Mistake(lambda stage, parameters, ranks, K: bytes_per_rank(stage, parameters, ranks, K) -
-                2 * parameters / ranks * (stage == 2), "In stage 2 you leave out the gradients. "
-                "They are sharded, not gone: 1/N of them stays on each rank."),
-        Mistake(_states((4, 4, 1)), "Your stages 2 and 3 shard no more than stage 1. Stage 2 adds "
-                "the gradients, stage 3 the parameters."),
-        Mistake(_states((4, 2, 1)), "Your stage 3 has whole parameters. It shards them, too."),
-        Mistake(_states(only=True), "In each stage you shard one thing alone. A stage shards one "
-                "thing *more*: stage 2 the optimizer state and the gradients, stage 3 everything."),
-        Mistake(_states((1, 2, 3)), "You shard in the order parameters, gradients, optimizer "
-                "state. It is the reverse: the optimizer state, which is largest, goes first."),
-        Mistake(_states(sizes=(2, 0)), "You left out the gradients: they have 2 bytes for each "
-                "parameter, beside the parameters' own 2."),
-        Mistake(_states(sizes=(4, 4)), "You took 4 bytes for parameters and gradients. In mixed "
-                "precision they have 2 each; what is kept in fp32 is in K."),
-        Mistake(_states(optimizer=lambda K: K + 4), "You added an fp32 copy of the parameters to "
-                "K. K is all that the optimizer keeps: where there is such a copy, it is in K."),
-        Mistake(_states(optimizer=lambda K: 8), _K),
-        Mistake(_states(optimizer=lambda K: 12), _K),
-        Mistake(_states(total=lambda parts: sum(parts) / 1e9), "You return GB. The function "
-                "returns bytes; divide when you print."),
-        Mistake(_states(total=lambda parts: sum(parts) / 2**30), "You return GiB, of 2³⁰ bytes. "
-                "The function returns bytes; and the GB of papers and data sheets are 10⁹."),
-        Mistake(lambda stage, parameters, ranks, K: ranks * bytes_per_rank(stage, parameters,
-                ranks, K), "You return the bytes of all ranks together. What has to fit is one "
-                "rank's part."),
-    )
-
-    def trial(self, attempt):
-        return {_of_case(*case): attempt(*case) for case in CASES}
-
-    def expected(self, world_size):
-        return {_of_case(*case): float(bytes_per_rank(*case)) for case in CASES}
-
-
-def _of_case(*case):
-    return "bytes_per_rank({}, {:_}, {}, {})".format(*case)
+from dplab.exercises.exercise import Mistake
+from dplab.exercises.first_fault import FirstFault
+from dplab.exercises.model_states import BytesPerRank
+from dplab.measure import CallLog, sent_bytes
 
 
 def _times(log, elements, *operations):
     """What this rank sends over rings, in all-gathers of ``elements``; rounded, for padding."""
     ranks = dist.get_world_size()
-    factors = {"all_gather": ranks - 1, "reduce_scatter": ranks - 1, "send": 1,
-               "all_reduce": 2 * (ranks - 1) / ranks, "recv": 0, "barrier": 0}
-    sent = sum(call.bytes * factors.get(call.operation, (ranks - 1) / ranks) for call in log.calls
+    sent = sum(sent_bytes(call) for call in log.calls
                if not operations or call.operation in operations)
     return round(sent / (4 * (ranks - 1) * _chunk_size(elements, ranks))) if ranks > 1 else 0
 
@@ -151,8 +60,8 @@ class ShardedOptimizer:
 
 
 def _sharded(share=None, *, owner=lambda rank, ranks: rank, size=_chunk_size, anew=False,
-             prepare=lambda gradient: gradient, of_gradient=lambda padded, mine: padded[mine],
-             make=None):
+             keep=True, added=False, prepare=lambda gradient: gradient,
+             of_gradient=lambda padded, mine: padded[mine], make=None):
     """A sharded optimizer with one thing wrong; ``share`` returns all parameters, with padding."""
 
     class Attempt:
@@ -169,10 +78,13 @@ def _sharded(share=None, *, owner=lambda rank, ranks: rank, size=_chunk_size, an
 
         def step(self, gradient):
             padded = F.pad(prepare(gradient), (0, self.padding))
-            self.own.grad = of_gradient(padded, self.mine).clone()
+            before = self.own.grad if added and self.own.grad is not None else 0
+            self.own.grad = before + of_gradient(padded, self.mine)
             if anew:
                 self.optimizer = self.make([self.own])
             self.optimizer.step()
+            if not keep:
+                del self.optimizer
             whole = share(self) if share else self.gather(self.own)
             covered = min(len(self.flat), len(whole))
             self.flat[:covered] = whole[:covered]
@@ -195,6 +107,10 @@ def _uneven_gather(self):
     return self.flat
 
 
+def _a_chunk_more(elements, world_size):
+    return elements // world_size + 1
+
+
 class _Unsharded:
     def __init__(self, flat, make_optimizer):
         self.flat, self.optimizer = flat, make_optimizer([flat])
@@ -208,7 +124,7 @@ _ADDED = ("You added up or averaged the ranks' values. Each element has one owne
           "counts: gather the owners' parts, and add nothing.")
 
 
-class ShardTheOptimizer(Exercise):
+class ShardTheOptimizer(FirstFault):
     id = "8.2"
     title = "Shard the optimizer, gather the parameters"
     name = "ShardedOptimizer"
@@ -242,8 +158,14 @@ class ShardTheOptimizer(Exercise):
                 "where they are, before and after."),
         Mistake(_sharded(size=lambda n, ranks: n // ranks), "You rounded the chunks down: the last "
                 "elements belong to nobody and keep their old values. Round up, and pad."),
-        Mistake(_sharded(_uneven_gather), "`tensor_split` makes chunks whose sizes differ by one, "
-                "and `dist.all_gather` wants equal ones. Pad to a multiple of the world size."),
+        Mistake(_sharded(_uneven_gather), "The ranks' chunks are of different sizes, as "
+                "`tensor_split`, `chunk` or a slice that ends early make them, and an all-gather "
+                "wants equal ones. Pad to a multiple of the world size."),
+        Mistake(_sharded(size=_a_chunk_more), "The values are right, but where N divides n you "
+                "pad by a whole N, as `N - n % N` does. `-n % N` is 0."),
+        Mistake(_sharded(make=lambda parameters: _adam([torch.zeros(1)])), "The tensor that you "
+                "gave `make_optimizer` has no `.grad` in `step`, so that nothing is updated. Keep "
+                "that tensor, and set its `.grad`: not `flat`'s, nor a new slice's."),
         Mistake(_sharded(lambda self: _summed(F.pad(self.own, (self.mine.start, len(self.padded) -
                 self.mine.stop)))), "The values are right, but an all-reduce of a tensor that is "
                 "mostly zeros sends twice the bytes: nothing has to be added. All-gather the "
@@ -258,13 +180,13 @@ class ShardTheOptimizer(Exercise):
                 "source. All name the same one, for each chunk its owner; or use one all-gather."),
         Mistake(_sharded(owner=lambda rank, ranks: 0), "Every rank owns the first chunk: where a "
                 "rank's chunk begins must depend on the rank."),
-        Mistake(_sharded(owner=lambda rank, ranks: (rank + 1) % ranks), "Each rank updates the "
-                "chunk of its neighbour, and the all-gather puts it at this rank's own place."),
         Mistake(_sharded(of_gradient=lambda padded, mine: padded[: mine.stop - mine.start]),
                 "Every rank takes the first part of the gradient, and needs that of its own "
                 "chunk."),
-        Mistake(_sharded(anew=True), "You make a new optimizer in each step, so Adam forgets its "
-                "moments. Make it once, in `__init__`."),
+        *(Mistake(_sharded(anew=True, keep=keep), "You make a new optimizer in each step, so Adam "
+                  "forgets its moments. Make it once, in `__init__`.") for keep in (True, False)),
+        Mistake(_sharded(added=True), "The chunk's `.grad` adds up over the steps. Set it to this "
+                "step's gradient, or clear it after `step()`."),
         Mistake(_sharded(prepare=lambda gradient: _summed(gradient / dist.get_world_size())),
                 "The gradient is the mean already. To all-reduce it again changes nothing but the "
                 "bytes: three times as many as needed."),
@@ -303,7 +225,7 @@ class ShardTheOptimizer(Exercise):
             for flat.grad in _mean_gradients(size):
                 optimizer.step()
                 after.append(flat.clone())
-            state = AtMost(8 * chunk + 16, "the state of this rank's chunk is enough")
+            state = AtMost(8 * chunk + 16, "⌈n/N⌉ elements have that much: no rank keeps more")
             sent = AtMost(1, "one all-gather of the parameters is enough")
             facts |= _of_optimizer(size, after, state, True, sent, sent)
         return facts
@@ -357,14 +279,14 @@ def _chunk_of(flat, own):
     return flat.split(len(own))[dist.get_rank()]
 
 
-def _scattered(reduce=_scatter, *, power=1, free=True, size=_chunk_size,
+def _scattered(reduce=_scatter, *, power=1, free=True, size=_chunk_size, order=list,
                of=lambda parameter: parameter.grad,
                pad=lambda flat, padding: F.pad(flat, (0, padding))):
     """Scatters gradients with one thing wrong; ``reduce(own, flat)`` returns this rank's chunk."""
 
     def attempt(parameters):
         ranks = dist.get_world_size()
-        flat = torch.cat([of(parameter).flatten() for parameter in parameters]) / ranks**power
+        flat = torch.cat([of(each).flatten() for each in order(parameters)]) / ranks**power
         chunk = size(len(flat), ranks)
         flat = pad(flat, ranks * chunk - len(flat))
         if free:
@@ -379,7 +301,7 @@ _SLICED = ("The values are right, but every rank is sent everything, as in an al
            "twice the bytes, and throws most of it away. Reduce-scatter sends it its own chunk.")
 
 
-class ScatterGradients(Exercise):
+class ScatterGradients(FirstFault):
     id = "8.3"
     title = "Reduce-scatter the gradients"
     name = "scatter_gradients"
@@ -404,10 +326,13 @@ class ScatterGradients(Exercise):
                 "rank needs no more than the mean for its own chunk."),
         Mistake(_scattered(lambda own, flat: _scatter(own, flat.roll(-len(own)))), "Your chunk is "
                 "the one of the next rank: rank r owns chunk r."),
+        Mistake(_scattered(lambda own, flat: (dist.reduce(flat, 0), _chunk_of(flat, own).clone())[
+                -1]), "`dist.reduce` puts the sum on one rank alone; the others cut their chunk "
+                "out of something else. Each rank wants its own chunk: reduce-scatter."),
         Mistake(_scattered(lambda own, flat: _chunk_of(flat, own).clone()), "You took this rank's "
                 "chunk of its own gradient: nothing was added up over the ranks."),
-        Mistake(_scattered(free=False), "The chunk is right, but each parameter still holds its "
-                "whole gradient, so no memory is saved: set `.grad` to None."),
+        Mistake(_scattered(free=False), "Each parameter still holds its whole gradient, so no "
+                "memory is saved: set `.grad` to None."),
         Mistake(_scattered(lambda own, flat: parallel.ring_reduce_scatter(flat)), "You return a "
                 "view, which keeps all of the flat tensor in memory: `clone()` the chunk."),
         Mistake(_scattered(pad=lambda flat, padding: F.pad(flat, (padding, 0))), "You put the "
@@ -418,11 +343,15 @@ class ScatterGradients(Exercise):
         Mistake(lambda parameters: torch.cat([scatter_gradients([each]) for each in parameters]),
                 "You cut each gradient by itself. The chunks are those of all gradients together, "
                 "one behind the other: make one flat tensor first."),
+        Mistake(_scattered(order=reversed), "You lay the gradients flat from the last to the "
+                "first. Backward makes them in that order; the chunks are cut in the list's."),
         Mistake(_scattered(size=lambda n, ranks: n // ranks), "You rounded the chunk down, and the "
                 "last elements are nobody's. Round up, and pad."),
         Mistake(_scattered(pad=lambda flat, padding: flat), "The world size does not divide the "
                 "number of elements, so that `reduce_scatter_single` refuses: pad with zeros to a "
                 "multiple of it."),
+        Mistake(_scattered(size=_a_chunk_more), "Where the world size divides n you pad by a whole "
+                "N, which is what `N - n % N` is there. `-n % N` is 0."),
         Mistake(_scattered(of=lambda parameter: parameter.detach()), "You sent the parameters' "
                 "values; what has to be averaged is their `.grad`."),
     )

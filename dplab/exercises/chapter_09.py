@@ -4,11 +4,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from dplab.exercises.compare import COMMUNICATED, AtMost
-from dplab.exercises.exercise import Exercise, Mistake
-from dplab.exercises.units import BLOCKS, Network, bytes_beyond_shards, dry_run_of
+from dplab.exercises.compare import AtMost
+from dplab.exercises.exercise import Mistake
+from dplab.exercises.first_fault import FirstFault
+from dplab.exercises.units import ChooseUnits
 from dplab.measure import CallLog, MemoryTimeline
-from dplab.spawn import RankError
 
 # 9.1
 
@@ -92,11 +92,39 @@ def _bias_at_end(whole, x, rows, columns):
     return torch.tanh(x @ whole[: rows * columns].view(rows, columns).T + whole[-rows:])
 
 
+def _bias_with_padding(whole, x, rows, columns):
+    return torch.tanh(x @ whole[: rows * columns].view(rows, columns).T + whole[rows * columns :])
+
+
+def _bias_after(whole, x, rows, columns):
+    bias = whole[rows * columns :][:rows]
+    return torch.tanh(x @ whole[: rows * columns].view(rows, columns).T) + bias
+
+
+def _own_first(shard):
+    parts = list(_gather(shard).split(len(shard)))
+    return torch.cat([parts.pop(dist.get_rank()), *parts])
+
+
+def _transposed(whole, x, rows, columns):
+    weight = whole[: rows * columns].view(columns, rows)
+    return torch.tanh(x @ weight + whole[rows * columns :][:rows])
+
+
+def _last_is_linear(shards, shapes, x):
+    *inner, last = zip(shards, shapes, strict=True)
+    for shard, shape in inner:
+        x = _layer_of(_gather(shard), x, *shape)
+    shard, (rows, columns) = last
+    whole = _gather(shard)
+    return x @ whole[: rows * columns].view(rows, columns).T + whole[rows * columns :][:rows]
+
+
 def _without_bias(whole, x, rows, columns):
     return torch.tanh(x @ whole[: rows * columns].view(rows, columns).T)
 
 
-class ForwardOfShards(Exercise):
+class ForwardOfShards(FirstFault):
     id = "9.1"
     title = "Gather, use, free"
     name = "forward_of_shards"
@@ -131,6 +159,17 @@ class ForwardOfShards(Exercise):
                 "them zeros."),
         Mistake(_forward(layer=_bias_at_end), "You take the bias from the end of the flat tensor, "
                 "where the padding is. It begins right behind the weight."),
+        Mistake(_forward(layer=_bias_with_padding), "You take everything behind the weight as the "
+                "bias, the padding too. The bias has `rows` elements."),
+        Mistake(_forward(layer=_bias_after), "You add the bias after the tanh. It belongs inside."),
+        Mistake(_forward(_own_first), "You put this rank's shard in front of the others. The order "
+                "is that of the ranks, the same on all of them."),
+        Mistake(_forward(layer=_transposed), "You read the weight as (columns, rows). It lies row "
+                "by row: `view(rows, columns)`, and then `.T`."),
+        Mistake(_forward(lambda shard: _reduced(shard.repeat(dist.get_world_size()))), "You add up "
+                "the ranks' shards. They are different parts of the layer: side by side, an "
+                "all-gather."),
+        Mistake(_last_is_linear, "The last layer has its tanh, too: the formula holds for all."),
         Mistake(_forward(layer=_without_bias), "The bias is missing: it lies behind the weight in "
                 "the same flat tensor."),
     )
@@ -187,131 +226,6 @@ def _input(rank):
 
 # 9.2
 
-BYTES_BEYOND_SHARDS, MOST_COLLECTIVES = 5_500_000, 15
-
-
-def choose_units(model):
-    pairs = [list(pair) for pair in zip(model.blocks[::2], model.blocks[1::2], strict=True)]
-    return [model.embedding, *pairs, [model.norm, model.head]]
-
-
-def _groups(model, size):
-    return [list(model.blocks[first : first + size]) for first in range(0, BLOCKS, size)]
-
-
-def _ends_at_root(size):
-    return lambda model: _groups(model, size)
-
-
-def _with_ends(size):
-    return lambda model: [model.embedding, *_groups(model, size), [model.norm, model.head]]
-
-
-_ENDS = ("The embedding and the head are left to the root. What the root owns is gathered when the "
-         "step begins and stays until the end of backward: make units of them.")
-
-
-class ChooseUnits(Exercise):
-    id = "9.2"
-    title = "Units that fit"
-    name = "choose_units"
-    minutes = 25
-    communicates = False
-    hints = (
-        "Start with `list(model.blocks)`, look at the peak and at the collectives, and ask of "
-        "each parameter: when is it gathered, and when freed?",
-        "What no unit holds belongs to the root, which keeps it for the whole of forward and "
-        "backward. Here these are the two largest tensors of the model.",
-        "Each unit costs two all-gathers and a reduce-scatter, so 15 collectives are five units. "
-        "A list of modules inside your list is one unit: `[model.norm, model.head]`.",
-    )
-    solution = staticmethod(choose_units)
-    mistakes = (
-        Mistake(lambda model: [], "You return no unit, so the root is the only one: the whole "
-                "model is gathered at once."),
-        Mistake(lambda model: [model], "The model itself is the root, which is wrapped anyway: "
-                "the whole model is gathered at once. Return submodules."),
-        *(Mistake(_ends_at_root(size), _ENDS) for size in (1, 2, 3)),
-        Mistake(lambda model: [model.embedding, *_groups(model, 2)], "The head is left to the "
-                "root, which gathers it when the step begins and keeps it to the end of backward."),
-        Mistake(lambda model: [*_groups(model, 2), [model.norm, model.head]], "The embedding is "
-                "left to the root, which keeps it gathered for the whole step."),
-        Mistake(lambda model: [[model.embedding, model.norm, model.head], *_groups(model, 2)],
-                "The embedding and the head are one unit: the first and the last that the step "
-                "needs, so they stay gathered in between. Make two units of them."),
-        Mistake(lambda model: [*_groups(model, 2), model.embedding, model.head],
-                "The norm is left to the root: 256 numbers, and two collectives more. Put it "
-                "together with the head."),
-        Mistake(_with_ends(1), "It fits, with more collectives than allowed: each block is a unit, "
-                "although two of them together still fit."),
-        Mistake(_with_ends(3), "Units of three blocks are too large: for a moment, two neighbours "
-                "are whole at the same time."),
-        Mistake(_with_ends(6), "All blocks are one unit: most of the model is gathered at once."),
-        Mistake(lambda model: [model.embedding, model.blocks, [model.norm, model.head]],
-                "`model.blocks` is an `nn.ModuleList`, whose forward nobody calls, so there is no "
-                "moment at which to gather it. Return its elements, or lists of them."),
-        Mistake(lambda model: [m for m in model.modules() if isinstance(m, nn.Linear)],
-                "Every Linear is a unit: it may fit, and costs far more collectives than allowed, "
-                "while the embedding stays with the root."),
-    )
-
-    def __init__(self):
-        super().__init__()
-        with torch.device("meta"):
-            self._model = Network()
-
-    def _observe(self, attempt, world_size):
-        """The facts of a dry run; on one rank there is nothing to shard."""
-        if world_size == 1:
-            return [{COMMUNICATED: False}]
-        units = attempt if self._parts(attempt) != [] else "root"
-        try:
-            found = dry_run_of(units, world_size)
-        except RankError as error:
-            return error
-        except ValueError as error:
-            facts = {"the units": str(error)}
-        else:
-            facts = {"the units": "wrapped",
-                     "bytes beyond the rank's shards, at the peak": bytes_beyond_shards(found),
-                     "the number of collectives": found.count()}
-        return [{**facts, COMMUNICATED: False}] * world_size
-
-    def expected(self, world_size):
-        if world_size == 1:
-            return {}
-        return {"the units": "wrapped",
-                "bytes beyond the rank's shards, at the peak":
-                    AtMost(BYTES_BEYOND_SHARDS, "too much is whole at the same time"),
-                "the number of collectives": AtMost(MOST_COLLECTIVES, "the units are too many")}
-
-    def _alike(self, mistakes, got, expected, world_size):
-        """Those with the same units, which have the same dry run."""
-        return [mistake for mistake in mistakes
-                if self._attempted is not None and self._parts(mistake.attempt) == self._attempted]
-
-    def _diagnose(self, attempt, *arguments):
-        self._attempted = self._parts(attempt)
-        return super()._diagnose(attempt, *arguments)
-
-    def _parts(self, attempt):
-        """Each unit's parameters, sorted: what makes two policies the same. None if there is no
-        telling, and [] for no units.
-        """
-        names = {parameter: name for name, parameter in self._model.named_parameters()}
-        try:
-            units = [unit if isinstance(unit, list) else [unit] for unit in attempt(self._model)]
-            return sorted(
-                (any(isinstance(module, nn.ModuleList | Network) for module in unit),
-                 sorted(names[each] for module in unit for each in module.parameters()))
-                for unit in units)
-        except Exception:
-            return None
-
-
-# 9.3
-
-
 def clip_by_global_norm(parameters, max_norm):
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     squares = torch.zeros(())
@@ -330,13 +244,17 @@ def _clip(total, scale=lambda norm, limit: min(1.0, limit / (norm + 1e-6)),
     """Clipping with one thing wrong; ``total`` makes the norm from the gradients."""
 
     def attempt(parameters, max_norm):
-        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        gradients = _gradients(parameters)
         norm = total(gradients)
         for gradient in gradients:
             whose(gradient).mul_(scale(norm.item(), max_norm))
         return norm
 
     return attempt
+
+
+def _gradients(parameters):
+    return [parameter.grad for parameter in parameters if parameter.grad is not None]
 
 
 def _squares(gradients):
@@ -362,17 +280,33 @@ def _one_call_each(gradients):
 
 
 def _each_alone(parameters, max_norm):
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    gradients = _gradients(parameters)
     squares = _reduced(torch.stack([gradient.square().sum() for gradient in gradients]))
     for gradient, norm in zip(gradients, squares.sqrt(), strict=True):
         gradient.mul_(min(1.0, max_norm / max(norm.item(), 1e-12)))
     return squares.sum().sqrt()
 
 
+def _returns_own(parameters, max_norm):
+    own = _own_norm(_gradients(parameters))
+    clip_by_global_norm(parameters, max_norm)
+    return own
+
+
+def _returns_new(parameters, max_norm):
+    return min(clip_by_global_norm(parameters, max_norm), torch.tensor(max_norm))
+
+
+def _own_limit(parameters, max_norm):
+    gradients, limit = _gradients(parameters), max_norm / dist.get_world_size() ** 0.5
+    own = _own_norm(gradients)
+    for gradient in gradients:
+        gradient.mul_(min(1.0, limit / max(own.item(), 1e-12)))
+    return _reduced(own**2).sqrt()
+
+
 def _skips_where_empty(parameters, max_norm):
-    gradients = [parameter.grad for parameter in parameters
-                 if parameter.grad is not None and parameter.grad.numel()]
-    if not gradients:
+    if not any(gradient.numel() for gradient in _gradients(parameters)):
         return torch.zeros(())
     return clip_by_global_norm(parameters, max_norm)
 
@@ -382,8 +316,8 @@ _NO_SUM = ("You used the norm of this rank's own shards, as torch's `clip_grad_n
            "ranks.")
 
 
-class ClipByGlobalNorm(Exercise):
-    id = "9.3"
+class ClipByGlobalNorm(FirstFault):
+    id = "9.2"
     title = "Clip sharded gradients by their global norm"
     name = "clip_by_global_norm"
     minutes = 15
@@ -419,8 +353,20 @@ class ClipByGlobalNorm(Exercise):
                 "all tensors first: one number, one collective."),
         Mistake(_clip(_global_norm, scale=lambda norm, limit: limit / norm), "You scale up, too, "
                 "where the norm is below `max_norm`. The scale is at most 1."),
-        Mistake(_clip(_global_norm, whose=torch.clone), "You scale copies: the gradients "
-                "themselves stay as they were. `mul_` works in place."),
+        Mistake(_clip(_global_norm, whose=torch.clone), "The gradients stay as they were. Scale "
+                "each `parameter.grad` itself, in place with `mul_`: not a copy of it, and not "
+                "the parameter."),
+        Mistake(lambda parameters, max_norm: _reduced(torch.zeros(())), "You stop at the first "
+                "parameter that has no `.grad`: it is frozen. Pass over it, and take the others."),
+        Mistake(_returns_own, "You scale by the global norm, and return that of this rank's own "
+                "shards. Return the global one."),
+        Mistake(_returns_new, "You return the norm after clipping. Asked is the one before: it "
+                "goes into the log."),
+        Mistake(_clip(lambda each: _reduced(sum((one.abs().sum() for one in each),
+                torch.zeros(())))), "You add up absolute values. The norm is the root of the sum "
+                "of squares."),
+        Mistake(_own_limit, "Each rank clips its own shards, to max_norm/√N, by a number of its "
+                "own. That turns the gradient: all ranks scale by the same number."),
         Mistake(_skips_where_empty, "A rank whose shards are all empty does not take part, and the "
                 "others wait for it. It contributes a zero.", hangs=True),
     )
@@ -475,4 +421,4 @@ def _shards(sizes, factor, rank=None, world_size=None):
             for whole in _wholes(sizes, factor)]
 
 
-EXERCISES = (ForwardOfShards, ChooseUnits, ClipByGlobalNorm)
+EXERCISES = (ForwardOfShards, ClipByGlobalNorm, ChooseUnits)

@@ -1,5 +1,6 @@
 """Comparing what ranks returned with what was expected, and one failure with another."""
 
+import numbers
 import re
 from dataclasses import dataclass
 
@@ -7,6 +8,7 @@ import torch
 
 from dplab.spawn import RankError
 
+_NONE = "it is None"
 COMMUNICATED = "a collective was called"  # a fact of every attempt, known by its call log
 
 
@@ -27,8 +29,12 @@ class Difference:
     expected: object
     got: object
     note: str = ""
+    factor: float | None = None  # how many times the expected it is, where that is so throughout
 
     def __str__(self):
+        if self.expected is True and self.got is False:
+            return (f"rank {self.rank}: this should hold, and does not: "
+                    f"{self.fact.removeprefix('that ')}")
         head = f"rank {self.rank}: {self.fact} is not as expected"
         if self.note:
             head += f": {self.note}"
@@ -45,7 +51,13 @@ def first_difference(expected, got, tolerance) -> Difference | None:
             if fact not in found:
                 return Difference(rank, fact, value, None, "it is missing")
             if not agree(value, found[fact], tolerance):
-                return Difference(rank, fact, value, found[fact], _note(value, found[fact]))
+                note, factor = _note(value, found[fact])
+                if note == _NONE and fact.startswith("the gradient"):
+                    note += ": no `backward` reached it, or it was cleared"
+                note = note or _beside_other_ranks([each.get(fact) for each in expected],
+                                                   [each.get(fact) for each in got],
+                                                   rank, tolerance)
+                return Difference(rank, fact, value, found[fact], note, factor)
     return None
 
 
@@ -63,9 +75,18 @@ def agree(expected, got, tolerance) -> bool:
         scale = expected.abs().max().item() if expected.numel() else 0.0
         return expected.numel() == 0 or (
             (got.double() - expected.double()).abs().max().item() <= tolerance * max(scale, 1e-12))
-    if isinstance(expected, float) and isinstance(got, int | float):
-        return abs(got - expected) <= tolerance * max(abs(expected), 1e-12)
+    if isinstance(expected, float):
+        number = _number(got)
+        return number is not None and (
+            abs(number - expected) <= tolerance * max(abs(expected), 1e-12))
     return type(expected) is type(got) and expected == got
+
+
+def _number(value):
+    """A number as a float, one of NumPy or in a tensor of one element too; None for others."""
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        value = value.item()
+    return float(value) if isinstance(value, numbers.Real) else None
 
 
 def same_outcome(got, other, expected, tolerance) -> bool:
@@ -92,35 +113,72 @@ def _alike(expected, mine, theirs, tolerance):
 
 
 def _headline(error):
-    """What happened, without numbers and shapes: those are the attempt's own."""
-    return re.sub(r" of \w+\[[^]]*\]|-?\d+", "", str(error).split("\n\n")[0])
+    """What happened, without numbers, shapes and addresses: those are the attempt's own."""
+    return re.sub(r" of \w+\[[^]]*\]|0x[0-9a-f]+|-?\d+", "", str(error).split("\n\n")[0])
 
 
 def _note(expected, got):
+    """What can be said of the two alone, and how many times the expected it is, or None."""
+    if isinstance(expected, float) and _number(got) is not None:
+        expected, got = (torch.tensor([_number(each)]).double() for each in (expected, got))
     if got is None:
-        return "it is None"
+        return _NONE, None
     if not isinstance(expected, torch.Tensor):
-        return expected.why if isinstance(expected, AtMost) else ""
+        return expected.why if isinstance(expected, AtMost) else "", None
     if not isinstance(got, torch.Tensor):
-        return f"it is a {type(got).__name__}, not a tensor"
+        return f"it is a {type(got).__name__}, not a tensor", None
     if got.shape != expected.shape:
-        return f"its shape is {list(got.shape)}, not {list(expected.shape)}"
+        return f"its shape is {list(got.shape)}, not {list(expected.shape)}", None
     if not expected.is_floating_point():
-        return ""
+        return "", None
     if not torch.isfinite(got).all():
-        return "it holds inf or nan"
-    return _factor(expected.double(), got.double())
+        return "it holds inf or nan", None
+    if got.numel() > 1 and not got.any():
+        return "it is all zeros", None
+    factor = _factor(expected.double(), got.double())
+    if factor is not None:
+        return f"it is {factor:.4g} times the reference", factor
+    for narrow in (torch.bfloat16, torch.float16):
+        if _is_rounded(expected, got, narrow):
+            return f"its numbers have the digits of a {str(narrow).removeprefix('torch.')}", None
+    return "", None
+
+
+def _beside_other_ranks(expected, got, rank, tolerance):
+    """What one rank's tensor is, seen beside those of the others."""
+    right, found = expected[rank], got[rank]
+    if not isinstance(right, torch.Tensor) or not isinstance(found, torch.Tensor):
+        return ""
+    if all(agree(right, each, tolerance) for each in expected):
+        alike = all(agree(found, each, tolerance) for each in got)
+        return "" if alike else "the ranks differ, and should all have the same"
+    for other, value in enumerate(expected):
+        if found.any() and agree(value, found, tolerance):
+            return f"it is what rank {other} should have"
+    return ""
 
 
 def _factor(expected, got):
-    """"it is 4 times the reference", where that is so for every element."""
-    if not got.any():
-        return "it is all zeros"
+    """How many times the reference it is, if that is so for every element and not just once."""
     index = expected.abs().argmax()
     factor = (got.flatten()[index] / expected.flatten()[index]).item()
-    if abs(factor - 1) > 1e-3 and torch.allclose(got, factor * expected, rtol=1e-4, atol=1e-7):
-        return f"it is {factor:.4g} times the reference"
-    return ""
+    if got.numel() == 1 and not (_is_whole(factor) or (factor and _is_whole(1 / factor))):
+        return None  # a single number is always some multiple
+    if (factor and abs(factor - 1) > 1e-3
+            and torch.allclose(got, factor * expected, rtol=1e-4, atol=1e-7)):
+        return factor
+    return None
+
+
+def _is_rounded(expected, got, dtype):
+    scale = expected.abs().max()
+    return ((got - expected).abs().max() <= 0.02 * scale
+            and torch.equal(got, got.to(dtype).to(got.dtype))
+            and not torch.equal(expected, expected.to(dtype).to(expected.dtype)))
+
+
+def _is_whole(number):
+    return 0.5 < abs(number) < 1e9 and abs(number - round(number)) <= 1e-3 * abs(number)
 
 
 def _where_most(expected, got):
@@ -138,6 +196,7 @@ def _where_most(expected, got):
 def _words(value):
     if isinstance(value, torch.Tensor):
         flat = value.detach().flatten()
-        shown = ", ".join(f"{number:.5g}" for number in flat[:4].tolist())
+        shown = ", ".join(f"{number:.5g}" if isinstance(number, float) else str(number)
+                          for number in flat[:4].tolist())
         return f"[{shown}{', …' if flat.numel() > 4 else ''}]"
-    return repr(value)
+    return f"{value:.8g}" if isinstance(value, float) else repr(value)

@@ -8,6 +8,7 @@ diagnosis.
 
 import dis
 import inspect
+import os
 import textwrap
 import traceback
 import types
@@ -15,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from dplab.exercises.compare import COMMUNICATED, first_difference, same_outcome
+from dplab.exercises.evidence import explained
 from dplab.measure import CallLog
 from dplab.spawn import RankError, run
 
@@ -72,7 +74,13 @@ class Exercise:
 
     def __init__(self):
         self.given = None
-        self._outcomes = {}  # of the known mistakes, which are the same in every check
+        # What is the same in every check, by world size:
+        self._expectations = {}
+        self._outcomes = {}  # of the known mistakes
+
+    @property
+    def chapter(self) -> int:
+        return int(self.id.split(".")[0])
 
     def prepare(self):
         return None
@@ -82,6 +90,14 @@ class Exercise:
 
     def expected(self, world_size: int) -> dict | list[dict]:
         raise NotImplementedError
+
+    def quantities(self, world_size: int, rank: int) -> dict[str, float]:
+        """Numbers of this rank's data, by name, of which a wrong factor may be made."""
+        return {}
+
+    def parts(self, world_size: int, rank: int) -> dict[str, list]:
+        """By fact, where it is a sum over the ranks: what each rank contributes to this rank's."""
+        return {}
 
     def judge(self, *objects) -> Verdict:
         """Never raises, but for the reader's own interrupt."""
@@ -104,27 +120,37 @@ class Exercise:
         return "NotImplementedError" in _names_in(attempt)
 
     def _judge(self, attempt):
-        self.given = self.prepare()
+        if self.given is None:
+            self.given = self.prepare()
         for world_size in self.world_sizes:
             expected = self._expected(world_size)
             got = self._observe(attempt, world_size)
             difference = got if isinstance(got, RankError) else first_difference(
                 expected, got, self.tolerance)
             if difference is not None:
+                if not isinstance(got, RankError):
+                    difference = explained(
+                        difference, self._expected(1)[0] if 1 in self.world_sizes else {},
+                        self.quantities(world_size, difference.rank),
+                        self.parts(world_size, difference.rank), self.tolerance)
                 return self._diagnose(attempt, difference, got, expected, world_size)
         return Verdict(PASSED, world_sizes=list(self.world_sizes))
 
-    def _observe(self, attempt, world_size):
+    def _observe(self, attempt, world_size, *, quiet=False):
         """The ranks' facts, or the RankError in place of them."""
         try:
-            return run(self._facts, world_size, attempt, timeout=self.seconds, backend="gloo")
+            return run(self._facts, world_size, attempt, quiet, timeout=self.seconds,
+                       backend="gloo")
         except RankError as error:
             return error
 
-    def _facts(self, attempt):
+    def _facts(self, attempt, quiet):
+        if quiet:
+            _silence()
         with CallLog() as log:
             facts = self.trial(attempt)
-        return {**facts, COMMUNICATED: log.count() > 0}
+        arrived = {fact: _arrived(value) for fact, value in facts.items()}
+        return {**arrived, COMMUNICATED: log.count() > 0}
 
     def _diagnose(self, attempt, difference, got, expected, world_size):
         where = f"on {world_size} rank{'s' * (world_size > 1)}"
@@ -145,7 +171,7 @@ class Exercise:
                 alike = self._alike(alike, later, self._expected(larger), larger)
         if alike:
             return Verdict(WRONG, alike[0].why, detail)
-        if (not crashed and self.stub is None and self.communicates
+        if (not crashed and self.stub is None and self.communicates and world_size > 1
                 and not any(facts[COMMUNICATED] for facts in got)):
             return Verdict(WRONG, "Nothing was communicated: no rank called a collective.", detail)
         return Verdict(CRASHED if crashed else WRONG, f"{where}:" if crashed else "", detail)
@@ -158,16 +184,31 @@ class Exercise:
     def _outcome_of(self, mistake, world_size):
         place = self.mistakes.index(mistake), world_size
         if place not in self._outcomes:
-            self._outcomes[place] = self._observe(mistake.attempt, world_size)
+            self._outcomes[place] = self._observe(mistake.attempt, world_size, quiet=True)
         return self._outcomes[place]
 
     def _expected(self, world_size):
-        expected = self.expected(world_size)
-        return [expected] * world_size if isinstance(expected, dict) else expected
+        if world_size not in self._expectations:
+            expected = self.expected(world_size)
+            self._expectations[world_size] = (
+                [expected] * world_size if isinstance(expected, dict) else expected)
+        return self._expectations[world_size]
 
     def solution_source(self) -> str:
         source = textwrap.dedent(inspect.getsource(self.solution))
         return source.replace(self.solution.__name__, self.name)
+
+
+def _arrived(value):
+    """The values of a functional collective, whose tensor may still be under way."""
+    return value.wait() if hasattr(value, "trigger_wait") else value
+
+
+def _silence():
+    """Nobody sees what this rank writes from here on, be it Python's or gloo's last words."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for stream in (1, 2):
+        os.dup2(nowhere, stream)
 
 
 def _names_in(attempt) -> set[str]:

@@ -9,7 +9,12 @@ from pathlib import Path
 
 def folder() -> Path:
     """Where the file lies; the environment variable DPLAB_HOME names another folder."""
-    return Path(os.environ.get("DPLAB_HOME") or Path.home() / ".dplab")
+    if named := os.environ.get("DPLAB_HOME"):
+        return Path(named)
+    try:
+        return Path.home() / ".dplab"
+    except RuntimeError:  # a container's user without a name, and no HOME
+        return Path(os.sep, ".dplab")
 
 
 def outcomes() -> dict[str, str]:

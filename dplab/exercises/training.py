@@ -9,7 +9,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from dplab import parallel
-from dplab.exercises.exercise import Exercise
+from dplab.exercises.first_fault import FirstFault
 from dplab.workloads.digits import digits_classifier, load_digits
 
 STEPS, GLOBAL_BATCH = 20, 24
@@ -31,7 +31,7 @@ def train_steps(model, optimizer, images, labels, batches):
         optimizer.step()
 
 
-class OnDigits(Exercise):
+class OnDigits(FirstFault):
     """Base of the exercises that train; every batch is a global one."""
 
     seconds = 40.0
@@ -52,13 +52,14 @@ class OnDigits(Exercise):
         return weights_after(model)
 
 
-def loop(*, broadcast=True, part="own", average="mean", zero="each step", unwrap=False):
+def loop(*, broadcast=True, part="own", average="mean", zero="each step", unwrap=False,
+         divided=False):
     """The training loop with one thing wrong."""
 
     def attempt(model, optimizer, images, labels, batches):
         rank, world_size = dist.get_rank(), dist.get_world_size()
         model = model.module if unwrap else model
-        if broadcast:
+        if broadcast is True:
             parallel.broadcast_module(model)
         for batch in batches[rank::world_size] if part == "batches" else batches:
             mine = {"own": batch[rank::world_size], "first": batch[: len(batch) // world_size]}
@@ -66,6 +67,7 @@ def loop(*, broadcast=True, part="own", average="mean", zero="each step", unwrap
             if zero == "each step" or (zero == "once" and batch is batches[0]):
                 optimizer.zero_grad()
             loss = F.cross_entropy(model(images[mine]), labels[mine])
+            loss = loss / world_size if divided else loss
             if average == "loss":
                 dist.all_reduce(loss.data)
                 loss = loss / world_size
@@ -79,6 +81,10 @@ def loop(*, broadcast=True, part="own", average="mean", zero="each step", unwrap
             optimizer.step()
             if average == "weights":
                 _sum_over_ranks(parameter.data.div_(world_size) for parameter in model.parameters())
+            elif average == "rank 0's weights":
+                parallel.broadcast_module(model)
+        if broadcast == "last":
+            parallel.broadcast_module(model)
 
     return attempt
 
