@@ -1,22 +1,28 @@
-"""``python -m dplab.bench NAME [options]``: runs one bench and prints its table."""
+"""``python -m dplab.bench [NAME [options]]``: one bench, or all of them on one page."""
 
 import argparse
+import sys
 
-from dplab.bench import collectives, ddp, dryrun, launch, sharded, step
-
-BENCHES = {"collectives": collectives, "ddp": ddp, "dryrun": dryrun, "launch": launch,
-           "sharded": sharded, "step": step}
+from dplab.bench import page
+from dplab.bench.machine import machine
 
 
-def main():
-    parser = argparse.ArgumentParser(prog="python -m dplab.bench", description=__doc__)
-    parsers = parser.add_subparsers(dest="bench", required=True, metavar="NAME")
-    for name, module in BENCHES.items():
-        summary = module.__doc__.splitlines()[0]
-        module.add_arguments(parsers.add_parser(name, help=summary, description=summary))
-    options = parser.parse_args()
-    BENCHES[options.bench].main(options)
+def main(arguments: list[str]) -> int:
+    """The exit status: 1 if a bench of the page failed."""
+    if arguments and arguments[0] in page.BENCHES:
+        page.run_bench(arguments[0], arguments[1:], heading=machine())
+        return 0
+    benches = "\n".join(f"  {name:13}{page.summary(name)}" for name in page.BENCHES)
+    parser = argparse.ArgumentParser(
+        prog="python -m dplab.bench", usage="%(prog)s [--all] [--without NAME ...]\n"
+        "       %(prog)s NAME [options]", formatter_class=argparse.RawDescriptionHelpFormatter,
+        description=f"{page.__doc__} Or one of them, with options (NAME --help):\n\n{benches}")
+    parser.add_argument("--all", action="store_true", help="the long benches, too")
+    parser.add_argument("--without", nargs="+", default=[], choices=page.BENCHES, metavar="NAME",
+                        help="leave these out")
+    options = parser.parse_args(arguments)
+    return 1 if page.print_page(options.without, options.all) else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main(sys.argv[1:]))

@@ -1,13 +1,12 @@
 """The course's collectives beside gloo's: seconds, their ratio, and bytes sent, in one run."""
 
-import os
 import statistics
-import time
 
 import torch
 import torch.distributed as dist
 
 from dplab import run
+from dplab.bench.timing import slowest_seconds, spread
 from dplab.measure import WireMeter
 from dplab.parallel import (
     naive_all_reduce,
@@ -38,15 +37,15 @@ def add_arguments(parser):
 
 def main(options):
     ranks = options.ranks
-    print(f"{os.cpu_count()} cores, torch {torch.__version__}, {ranks} ranks, float32, gloo on the "
-          f"loopback; medians of {options.rounds} rounds, least in brackets")
-    print(f"\n{'size':>10}  {'':20}{'ours, s':>20}{'gloo, s':>20}{'ours/gloo':>11}")
+    print(f"{ranks} ranks, float32, gloo on the loopback; median of {options.rounds} rounds, least "
+          "and most")
+    print(f"\n{'size':>10}  {'':20}{'ours, ms':>28}{'gloo, ms':>28}{'ours/gloo':>11}")
     for kib in options.sizes:
         times = run(timed, ranks, kib * KIB, options.rounds, backend="gloo", timeout=600)[0]
         for ours, gloo in _GLOO_OF.items():
             middle, base = statistics.median(times[ours]), statistics.median(times[gloo])
-            print(f"{kib:6d} KiB  {ours:20}{_seconds(times[ours])}{_seconds(times[gloo])}"
-                  f"{middle / base:10.2f}×")
+            print(f"{kib:6d} KiB  {ours:20}{_milliseconds(times[ours]):>28}"
+                  f"{_milliseconds(times[gloo]):>28}{middle / base:10.2f}×")
     size = options.metered_size * KIB
     sent = run(metered, ranks, size, backend="gloo", timeout=600)[0]
     print(f"\nsent per rank for M = {size / MIB:g} MiB, by the kernel's counters, in units of M")
@@ -62,14 +61,13 @@ def timed(nbytes, rounds):
     times = {name: [] for name in functions}
     for _ in range(rounds + 1):
         for name, function in functions.items():
-            dist.barrier()
-            start = time.perf_counter()
-            for _ in range(calls):
-                function()
-            seconds = torch.tensor((time.perf_counter() - start) / calls, dtype=torch.float64)
-            dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
-            times[name].append(seconds.item())
+            times[name].append(slowest_seconds(_repeat, function, calls) / calls)
     return {name: values[1:] for name, values in times.items()}
+
+
+def _repeat(function, calls):
+    for _ in range(calls):
+        function()
 
 
 def metered(nbytes):
@@ -100,5 +98,5 @@ def _functions(nbytes):
     }
 
 
-def _seconds(values):
-    return f"{statistics.median(values):10.5f} ({min(values):.5f})"
+def _milliseconds(seconds):
+    return spread([1000 * each for each in seconds], digits=2)

@@ -1,17 +1,14 @@
 """A training step of the course's DDPs beside torch's: seconds and their ratio, in one run."""
 
-import os
 import statistics
-import time
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from dplab import run
+from dplab.bench.strategies import WRAPPERS, training_step
+from dplab.bench.timing import slowest_seconds, spread
 from dplab.measure import EmulatedLink
-from dplab.parallel import BucketedDDP, ManualDDP, OverlappedDDP
 
 
 def add_arguments(parser):
@@ -28,49 +25,39 @@ def add_arguments(parser):
 
 def main(options):
     link = EmulatedLink(1e9 * options.bandwidth, 5e-5)
-    print(f"{os.cpu_count()} cores, torch {torch.__version__}; {options.layers} layers of "
-          f"{options.width}×{options.width}, {options.batch} samples a rank, buckets of "
-          f"{options.bucket:g} MiB; medians of {options.rounds} rounds, least in brackets")
+    print(f"{options.layers} layers of {options.width}×{options.width}, {options.batch} samples a "
+          f"rank, buckets of {options.bucket:g} MiB; median of {options.rounds} rounds, least and "
+          "most")
     for ranks in options.ranks:
         for where in (None, link):
             times = run(timed, ranks, options, link=where, backend="gloo", timeout=600)[0]
-            base = statistics.median(times["torch DDP"])
-            print(f"\n{ranks} ranks, {where or 'real gloo'}")
+            base = statistics.median(times["DDP"])
+            head = f"{ranks} ranks, {where or 'real gloo'}"
+            print(f"\n{head:70}{'ms a step':>26}{'÷ torch':>9}")
             for name, seconds in times.items():
-                middle = statistics.median(seconds)
-                print(f"  {name:14}{1000 * middle:9.1f} ms ({1000 * min(seconds):.1f})"
-                      f"{middle / base:9.2f}×")
+                milliseconds = [1000 * each for each in seconds]
+                print(f"  {'torch DDP' if name == 'DDP' else name:68}{spread(milliseconds):>26}"
+                      f"{statistics.median(seconds) / base:8.2f}×")
 
 
 def timed(options):
     """Kind of DDP: the seconds that one step took the slowest rank, in each round but the first."""
-    wrappers = {
-        "torch DDP": lambda model: DistributedDataParallel(model, bucket_cap_mb=options.bucket),
-        "OverlappedDDP": lambda model: OverlappedDDP(model, options.bucket),
-        "BucketedDDP": lambda model: BucketedDDP(model, options.bucket),
-        "ManualDDP": ManualDDP,
-    }
-    models = {name: wrap(_model(options)) for name, wrap in wrappers.items()}
-    optimizers = {name: torch.optim.SGD(model.parameters(), lr=1e-3)
-                  for name, model in models.items()}
+    steps = {name: training_step(name, equal_layers(options), mean_square, torch.optim.SGD,
+                                 bucket_mb=options.bucket, lr=1e-3) for name in WRAPPERS}
     x = torch.randn(options.batch, options.width)
-    times = {name: [] for name in models}
+    times = {name: [] for name in steps}
     for _ in range(options.rounds + 3):
-        for name, model in models.items():
-            dist.barrier()
-            start = time.perf_counter()
-            optimizers[name].zero_grad()
-            model(x).square().mean().backward()
-            if isinstance(model, ManualDDP):
-                model.finish_gradient_sync()
-            optimizers[name].step()
-            seconds = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
-            dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
-            times[name].append(seconds.item())
+        for name, step in steps.items():
+            times[name].append(slowest_seconds(step, x))
     return {name: seconds[3:] for name, seconds in times.items()}
 
 
-def _model(options):
+def equal_layers(options):
+    """``options.layers`` of ``options.width``, the same on each rank."""
     torch.manual_seed(0)
     return nn.Sequential(*[nn.Sequential(nn.Linear(options.width, options.width), nn.ReLU())
                            for _ in range(options.layers)])
+
+
+def mean_square(model, x):
+    return model(x).square().mean()

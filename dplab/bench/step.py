@@ -8,24 +8,22 @@ the schedule is tested; real gloo's link is fitted to all-reduces timed in the s
 """
 
 import itertools
-import json
-import os
 import statistics
 import time
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from dplab import run
+from dplab.bench.results import save
+from dplab.bench.timing import slowest_seconds
 from dplab.measure import EmulatedLink, layer_times
 from dplab.parallel import OverlappedDDP
 from dplab.predict import cost
 from dplab.predict.step import Layer, step_seconds, timeline
 
 MIB = 2**20
-RESULTS = Path(__file__).with_name("step_validation.json")
 MODELS = {  # widths of the layers, samples of a rank
     "12 layers of 512": ([512] * 13, 512),
     "8 layers of 768": ([768] * 9, 96),
@@ -42,11 +40,11 @@ def add_arguments(parser):
     parser.add_argument("--blocks", type=int, default=2,
                         help="each times the layers and the steps, in turn (default 2)")
     parser.add_argument("--save", action="store_true",
-                        help=f"write {RESULTS.name}, which chapter 06 shows")
+                        help="keep the results, which chapter 06 shows")
 
 
 def main(options):
-    print(f"{os.cpu_count()} cores, torch {torch.__version__}; forward and backward, ms")
+    print("forward and backward until the gradients are averaged, ms")
     print(f"{'ranks':>5}  {'model':26}{'bucket':>8}  {'link':22}{'predicted':>10}{'measured':>10}"
           f"{'error':>8}")
     results = []
@@ -61,7 +59,7 @@ def main(options):
         median, p90 = errors(result for result in results if result["kind"] == kind)
         print(f"{kind}: absolute error, median {median:.0%}, 90th percentile {p90:.0%}")
     if options.save:
-        RESULTS.write_text("[\n" + ",\n".join(map(json.dumps, results)) + "\n]\n")
+        save("step", rows=results)
 
 
 def configurations(options):
@@ -90,11 +88,6 @@ def measure(configuration: dict, blocks: int = 3) -> dict:
     slowest = [max(steps) for steps in zip(*(steps for _, steps in answers), strict=True)]
     return {**configuration, "predicted_seconds": round(predicted, 6),
             "measured_seconds": round(statistics.median(slowest), 6)}
-
-
-def validation() -> list[dict]:
-    """The committed results of ``python -m dplab.bench step --save``, a dict per configuration."""
-    return json.loads(RESULTS.read_text())
 
 
 def errors(results) -> tuple[float, float]:
@@ -150,10 +143,5 @@ def _all_reduces():
     for _ in range(12):
         for nbytes, seconds in times.items():
             tensor = torch.ones(nbytes // 4)
-            dist.barrier()
-            begin = time.perf_counter()
-            dist.all_reduce(tensor)
-            slowest = torch.tensor(time.perf_counter() - begin, dtype=torch.float64)
-            dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-            seconds.append(slowest.item())
+            seconds.append(slowest_seconds(dist.all_reduce, tensor))
     return {nbytes: statistics.median(seconds[2:]) for nbytes, seconds in times.items()}

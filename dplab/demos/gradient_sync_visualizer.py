@@ -10,15 +10,11 @@ emulated link, so that there is something to hide; under torchrun over the job's
 0, or 1 if an exact strategy is wrong or a rank fails, or 2 for arguments that make no sense.
 """
 
-import argparse
 import contextlib
 import copy
-import io
-import os
 import sys
 import time
 from collections import OrderedDict
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -29,7 +25,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import dplab
 from dplab import show
-from dplab.demos.simple_ddp import available_cores, prints, under_torchrun
+from dplab.bench.machine import available_cores
+from dplab.demos.arguments import Parser, complains_as, job_size, on_one_machine, prints, save
 from dplab.measure import CallLog, EmulatedLink, WireMeter
 from dplab.parallel import BucketedDDP, ManualDDP, OverlappedDDP
 from dplab.workloads.digits import TRAIN_SIZE, load_digits
@@ -49,8 +46,8 @@ EXACT = (PER_PARAMETER, BUCKETS, OVERLAPPED, TORCH)
 def keep_largest(state, bucket):
     """A hook for DDP that sends a tenth of a bucket, the largest gradients, as (value, index).
 
-    The others count as zero, so what comes out is the same on all ranks, and not quite the mean.
-    Indices travel as float32, which holds whole numbers up to 2²⁴ exactly.
+    The others count as zero (Aji and Heafield 2017), so what comes out is the same on all ranks,
+    and not quite the mean. Indices travel as float32, which holds whole numbers up to 2²⁴ exactly.
     """
     flat, world_size = bucket.buffer(), dist.get_world_size()
     kept = flat.abs().topk(max(1, round(KEPT * flat.numel()))).indices
@@ -118,6 +115,7 @@ def synchronize(digits, rounds=ROUNDS):
     bytes that it sent (None where nobody counts them), and each step's seconds, all and exposed.
     """
     samples = local_samples(digits)
+    counts = dplab.device().type == "cpu" and on_one_machine()  # what crosses its loopback
     model = small_network().to(dplab.device())
     F.cross_entropy(model(samples[0]), samples[1]).backward()
     before, outcomes = gradients(model), {}
@@ -129,7 +127,7 @@ def synchronize(digits, rounds=ROUNDS):
         for _ in range(WARM_UP):
             with CallLog() as log:
                 timed_step(replica, samples, last)
-        with WireMeter() if counts_bytes() else contextlib.nullcontext() as wire:
+        with WireMeter() if counts else contextlib.nullcontext() as wire:
             times = [timed_step(replica, samples, last) for _ in range(rounds)]
         calls = [call for call in log.calls if call.operation != "barrier"]
         outcomes[name] = {
@@ -172,12 +170,6 @@ def seconds(begin, end):
         return end - begin
     end.synchronize()
     return begin.elapsed_time(end) / 1e3
-
-
-def counts_bytes():
-    """Whether what ranks send crosses this machine's loopback, and nothing else."""
-    ranks = str(dist.get_world_size())
-    return dplab.device().type == "cpu" and os.environ.get("LOCAL_WORLD_SIZE", ranks) == ranks
 
 
 def summarize(results, link=None):
@@ -233,6 +225,7 @@ def report(facts):
         f"  {'strategy':<15}{'collectives':>13}{'handed over':>13}{'sent':>11}{'exposed':>11}"
         f"{'step':>11}{'off the mean':>14}",
     ]
+    counted = any(row["sent"] is not None for row in facts["strategies"].values())
     for name, row in facts["strategies"].items():
         sent = "none" if row["sent"] is None else f"{row['sent'] / 1e3:,.0f} kB"
         lines.append(
@@ -241,7 +234,7 @@ def report(facts):
     lines += [
         "",
         "  collectives, handed over: real, counted where they are launched",
-        "  sent: real, counted by the kernel, headers included" if sent != "none" else
+        "  sent: real, counted by the kernel, headers included" if counted else
         "  sent: not counted, since it does not cross this machine's loopback alone",
         f"  exposed, step: {lens(facts)}; the least of {ROUNDS} steps. Exposed is what the last",
         "    rank to compute still waits after its last gradient, and all others with it.",
@@ -272,73 +265,29 @@ def draw(facts):
 
 def parse(argv):
     """The arguments, checked. Under torchrun, rank 0 alone complains."""
-    job_size = int(os.environ["WORLD_SIZE"]) if under_torchrun() else None
-    parser = _Parser("gradient_sync_visualizer", description=__doc__,
-                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=number_of_ranks, default=job_size or 4,
-                        help="how many processes (default: 4; under torchrun: its own)")
+    parser = Parser("gradient_sync_visualizer", __doc__)
+    parser.add_ranks()
     parser.add_argument("--link", choices=("emulated", "real"),
-                        default="real" if job_size else "emulated",
+                        default="real" if job_size() else "emulated",
                         help=f"{LINK}; or the real one (default: emulated; under torchrun: real)")
-    parser.add_argument("--save", type=writable_figure, metavar="FILE",
-                        help="save the picture as a .png or .svg")
-    quiet = contextlib.redirect_stderr(io.StringIO()) if not prints() else contextlib.nullcontext()
-    with quiet:
-        args = parser.parse_args(argv)
-        if job_size not in (None, args.ranks):
-            parser.error(f"argument --ranks: {args.ranks}, but torchrun started {job_size}: "
-                         "leave --ranks out")
-        if job_size and args.link == "emulated":
-            parser.error("argument --link: torchrun's job has its own link, and no other is "
-                         "emulated: leave --link out, or start with python -m")
+    parser.add_figure("--save", "the picture")
+    args = parser.parse(argv)
+    if job_size() and args.link == "emulated":
+        parser.error("argument --link: torchrun's job has its own link, and no other is "
+                     "emulated: leave --link out, or start with python -m")
     return args
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message):
-        if not prints():
-            time.sleep(60)  # a rank that left first would have torchrun end rank 0 before it speaks
-        self.exit(2, f"{self.prog}: {message}\n")
-
-
-def number_of_ranks(text):
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number above 0: try --ranks 2")
-    return int(text)
-
-
-def writable_figure(text):
-    path = Path(text)
-    if path.suffix.lower() not in (".png", ".svg"):
-        raise argparse.ArgumentTypeError(
-            f"{text!r} ends neither in .png nor in .svg: try {path.stem or 'picture'}.png")
-    if path.is_dir():
-        raise argparse.ArgumentTypeError(f"{text!r} is a folder: try {path / 'picture.png'}")
-    if not path.parent.is_dir():
-        raise argparse.ArgumentTypeError(
-            f"there is no folder {str(path.parent)!r}: make it first, or try {path.name}")
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise argparse.ArgumentTypeError(f"{text!r} cannot be written: try another folder")
-    return path
-
-
+@complains_as("gradient_sync_visualizer")
 def main(argv=None):
     args = parse(argv)
     link = LINK if args.link == "emulated" else None
-    try:
-        facts = summarize(dplab.run(synchronize, args.ranks, load_digits(), link=link,
-                                    timeout=60.0 + 10 * args.ranks), link)
-        if prints():
-            print(report(facts))
-            if args.save:
-                draw(facts).savefig(args.save, dpi=192)
-                print(f"\nSaved {args.save}")
-    except (dplab.RankError, ValueError, OSError) as error:
-        print(f"gradient_sync_visualizer: {error}", file=sys.stderr)
-        return 1
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+    facts = summarize(dplab.run(synchronize, args.ranks, load_digits(), link=link,
+                                timeout=60.0 + 10 * args.ranks), link)
+    if prints():
+        print(report(facts))
+        if args.save:
+            save(draw(facts), args.save)
     wrong = max(facts["strategies"][name]["error"] for name in EXACT)
     return 0 if wrong < ROUNDING else 1
 

@@ -8,16 +8,12 @@ compares the parameters that come out, and where the time of a step goes. Exit s
 the two disagree or a rank fails, or 2 for arguments that make no sense.
 """
 
-import argparse
 import contextlib
 import copy
-import io
 import itertools
-import os
 import statistics
 import sys
 import time
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -26,6 +22,9 @@ from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
 import dplab
+from dplab import show
+from dplab.bench.machine import available_cores
+from dplab.demos.arguments import Parser, at_least, complains_as, prints, save, terminal_name
 from dplab.parallel import ManualDDP
 from dplab.workloads.digits import TRAIN_SIZE, accuracy, digits_classifier, load_digits
 
@@ -178,10 +177,8 @@ def report(facts, args, warm_up):
     return "\n".join(lines)
 
 
-def draw(facts, path):
-    """Saves the time shares of a step as a figure."""
-    from dplab.show import time_shares
-
+def draw(facts):
+    """The figure: the time shares of a step."""
     rows = {name: dict(facts["seconds"][name]) for name in (MANUAL, DDP)}
     # A difference of two medians may come out below zero; a bar cannot.
     rows[DDP]["communication"] = max(0.0, facts["communication"][DDP])
@@ -189,104 +186,39 @@ def draw(facts, path):
     rows = {name: {phase: 1000 * seconds for phase, seconds in parts.items()}
             for name, parts in rows.items()}
     shares = {name: round(100 * max(0.0, share)) for name, share in facts["share"].items()}
-    figure = time_shares(rows, title=f"Communication takes {shares[MANUAL]} % of a step by hand, "
-                                     f"{shares[DDP]} % in DDP")
-    figure.savefig(path, dpi=150)
-
-
-def available_cores():
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return show.time_shares(rows, title=f"Communication takes {shares[MANUAL]} % of a step by "
+                                        f"hand, {shares[DDP]} % in DDP")
 
 
 def parse(argv):
     """The arguments, checked. Under torchrun, rank 0 alone complains."""
-    job_size = int(os.environ["WORLD_SIZE"]) if under_torchrun() else None
-    parser = _Parser(
-        prog="simple_ddp", formatter_class=argparse.RawDescriptionHelpFormatter,
-        description=__doc__)
-    parser.add_argument("--ranks", type=at_least(1), default=job_size or 4,
-                        help="how many processes (default: 4; under torchrun: its own)")
+    parser = Parser("simple_ddp", __doc__)
+    parser.add_ranks()
     parser.add_argument("--steps", type=at_least(1), default=200,
                         help="training steps (default: %(default)s)")
     parser.add_argument("--batch", type=at_least(1), default=256,
                         help="global batch, split over the ranks (default: %(default)s)")
     parser.add_argument("--seed", type=at_least(0), default=0,
                         help="decides the start and the batches (default: %(default)s)")
-    parser.add_argument("--plot", type=writable_figure, metavar="FILE",
-                        help="save the time shares as a .png or .svg")
-    quiet = contextlib.redirect_stderr(io.StringIO()) if not prints() else contextlib.nullcontext()
-    with quiet:
-        args = parser.parse_args(argv)
-        if job_size not in (None, args.ranks):
-            parser.error(f"argument --ranks: {args.ranks}, but torchrun started {job_size}")
-        if not args.ranks <= args.batch <= TRAIN_SIZE:
-            parser.error(f"argument --batch: {args.batch} is not from {args.ranks} (one sample for "
-                         f"each rank) to {TRAIN_SIZE} (the training set)")
+    parser.add_figure("--plot", "the time shares")
+    args = parser.parse(argv)
+    if not args.ranks <= args.batch <= TRAIN_SIZE:
+        parser.error(f"argument --batch: {args.batch} is not from {args.ranks} (one sample for "
+                     f"each rank) to {TRAIN_SIZE} (the training set)")
     return args
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message):
-        if not prints():
-            time.sleep(60)  # a rank that left first would have torchrun end rank 0 before it speaks
-        self.exit(2, f"{self.prog}: {message}\n")
-
-
-def at_least(smallest):
-    def whole_number(text):
-        if not text.removeprefix("-").isdecimal() or int(text) < smallest:
-            raise argparse.ArgumentTypeError(
-                f"needs a whole number of at least {smallest}, not {text!r}")
-        return int(text)
-
-    return whole_number
-
-
-def writable_figure(text):
-    path = Path(text)
-    if path.suffix.lower() not in (".png", ".svg"):
-        raise argparse.ArgumentTypeError(f"{text!r} ends neither in .png nor in .svg")
-    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise argparse.ArgumentTypeError(f"{text!r} cannot be written")
-    return path
-
-
-def under_torchrun():
-    return "TORCHELASTIC_RUN_ID" in os.environ
-
-
-def prints():
-    """Whether this is the one process that prints."""
-    return not under_torchrun() or os.environ["RANK"] == "0"
-
-
-def terminal_name():
-    """The terminal that shows this process's errors, if rank 0 can open it by its name."""
-    try:
-        name = os.ttyname(sys.stderr.fileno())
-    except (OSError, AttributeError):
-        return None
-    return name if os.access(name, os.W_OK) else None
-
-
+@complains_as("simple_ddp")
 def main(argv=None):
     args = parse(argv)
     warm_up = min(20, args.steps // 2)
-    try:
-        results = dplab.run(train, args.ranks, load_digits(), args.steps, args.batch, args.seed,
-                            terminal_name(), timeout=60.0 + args.steps)
-        facts = summarize(results, warm_up)
-        if prints():
-            print(report(facts, args, warm_up))
-            if args.plot:
-                draw(facts, args.plot)
-                print(f"\nSaved {args.plot}")
-    except (dplab.RankError, ValueError, OSError) as error:
-        print(f"simple_ddp: {error}", file=sys.stderr)
-        return 1
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+    results = dplab.run(train, args.ranks, load_digits(), args.steps, args.batch, args.seed,
+                        terminal_name(), timeout=60.0 + args.steps)
+    facts = summarize(results, warm_up)
+    if prints():
+        print(report(facts, args, warm_up))
+        if args.plot:
+            save(draw(facts), args.plot)
     return 0 if facts["difference"] < ROUNDING else 1
 
 

@@ -1,0 +1,226 @@
+"""A process that stands for a notebook in the soak, and the look from outside at what it leaves.
+
+Started as ``python -m dplab.bench.soak_notebook FD``. On the connection FD come tasks: the source
+of a cell that defines ``work``, and how to run it. Back goes how the run ended.
+"""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from multiprocessing.connection import Connection, Pipe
+from pathlib import Path
+
+import psutil
+
+SETTLED = 1.0  # seconds after a run by which nothing of it is left
+_CRAMPED = ('for folder in /dev/shm "$TMPDIR"; do mount -t tmpfs -o size=24m tmpfs "$folder"; done '
+            '&& exec "$@"')
+
+
+class Notebook:
+    """The process as the soak sees it. ``cramped``: its temporary folders are tiny, and its own."""
+
+    def __init__(self, folder: Path, cramped=False):
+        self.temporary = Path(tempfile.mkdtemp(dir=folder))
+        self._output = open(folder / f"output-{self.temporary.name}", "w+b", buffering=0)
+        self._connection, theirs = Pipe()
+        command = [sys.executable, "-m", "dplab.bench.soak_notebook", str(theirs.fileno())]
+        if cramped:
+            command = ["unshare", "--mount", "sh", "-c", _CRAMPED, "sh", *command]
+        with theirs, open(self._output.name, "ab") as output:
+            self._popen = subprocess.Popen(
+                command, pass_fds=[theirs.fileno()], start_new_session=True,
+                stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
+                env={**os.environ, "TMPDIR": str(self.temporary)})
+        self.process = psutil.Process(self._popen.pid)
+        self.killed_server = None  # a zombie until the next run looks for it
+        self.start({"cell": "def work(*_): pass", "ranks": 2})
+        self.finish(120)
+        self._descriptors = self.process.num_fds()
+        self._in_temporary = set(self._files())  # torch's cache
+
+    def start(self, task: dict) -> None:
+        """Sends a task; returns as the run begins."""
+        self._output.truncate(0)
+        self._connection.send(task)
+        self._connection.recv()
+
+    def ended(self, seconds: float) -> bool:
+        return self._connection.poll(seconds)
+
+    def finish(self, seconds: float) -> dict | None:
+        """How the run ended, or None if it still goes on, or the process has gone."""
+        with contextlib.suppress(EOFError, OSError):
+            return self._connection.recv() if self.ended(seconds) else None
+        return None
+
+    def output(self) -> list[str]:
+        self._output.seek(0)
+        return self._output.read().decode(errors="replace").splitlines()
+
+    def interrupt(self):
+        os.killpg(self._popen.pid, signal.SIGINT)
+
+    def server(self) -> psutil.Process | None:
+        with contextlib.suppress(psutil.Error):
+            return next((child for child in self.process.children()
+                         if child.status() != psutil.STATUS_ZOMBIE
+                         and "dplab.spawn.forkserver" in child.cmdline()), None)
+        return None
+
+    def ranks(self) -> list[psutil.Process]:
+        """The processes of the ranks so far, in rank order: the server starts them so."""
+        server = self.server()
+        with contextlib.suppress(psutil.Error):
+            return sorted(server.children(), key=lambda rank: rank.pid) if server else []
+        return []
+
+    def folders(self) -> set[Path]:
+        """The folders of the runs whose call logs are mapped."""
+        with open(f"/proc/{self.process.pid}/maps") as maps:
+            return {Path(line.split(maxsplit=5)[-1].strip()).parent
+                    for line in maps if "/calls-" in line}
+
+    def left(self, made: list[str]) -> list[str]:
+        """What is left of a run that made these folders, ``SETTLED`` seconds after it at most."""
+        deadline = time.monotonic() + SETTLED
+        while (found := self._left(made)) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        return found
+
+    def _left(self, made):
+        server = self.server()
+        found = []
+        for child in self.process.children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if child != server and child.pid != self.killed_server:
+                    found.append(f"process {child.pid} {child.name()} is {child.status()}")
+        found += [f"{path} is there" for path in made if (self._root / path[1:]).exists()]
+        found += [f"{name} in the temporary folder" for name in self._files()
+                  if name not in self._in_temporary]
+        found += [f"{folder} is mapped" for folder in self.folders()]
+        if self.process.num_fds() != self._descriptors:
+            found.append(f"{self.process.num_fds()} descriptors, not {self._descriptors}")
+        for process in filter(None, (self.process, server)):
+            with contextlib.suppress(psutil.Error):
+                found += [f"listens: {socket.laddr}" for socket in process.net_connections("inet")]
+        return found
+
+    @property
+    def _root(self):
+        return Path(f"/proc/{self.process.pid}/root")
+
+    def _files(self):
+        return os.listdir(self._root / str(self.temporary)[1:])
+
+    def end(self) -> list[psutil.Process]:
+        """Kills it. Returns the processes that were below it."""
+        below = []
+        with contextlib.suppress(psutil.Error):
+            below = self.process.children(recursive=True)
+        self._popen.kill()
+        self._popen.wait()
+        self._connection.close()
+        self._output.close()
+        return below
+
+
+def _serve(connection):
+    import linecache
+
+    import torch
+    import torch.distributed as dist
+
+    from dplab import RankError, run
+    from dplab.spawn.errors import Interrupted
+
+    made = []
+    sys.addaudithook(lambda event, details: event == "tempfile.mkdtemp" and made.append(details[0]))
+    names = {"__name__": "__main__", "torch": torch, "dist": dist}
+    exec("import ctypes, os, shutil, signal, subprocess, sys, time", names)
+    number = 0
+    while True:
+        _be_deaf()
+        task = connection.recv()
+        number += 1
+        name = f"<ipython-input-{number}-soak>"
+        linecache.cache[name] = (1, None, task["cell"].splitlines(keepends=True), name)
+        exec(compile(task["cell"], name, "exec"), names)
+        arguments = [torch.full((size,), 7.0) for size in task.get("arguments", ())]
+        free = _fill(task.get("leave", {}))
+        stdout, sys.stdout = sys.stdout, _mute(task["stdout"]) if "stdout" in task else sys.stdout
+        made.clear()
+        reply = {"rank": None, "text": "", "error": ""}
+        connection.send("running")
+        started = time.monotonic()
+        try:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            values = run(names["work"], task["ranks"], *arguments,
+                         timeout=task.get("timeout", 60.0))
+            _be_deaf()
+            reply |= {"outcome": "values", "values": [_summary(value) for value in values]}
+            del values
+        except RankError as error:
+            reply |= {"outcome": error.kind, "rank": error.rank, "text": str(error),
+                      "error": error.error}
+        except Interrupted as error:
+            reply |= {"outcome": "interrupted", "text": str(error)}
+            sys.last_exc = error  # IPython keeps it too, and with it every frame's objects
+        except KeyboardInterrupt as error:
+            reply |= {"outcome": "interrupted"}
+            sys.last_exc = error
+        except BaseException as error:
+            reply |= {"outcome": type(error).__name__, "text": str(error)}
+            sys.last_exc = error
+        seconds = time.monotonic() - started
+        _be_deaf()
+        sys.stdout = stdout
+        free()
+        del arguments
+        connection.send(reply | {"seconds": seconds, "made": list(made)})
+
+
+def _be_deaf():
+    """Interrupts that come too late are no longer the run's."""
+    while True:
+        with contextlib.suppress(KeyboardInterrupt):
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            return
+
+
+def _fill(leave):
+    """Fills each folder but for so many bytes; returns what frees them again."""
+    fillers = [Path(os.environ["TMPDIR"] if folder == "tmp" else folder) / "filler"
+               for folder in leave]
+    for filler, size in zip(fillers, leave.values(), strict=True):
+        free = os.statvfs(filler.parent)
+        filler.write_bytes(bytes(max(free.f_bavail * free.f_frsize - size, 0)))
+    return lambda: [filler.unlink() for filler in fillers]
+
+
+def _mute(how):
+    """A standard output that nobody hears."""
+    if how == "None":
+        return None
+    reader, writer = os.pipe()
+    os.close(reader)
+    stream = open(writer, "w")
+    if how == "closed":
+        with contextlib.suppress(OSError):
+            stream.close()
+    return stream
+
+
+def _summary(value):
+    rank, total, big = value if isinstance(value, tuple) else (value, None, None)
+    if hasattr(big, "numel"):
+        big = (big.numel(), big[0].item(), big[-1].item())
+    return rank, total, big
+
+
+if __name__ == "__main__":
+    _serve(Connection(int(sys.argv[1])))

@@ -1,0 +1,116 @@
+"""The strategies that benches compare, torch's, DeepSpeed's and the course's: a step of each."""
+
+import importlib.util
+import logging
+import os
+import warnings
+from collections.abc import Callable, Sequence
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from dplab.parallel import (
+    BucketedDDP,
+    FullyShardedModel,
+    ManualDDP,
+    OverlappedDDP,
+    ShardedGradientOptimizer,
+    ShardedOptimizer,
+)
+
+HAS_DEEPSPEED = importlib.util.find_spec("deepspeed") is not None
+WRAPPERS = {
+    "DDP": lambda model, bucket_mb: DistributedDataParallel(model, bucket_cap_mb=bucket_mb),
+    "ManualDDP": lambda model, bucket_mb: ManualDDP(model),
+    "BucketedDDP": BucketedDDP,
+    "OverlappedDDP": OverlappedDDP,
+}
+RESHARDS = {"fully_shard": None, "fully_shard, reshard_after_forward=True": True,
+            "fully_shard, reshard_after_forward=False": False, "HSDP": None}
+
+
+def training_step(name: str, model: nn.Module, compute_loss: Callable, optimizer_cls: type,
+                  units: Sequence[nn.Module] = (), bucket_mb: float = 25, **settings) -> Callable:
+    """On each rank: a function that trains ``model`` for one step on a batch; it returns the loss.
+
+    name: as in `dplab.predict.traffic.STRATEGIES`, or one of WRAPPERS. compute_loss: of the model
+    in its wrapper, and the batch. units: what is gathered at a time, besides the root. settings:
+    the optimizer's.
+    """
+    def make(parameters):
+        return optimizer_cls(parameters, **settings)
+
+    optimizer: Optimizer | None = None
+    if name in WRAPPERS:
+        model = WRAPPERS[name](model, bucket_mb)
+    elif name == "ZeroRedundancyOptimizer":
+        model = WRAPPERS["DDP"](model, bucket_mb)
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), optimizer_cls, **settings)
+    elif name == "ShardedOptimizer":
+        model = WRAPPERS["DDP"](model, bucket_mb)
+        optimizer = ShardedOptimizer(model.parameters(), optimizer_cls, **settings)
+    elif name == "ShardedOptimizer, reduce_gradients=True":
+        optimizer = ShardedOptimizer(model.parameters(), optimizer_cls, reduce_gradients=True,
+                                     **settings)
+    elif name == "ShardedGradientOptimizer":
+        optimizer = ShardedGradientOptimizer(model.parameters(), optimizer_cls,
+                                             bucket_mb=bucket_mb, **settings)
+    elif name == "FullyShardedModel":
+        model = FullyShardedModel(model, units=list(units))
+    elif name in RESHARDS:
+        mesh = _mesh(hybrid=name == "HSDP")
+        for unit in (*units, model):
+            fully_shard(unit, mesh=mesh, reshard_after_forward=RESHARDS[name])
+    elif HAS_DEEPSPEED and name in [f"DeepSpeed {stage}" for stage in range(4)]:
+        return _deepspeed(model, make(model.parameters()), compute_loss, stage=int(name[-1]))
+    else:
+        raise ValueError(f"no strategy {name!r}")
+    return _stepping(model, optimizer or make(model.parameters()), compute_loss)
+
+
+def _mesh(hybrid):
+    ranks = dist.get_world_size()
+    if not hybrid:
+        return init_device_mesh("cpu", (ranks,))
+    in_node = int(os.environ["LOCAL_WORLD_SIZE"])
+    return init_device_mesh("cpu", (ranks // in_node, in_node), mesh_dim_names=("copies", "shards"))
+
+
+def _stepping(model, optimizer, compute_loss):
+    def step(*batch):
+        optimizer.zero_grad()
+        loss = compute_loss(model, *batch)
+        loss.backward()
+        if isinstance(model, ManualDDP):
+            model.finish_gradient_sync()
+        optimizer.step()
+        return loss.item()
+    return step
+
+
+def _deepspeed(model, optimizer, compute_loss, stage):
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    os.environ["LOCAL_RANK"] = str(dist.get_rank())
+    warnings.simplefilter("ignore", FutureWarning)
+    import deepspeed
+
+    # Or the first use compiles a shared-memory operation that only inference needs.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    deepspeed.init_distributed(dist_backend="gloo", verbose=False)
+    engine, *_ = deepspeed.initialize(
+        model=model, optimizer=optimizer,
+        config={"train_micro_batch_size_per_gpu": 1, "zero_allow_untested_optimizer": True,
+                "zero_optimization": {"stage": stage}})
+
+    def step(*batch):
+        loss = compute_loss(engine, *batch)
+        engine.backward(loss)
+        engine.step()
+        return loss.item()
+    return step

@@ -1,0 +1,228 @@
+"""Training at large batch: learning-rate rules, and steps against samples; five seeds of each.
+
+`rules` trains for a fixed number of epochs at growing batch sizes. The base learning rate is the
+best one at the smallest batch. From there every batch size gets a grid of rates, powers of two
+times the base rate, with warm-up, so that a rule is seen beside the best that any rate gives.
+`steps_to_target` counts the steps until the test loss is below `TARGET` and takes, for each batch
+size, the constant learning rate of a grid that needs fewest.
+
+One process with one thread trains here. N ranks would take the same steps: the mean of the
+gradients of N equal parts is the gradient of the whole batch, and nothing in the model or in its
+data depends on N (chapter 02 has the proof; tests/test_bench_training.py trains one of these runs
+on two ranks). All seeds train side by side: each weight has one more dimension, the seed's.
+"""
+
+import math
+import platform
+import statistics
+import time
+
+import torch
+import torch.nn.functional as F
+from torch.func import functional_call, stack_module_state, vmap
+
+from dplab.bench.results import save
+from dplab.workloads.moved_digits import TRAIN_SIZE, load_moved_digits, moved_digits_classifier
+
+EPOCHS, BASE_BATCH, WARM_UP = 8, 32, 1 / 8  # warm-up: the share of the training that it takes
+SEEDS = range(5)
+BATCHES = [BASE_BATCH * 2**power for power in range(7)]
+OPTIMIZERS = {
+    "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.0, momentum=0.9),
+    "Adam": lambda parameters: torch.optim.Adam(parameters, lr=0.0),
+}
+BASE_GRID = {"SGD": [0.0125, 0.025, 0.05, 0.1, 0.2],
+             "Adam": [0.0005, 0.001, 0.002, 0.004, 0.008]}
+RULES = {"unscaled": lambda k: 1.0, "square root": math.sqrt, "linear": float}
+TARGET = 0.5  # of the test loss
+TARGET_BATCHES = [2**power for power in range(3, 13)]
+TARGET_EPOCHS = 40
+
+
+def add_arguments(parser):
+    parser.add_argument("--save", action="store_true",
+                        help="keep the results, which chapter 07 shows")
+
+
+def main(options):
+    torch.set_num_threads(1)
+    began = time.process_time()
+    found = {"python": platform.python_version(), "seeds": list(SEEDS),
+             "epochs": EPOCHS, "warm_up": WARM_UP, "target_loss": TARGET,
+             "rules": [], "steps_to_target": []}
+    print(f"one thread; {EPOCHS} epochs of {TRAIN_SIZE:,} images; test "
+          f"error in %, mean and standard deviation over {len(SEEDS)} seeds")
+    for name in OPTIMIZERS:
+        for row in rules(name):
+            found["rules"].append(row)
+            print(f"{name:5} batch {row['batch']:5}  rate {row['learning_rate']:8.4g} = base × "
+                  f"{row['times']:6.4g}  {'warm-up' if row['warm_up'] else '':8}"
+                  f"{statistics.mean(row['errors']):7.2f} ± {statistics.stdev(row['errors']):.2f}",
+                  flush=True)
+    for name in OPTIMIZERS:
+        for row in steps_to_target(name):
+            found["steps_to_target"].append(row)
+            print(f"{name:5} batch {row['batch']:5}  rate {row['learning_rate']:8.4g}  "
+                  f"steps to a test loss of {TARGET}: {row['steps']}", flush=True)
+        rows = [row for row in found["steps_to_target"] if row["optimizer"] == name]
+        least_steps, least_samples = fit_front(
+            {row["batch"]: statistics.median(row["steps"]) for row in rows})
+        print(f"{name}: least steps {least_steps:.0f}, least samples {least_samples:,.0f}, "
+              f"critical batch size {least_samples / least_steps:.0f}")
+    found["seconds"] = round(time.process_time() - began)
+    print(f"{found['seconds']} s of one core")
+    if options.save:
+        save("training", **found)
+
+
+def learning_rate(progress: float, base: float, peak: float, warm_up: float = WARM_UP) -> float:
+    """The rate after a share ``progress`` of the training, from 0 to 1.
+
+    It rises in a line from ``base`` to ``peak`` during the first share ``warm_up``, as in Goyal et
+    al. (arXiv:1706.02677, section 2.2), and then falls to zero as a cosine. Progress counts
+    samples, not steps, so the schedule is the same at each batch size.
+    """
+    if progress < warm_up:
+        return base + (peak - base) * progress / warm_up
+    return peak * (1 + math.cos(math.pi * (progress - warm_up) / (1 - warm_up))) / 2
+
+
+def rules(optimizer: str, batches=BATCHES, seeds=SEEDS):
+    """Yields a dict for each run of all seeds: its settings, test errors in % and test losses."""
+    base_runs = [_run(optimizer, BASE_BATCH, base, base, seeds) for base in BASE_GRID[optimizer]]
+    best = min(base_runs, key=lambda run: statistics.mean(run["errors"]))
+    base = best["learning_rate"]
+    yield from (run | {"times": run["learning_rate"] / base} for run in base_runs)
+    for batch in batches[1:]:
+        k = batch // BASE_BATCH
+        by_rule = {rule(k) for rule in RULES.values()}
+        grid = {2.0**power for power in range(-1, int(math.log2(k)) + 2)}
+        for times in sorted(grid | by_rule):
+            for warm_up in (0, WARM_UP) if times in by_rule else (WARM_UP,):
+                run = _run(optimizer, batch, base, base * times, seeds, warm_up)
+                yield run | {"times": times}
+
+
+def _run(optimizer, batch, base, peak, seeds, warm_up=WARM_UP):
+    errors, losses = train(optimizer, batch, base, peak, seeds, warm_up)
+    return {"optimizer": optimizer, "batch": batch, "learning_rate": peak, "warm_up": warm_up,
+            "errors": [round(100 * error, 3) for error in errors],
+            "losses": [round(loss, 4) if math.isfinite(loss) else None for loss in losses]}
+
+
+def train(optimizer: str, batch: int, base: float, peak: float, seeds=SEEDS,
+          warm_up: float = WARM_UP) -> tuple[list[float], list[float]]:
+    """The test error, from 0 to 1, and the test loss of each seed after `EPOCHS` epochs."""
+    runs = _Runs(optimizer, seeds)
+    total = EPOCHS * TRAIN_SIZE // batch
+    for step in range(total):
+        runs.step(batch, learning_rate(step / total, base, peak, warm_up))
+    return runs.test()
+
+
+def steps_to_target(optimizer: str, batches=TARGET_BATCHES, seeds=SEEDS):
+    """Yields a dict for each batch size: the best constant rate and the steps that each seed needs.
+
+    From one rate tried to the next is a factor of √2, from the best one of the batch size before
+    downhill in the mean number of steps.
+    """
+    power = 0
+    for batch in batches:
+        tried: dict[int, list[float]] = {}
+
+        def cost(power, batch=batch, tried=tried):
+            patience = 2 * min(map(statistics.mean, tried.values()), default=math.inf)
+            rate = BASE_GRID[optimizer][0] * 2 ** (power / 2)
+            tried[power] = _steps(optimizer, batch, rate, seeds, patience)
+            return statistics.mean(tried[power])
+
+        power = _downhill(cost, power)
+        yield {"optimizer": optimizer, "batch": batch,
+               "learning_rate": BASE_GRID[optimizer][0] * 2 ** (power / 2), "steps": tried[power]}
+
+
+def _downhill(cost, power):
+    """The integer with the least cost, searched from ``power`` on, neighbour by neighbour."""
+    costs = {}
+    while True:
+        for near in (power, power + 1, power - 1):
+            if near not in costs:
+                costs[near] = cost(near)
+        best = min(costs, key=costs.get)
+        if best == power:
+            return power
+        power = best
+
+
+def _steps(optimizer, batch, rate, seeds, patience):
+    """Steps of each seed until the test loss is below `TARGET`; infinite for those given up."""
+    runs = _Runs(optimizer, seeds)
+    steps = [math.inf] * len(seeds)
+    step, look_at = 0, 1
+    while math.inf in steps and step < min(patience, TARGET_EPOCHS * TRAIN_SIZE / batch):
+        runs.step(batch, rate)
+        step += 1
+        if step >= look_at:
+            _, losses = runs.test(samples=1024)
+            steps = [min(old, step) if loss < TARGET else old
+                     for old, loss in zip(steps, losses, strict=True)]
+            look_at = 1.03 * step
+    return steps
+
+
+def fit_front(steps: dict[int, float]) -> tuple[float, float]:
+    """S_min and E_min of (S / S_min − 1)(E / E_min − 1) = 1, from the steps S for each batch size.
+
+    E = B·S are the samples. With B_crit = E_min / S_min this is S = S_min·(1 + B_crit / B): the
+    least squares of log S over a grid of B_crit (McCandlish et al., arXiv:1812.06162, section 2.3).
+    """
+    def fitted(critical):
+        logs = [math.log(s / (1 + critical / batch)) for batch, s in steps.items()]
+        return statistics.pvariance(logs), math.exp(statistics.mean(logs))
+
+    critical = min((1.01**power for power in range(1500)), key=lambda each: fitted(each)[0])
+    least_steps = fitted(critical)[1]
+    return least_steps, critical * least_steps
+
+
+class _Runs:
+    """The same model with several seeds, each on its own order of the data, trained in one go."""
+
+    def __init__(self, optimizer, seeds):
+        self.data = load_moved_digits()
+        models = [moved_digits_classifier(seed) for seed in seeds]
+        self.weights, _ = stack_module_state(models)
+        self.optimizer = OPTIMIZERS[optimizer](self.weights.values())
+        self.generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+        self.left = torch.empty(len(seeds), 0, dtype=torch.long)
+
+        def logits(weights, images):
+            return functional_call(models[0], weights, (images,))
+
+        self.each_its_own = vmap(logits)
+        self.all_the_same = vmap(logits, in_dims=(0, None))
+
+    def step(self, batch, rate):
+        """One step of every run with its next ``batch`` samples."""
+        if self.left.shape[1] < batch:  # an epoch is over; no batch size leaves a rest
+            self.left = torch.stack([torch.randperm(TRAIN_SIZE, generator=generator)
+                                     for generator in self.generators])
+        indices, self.left = self.left.split([batch, self.left.shape[1] - batch], dim=1)
+        logits = self.each_its_own(self.weights, self.data.train_images[indices])
+        losses = F.cross_entropy(logits.transpose(1, 2), self.data.train_labels[indices],
+                                 reduction="none").mean(dim=1)
+        self.optimizer.zero_grad()
+        losses.sum().backward()  # no run's loss depends on another's weights
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.optimizer.step()
+
+    @torch.no_grad()
+    def test(self, samples=None):
+        """Of each run the error, from 0 to 1, and the loss on the first test samples, or on all."""
+        labels = self.data.test_labels[:samples]
+        logits = self.all_the_same(self.weights, self.data.test_images[:samples])
+        errors = (logits.argmax(dim=2) != labels).float().mean(dim=1)
+        losses = F.cross_entropy(logits.transpose(1, 2), labels.expand(len(logits), -1),
+                                 reduction="none").mean(dim=1)
+        return errors.tolist(), losses.tolist()

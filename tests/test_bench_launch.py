@@ -1,0 +1,107 @@
+"""The launchers beside which dplab is measured, and what is said where one is missing or broken."""
+
+import argparse
+import ast
+import importlib
+import importlib.machinery
+import sys
+
+import pytest
+
+from dplab.bench import launch, launchers
+from dplab.bench.launchers import Launcher
+
+OPTIONS = argparse.Namespace(ranks=2, rounds=2, peer_rounds=1)
+TRIED = launch.Tried([0.5, 0.25, 1.0], "runs", "0.1 s: rank", "0.2 s, 0 left")
+
+
+@pytest.mark.parametrize("launcher", [launchers.DPLAB, *launchers.PEERS],
+                         ids=lambda launcher: launcher.name)
+def test_cells_are_code(launcher):
+    for cell in launchers.cells(launcher, 4):
+        ast.parse(cell.removeprefix("%%writefile functions.py\n"))
+
+
+def test_dplab_in_a_kernel():
+    tried = launch._tried(launchers.DPLAB, 2, rounds=2)
+    assert len(tried.times) == 2 and min(tried.times) > 0
+    assert tried.function == "runs"
+    assert tried.raised.endswith("s: rank, error, line; then works")
+    assert tried.interrupted.endswith("s, 0 left; then works")
+
+
+def printed_with(monkeypatch, capsys, tried):
+    monkeypatch.setattr(launch, "_tried", tried)
+    monkeypatch.setattr(launch, "_more_of_dplab", lambda options: [])
+    launch.main(OPTIONS)
+    return capsys.readouterr().out.splitlines()
+
+
+class Without(importlib.machinery.PathFinder):
+    """Finds modules as ever, but for those that are then not installed."""
+
+    absent = ("accelerate", "ipyparallel")
+
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        if name.partition(".")[0] in cls.absent:
+            return None
+        return super().find_spec(name, path, target)
+
+
+def test_a_launcher_that_is_not_installed_is_said_to_be_so(monkeypatch, capsys):
+    for name in [name for name in sys.modules if name.partition(".")[0] in Without.absent]:
+        monkeypatch.delitem(sys.modules, name)
+    finders = [Without if finder is importlib.machinery.PathFinder else finder
+               for finder in sys.meta_path]
+    assert Without in finders
+    monkeypatch.setattr(sys, "meta_path", finders)
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module("accelerate")
+    asked = []
+    lines = printed_with(monkeypatch, capsys,
+                         lambda launcher, *_: asked.append(launcher.name) or TRIED)
+    assert asked == ["dplab.run", "torch.multiprocessing.spawn", "torchrun"]
+    assert [line.split("  ")[0] for line in lines if line.endswith("not installed")] == [
+        launcher.name for launcher in launchers.PEERS if launcher.module in Without.absent]
+
+
+def test_times_are_compared_with_dplab_s_own(monkeypatch, capsys):
+    monkeypatch.setattr(launchers, "PEERS", [Launcher("slow", "torch", "")])
+    slow = launch.Tried([2.0, 1.0], "fails", "no report in 10 s", "no end in 10 s")
+    lines = printed_with(monkeypatch, capsys,
+                         lambda launcher, *_: slow if launcher.name == "slow" else TRIED)
+    assert [line.split() for line in lines if "×" in line] == [
+        ["dplab.run", "0.500", "(0.250", "to", "1.000)", "1.0×"],
+        ["slow", "1.500", "(1.000", "to", "2.000)", "3.0×"]]
+    assert lines[-1].split(maxsplit=2) == ["slow", "fails", lines[-1].split(maxsplit=2)[2]]
+
+
+BROKEN = Launcher("broken", "torch", "def launch(function):\n    raise OSError('no such thing')")
+WRONG = Launcher("wrong", "torch", "def launch(function):\n    return [3.0, 2.0]")
+STUCK = Launcher("stuck", "torch", """
+import time
+def launch(function):
+    while function is not all_reduce_once and function.__name__ != "of_a_cell":
+        try:
+            time.sleep(600)
+        except KeyboardInterrupt:
+            pass
+    return [2.0, 2.0]
+""")
+
+
+def test_a_launcher_that_fails_or_gives_other_values_is_said_to(monkeypatch, capsys):
+    monkeypatch.setattr(launchers, "PEERS", [BROKEN, WRONG])
+    tried = launch._tried
+    lines = printed_with(monkeypatch, capsys, lambda launcher, *rest:
+                         TRIED if launcher.name == "dplab.run" else tried(launcher, *rest))
+    failed = {line.split()[0]: line for line in lines if "failed:" in line}
+    assert failed["broken"].endswith("failed: OSError: no such thing")
+    assert failed["wrong"].endswith("failed: AssertionError: [3.0, 2.0]")
+
+
+def test_a_launcher_that_never_returns_is_given_up(monkeypatch):
+    monkeypatch.setattr(launch, "PATIENCE", 2)
+    tried = launch._tried(STUCK, 2, rounds=1)
+    assert (tried.raised, tried.interrupted) == ("no report in 2 s", "no end in 2 s")

@@ -1,0 +1,203 @@
+"""`dplab.bench.training`: its runs beside ordinary ones on two ranks, and the committed sweep."""
+
+import math
+import statistics
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+import dplab
+from dplab import show
+from dplab.bench import training
+from dplab.bench.results import committed
+from dplab.workloads import moved_digits
+from dplab.workloads.digits import load_digits
+
+
+def one_epoch(optimizer, batch, base, peak, seed):
+    """An ordinary loop with DDP; the test error and the test loss."""
+    data = moved_digits.load_moved_digits()
+    model = DistributedDataParallel(moved_digits.moved_digits_classifier(seed))
+    stepper = {"SGD": lambda p: torch.optim.SGD(p, lr=base, momentum=0.9),
+               "Adam": lambda p: torch.optim.Adam(p, lr=base)}[optimizer](model.parameters())
+    order = torch.randperm(8192, generator=torch.Generator().manual_seed(seed))
+    steps = 8192 // batch
+    for step, indices in enumerate(order.split(batch)):
+        done = step / steps
+        stepper.param_groups[0]["lr"] = (
+            base + (peak - base) * 4 * done if done < 0.25
+            else peak * (0.5 + 0.5 * math.cos(math.pi * (done - 0.25) / 0.75)))
+        mine = indices.chunk(dist.get_world_size())[dist.get_rank()]
+        stepper.zero_grad()
+        F.cross_entropy(model(data.train_images[mine]), data.train_labels[mine]).backward()
+        stepper.step()
+    with torch.no_grad():
+        logits = model.module(data.test_images)
+    return ((logits.argmax(1) != data.test_labels).float().mean().item(),
+            F.cross_entropy(logits, data.test_labels).item())
+
+
+@pytest.mark.parametrize(("optimizer", "base", "peak"), [("SGD", 0.05, 0.6), ("Adam", 2e-3, 8e-3)])
+def test_seeds_side_by_side_are_ordinary_runs_on_two_ranks(monkeypatch, optimizer, base, peak):
+    monkeypatch.setattr(training, "EPOCHS", 1)
+    errors, losses = training.train(optimizer, 512, base, peak, seeds=[0, 3], warm_up=0.25)
+    for index, seed in enumerate([0, 3]):
+        error, loss = dplab.run(one_epoch, 2, optimizer, 512, base, peak, seed, backend="gloo")[0]
+        assert losses[index] == pytest.approx(loss, rel=5e-4)
+        assert errors[index] == pytest.approx(error, abs=2e-3)
+    assert abs(losses[0] - losses[1]) > 2e-3 * losses[0]  # so one seed is not taken for the other
+
+
+def test_each_epoch_visits_each_image_once():
+    runs = training._Runs("SGD", [0, 1])
+    seen = []
+    plain_call = runs.each_its_own
+    images = runs.data.train_images
+    images[:, 0, 0] = torch.arange(8192.0)  # a mark in each image
+    runs.each_its_own = lambda weights, x: (seen.append(x[:, :, 0, 0]), plain_call(weights, x))[1]
+    for _ in range(2 * 4):
+        runs.step(2048, 0.0)
+    epochs = torch.cat(seen, dim=1).split(8192, dim=1)
+    assert all(torch.equal(epoch.sort(dim=1).values, torch.arange(8192.0).expand(2, -1))
+               for epoch in epochs)
+    assert not torch.equal(epochs[0][0], epochs[1][0])
+    assert not torch.equal(epochs[0][0], epochs[0][1])
+
+
+def test_the_rate_rises_in_a_line_and_falls_as_a_cosine():
+    rate = [training.learning_rate(progress, 0.1, 0.8, 0.2) for progress in (0, 0.1, 0.2, 0.6, 1)]
+    assert rate == pytest.approx([0.1, 0.45, 0.8, 0.4, 0.0])
+    assert training.learning_rate(0, 0.1, 0.8, 0) == pytest.approx(0.8)
+
+
+def test_the_front_is_found_again():
+    steps = {2**power: 60 * (1 + 250 / 2**power) for power in range(3, 13)}
+    least_steps, least_samples = training.fit_front(steps)
+    assert least_steps == pytest.approx(60, rel=0.01)
+    assert least_samples == pytest.approx(60 * 250, rel=0.01)
+
+
+@pytest.mark.parametrize("start", [-4, 3, 8])
+def test_downhill_ends_in_the_valley_and_pays_for_no_point_twice(start):
+    asked = []
+
+    def cost(power):
+        asked.append(power)
+        return (power - 3) ** 2 if power < 8 else math.inf
+
+    assert training._downhill(cost, start) == 3
+    assert len(asked) == len(set(asked))
+
+
+def test_steps_to_the_target_end_there_or_give_up(monkeypatch):
+    monkeypatch.setattr(training, "TARGET", 2.0)
+    [steps] = training._steps("SGD", 256, 0.2, [0], math.inf)
+    runs, losses = training._Runs("SGD", [0]), []
+    for _ in range(steps):
+        runs.step(256, 0.2)
+        losses.append(runs.test(samples=1024)[1][0])
+    assert losses[-1] < 2.0 and min(losses[: int(0.9 * steps)]) >= 2.0
+    assert training._steps("SGD", 256, 0.2, [0], steps // 2) == [math.inf]
+
+
+def rows(**wanted):
+    return [row for row in committed("training")["rules"]
+            if all(row[key] == value for key, value in wanted.items())]
+
+
+@pytest.mark.parametrize("optimizer", training.OPTIMIZERS)
+@pytest.mark.parametrize("batch", training.BATCHES[1:])
+def test_the_committed_sweep_has_each_rule_with_and_without_warm_up(optimizer, batch):
+    k = batch / 32
+    found = {(round(row["times"], 9), row["warm_up"])
+             for row in rows(optimizer=optimizer, batch=batch)}
+    assert {(round(times, 9), warm_up) for times in (1.0, k**0.5, k)
+            for warm_up in (0, 1 / 8)} <= found
+
+
+def test_the_committed_sweep_was_made_by_this_code():
+    results = committed("training")
+    assert results["command"] == "python -m dplab.bench training --save"
+    assert results["seeds"] == list(training.SEEDS) and results["epochs"] == training.EPOCHS
+    assert all(len(row["errors"]) == len(row["losses"]) == 5 for row in results["rules"])
+    [first] = rows(optimizer="SGD", batch=2048, times=4.0)
+    errors, losses = training.train("SGD", 2048, first["learning_rate"] / 4,
+                                    first["learning_rate"], seeds=[0])
+    assert 100 * errors[0] == pytest.approx(first["errors"][0], abs=3)
+    assert losses[0] == pytest.approx(first["losses"][0], rel=0.05)
+
+
+@pytest.mark.parametrize("optimizer", training.OPTIMIZERS)
+def test_the_base_rate_is_the_best_at_the_smallest_batch(optimizer):
+    at_32 = rows(optimizer=optimizer, batch=32)
+    best = min(at_32, key=lambda row: statistics.mean(row["errors"]))
+    assert best["times"] == 1.0 and len(at_32) == len(training.BASE_GRID[optimizer])
+
+
+@pytest.mark.parametrize("optimizer", training.OPTIMIZERS)
+def test_the_committed_steps_reach_the_target_at_each_batch_size(optimizer):
+    found = {row["batch"]: row["steps"] for row in committed("training")["steps_to_target"]
+             if row["optimizer"] == optimizer}
+    assert list(found) == training.TARGET_BATCHES
+    assert all(len(steps) == 5 and max(steps) < math.inf for steps in found.values())
+
+
+def test_moved_digits_are_the_digits_moved():
+    data, digits = moved_digits.load_moved_digits(), load_digits()
+    assert data.train_images.shape == (8192, 12, 12) and data.test_images.shape == (4096, 12, 12)
+    assert data.train_images.mean().abs() < 1e-4 and abs(data.train_images.std() - 1) < 1e-4
+    places = set()
+    ground = data.train_images.min()
+    unit = (data.train_images.max() - ground) / digits.train_images.max()
+    for index in range(200):
+        pixels = (data.train_images[index] - ground) / unit
+        fits = [(row, column) for row in range(5) for column in range(5)
+                if torch.allclose(pixels[row:row + 8, column:column + 8],
+                                  digits.train_images[index], atol=1e-4)]
+        assert fits and torch.isclose(pixels.sum(), digits.train_images[index].sum(), rtol=1e-3)
+        places.update(fits)
+    assert len(places) == 25
+    assert torch.equal(data.train_labels[1439:2878], digits.train_labels)
+
+
+def test_a_sweep_draws_means_and_ranges():
+    lines = {"linear": {32: [2.0, 4.0], 64: [3.0, 9.0]}, "best": {32: [1.0], 64: [2.0]}}
+    figure = show.batch_sweep({"SGD": lines, "Adam": {"linear": {32: [5.0], 64: [6.0]}}},
+                              title="a title", ylabel="error", dashed=("best",))
+    left, right = figure.axes
+    assert list(left.lines[0].get_ydata()) == [3.0, 6.0]
+    assert left.lines[0].get_color() == right.lines[0].get_color() != left.lines[1].get_color()
+    band = left.collections[0].get_paths()[0].vertices
+    assert band[:, 1].min() == 2.0 and band[:, 1].max() == 9.0
+    assert "a title" in figure.alt and "SGD, linear from 3 to 6" in figure.alt
+    with pytest.raises(ValueError, match="at least one panel"):
+        show.batch_sweep({"SGD": {}}, title="", ylabel="")
+
+
+def mean_error(optimizer, batch, rule, warm_up=1 / 8):
+    times = {"unscaled": 1.0, "square root": (batch / 32) ** 0.5, "linear": batch / 32}[rule]
+    [row] = [row for row in rows(optimizer=optimizer, batch=batch, warm_up=warm_up)
+             if row["times"] == pytest.approx(times)]
+    return statistics.mean(row["errors"])
+
+
+def test_the_committed_sweep_says_what_chapter_07_says():
+    for batch in (64, 128, 256):
+        assert mean_error("SGD", batch, "linear") < mean_error("SGD", batch, "square root")
+        assert abs(mean_error("Adam", batch, "linear")
+                   - mean_error("Adam", batch, "square root")) < 0.3
+    for batch in (512, 1024, 2048):
+        for optimizer in training.OPTIMIZERS:
+            others = [mean_error(optimizer, batch, rule) for rule in ("unscaled", "linear")]
+            assert mean_error(optimizer, batch, "square root") < min(others)
+    for batch in (256, 512, 1024, 2048):
+        assert mean_error("Adam", batch, "unscaled") > mean_error("Adam", batch, "square root")
+        assert mean_error("SGD", batch, "unscaled") > mean_error("SGD", batch, "square root")
+    assert mean_error("Adam", 512, "linear", 0) > 4 * mean_error("Adam", 512, "linear")
+    assert mean_error("SGD", 512, "linear") > 25 and mean_error("SGD", 512, "linear", 0) > 25
+    for optimizer, least in (("SGD", 40), ("Adam", 15)):
+        assert min(statistics.mean(row["errors"])
+                   for row in rows(optimizer=optimizer, batch=2048)) > least
