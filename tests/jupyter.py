@@ -123,7 +123,8 @@ def jupyter_lab(root):
         names = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
         paths = [path for path in (own, *map(shutil.which, names)) if path and Path(path).exists()]
         if not paths:
-            raise NoChromium("no Chromium: run `playwright install chromium`")
+            raise NoChromium(
+                f"no Chromium: run {sys.executable} -m playwright install --with-deps chromium")
         with (playwright.chromium.launch(executable_path=paths[0], args=CHROMIUM_FLAGS) as browser,
               jupyter_server(root) as url):
             yield Lab(browser, url)
@@ -182,7 +183,8 @@ class Notebook:
         """`theme`: "light" or "dark"."""
         name = f"JupyterLab {theme.title()}"
         self._command("apputils:change-theme", theme=name)
-        self._until("name => document.body.dataset.jpThemeName === name", 30, name)
+        self._until("name => document.body.dataset.jpThemeName === name"
+                    " && !document.querySelector('#jupyterlab-splash')", 30, name)
 
     def cells(self):
         """The cells as the notebook format has them, with the outputs of now."""
@@ -218,6 +220,12 @@ class Notebook:
     def interrupt(self):
         """Presses the ■ of the toolbar."""
         self.page.locator("[data-command='notebook:interrupt-kernel']:visible").first.click()
+
+    def restart(self):
+        """Restarts the kernel by the menu's command, and says yes to its question."""
+        self._command("kernelmenu:restart")
+        self.page.locator(".jp-Dialog .jp-mod-accept").click()
+        self.wait()
 
     def output(self, cell):
         """The part of the page below the cell, as Playwright's locator."""

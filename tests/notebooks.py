@@ -17,8 +17,8 @@ The percent format, for writing a chapter in an editor:
 import argparse
 import contextlib
 import copy
-import os
 import re
+import symtable
 import sys
 import tempfile
 import time
@@ -26,12 +26,13 @@ import warnings
 from pathlib import Path
 
 import nbformat
-from jupyter_client.kernelspec import KernelSpecManager
-from jupyter_client.manager import AsyncKernelManager
+from IPython.core.inputtransformer2 import TransformerManager
 from nbclient import NotebookClient
 from nbclient.exceptions import CellControlSignal, DeadKernelError
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 from nbformat.warnings import DuplicateCellId, MissingIDFieldWarning
+
+from dplab.bench.kernel import private_kernel
 
 METADATA = {
     "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
@@ -99,13 +100,7 @@ def execute(notebook, folder, cell_timeout=CELL_TIMEOUT):
     """
     notebook = copy.deepcopy(notebook)
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as private:
-        environment = os.environ | {"DPLAB_HOME": f"{private}/dplab", "DPLAB_LIVE": "0",
-                                    "IPYTHONDIR": f"{private}/ipython"}
-        manager = AsyncKernelManager(
-            # Without folders to look in, it starts this interpreter, whatever is installed.
-            kernel_name="python3", kernel_spec_manager=KernelSpecManager(kernel_dirs=[]),
-            # Sockets in the private folder: the loopback is left to the ranks, who count its bytes.
-            transport="ipc", connection_file=f"{private}/kernel.json")
+        manager, environment = private_kernel(Path(private))
         client = NotebookClient(notebook, km=manager, timeout=cell_timeout)
         client.execute(cwd=str(folder), env=environment, cleanup_kc=True)
     return notebook
@@ -118,6 +113,33 @@ def swap(notebook, solutions):
         if "exercise" in cell.metadata.get("tags", []):
             cell.source = solutions(cell.metadata.dplab.exercise).strip("\n")
     return notebook
+
+
+def for_exercises(notebook):
+    """A copy with only the exercises, their checks and the cells that define what these use."""
+    kept, wanted = [], set()
+    for cell in reversed(notebook.cells):
+        if cell.cell_type != "code":
+            continue
+        defined, used = names(cell.source)
+        if ({"exercise", "check"} & set(cell.metadata.get("tags", []))
+                or cell.source.startswith("%load_ext") or defined & wanted):
+            kept.insert(0, copy.deepcopy(cell))
+            wanted = (wanted - defined) | used
+    return new_notebook(metadata=notebook.metadata, cells=kept)
+
+
+def names(source):
+    """The names that a cell defines in the notebook, and those of the notebook that it uses."""
+    cell = symtable.symtable(TransformerManager().transform_cell(source), "cell", "exec")
+    defined = {symbol.get_name() for symbol in cell.get_symbols()
+               if symbol.is_assigned() or symbol.is_imported() or symbol.is_namespace()}
+    used = {symbol.get_name() for symbol in cell.get_symbols() if symbol.is_referenced()}
+    inner = cell.get_children()
+    for scope in inner:
+        inner += scope.get_children()
+        used |= {symbol.get_name() for symbol in scope.get_symbols() if symbol.is_global()}
+    return defined, used
 
 
 def refresh(path):

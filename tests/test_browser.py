@@ -1,12 +1,26 @@
-"""What a reader does, done in a real JupyterLab: Run All, an exercise, the ■ button."""
+"""What a reader does, done in a real JupyterLab: Run All, an exercise, the ■ button, a slider.
 
+With the mouse or by keyboard, on a wide screen or a narrow one, with eyes or a screen reader.
+"""
+
+import contextlib
+import itertools
 import os
+import re
 
 import nbformat
 import psutil
 import pytest
 from jupyter import NoChromium, copy_course, jupyter_lab, until
 from nbformat.v4 import new_code_cell, new_notebook
+from reading import (
+    controls_without_name,
+    cut_off,
+    focus_by_tab,
+    heading_levels,
+    output_pictures,
+    window,
+)
 
 CHAPTER = "chapters/04_ddp_by_hand.ipynb"
 RUN_ALL_SECONDS = 180  # generous: a slow machine may take three times the minute that we aim for
@@ -19,21 +33,48 @@ def average_gradients(model):
             dist.all_reduce(parameter.grad)
 """
 RIGHT = WRONG + "            parameter.grad /= dist.get_world_size()\n"
-DIAGNOSIS = "You summed and did not divide by the world size"
-PASSED = f"Exercise {EXERCISE}: passed"
+CARDS = (f"Exercise {EXERCISE}: not attempted", "You summed and did not divide by the world size",
+         f"Exercise {EXERCISE}: passed")
 
-HANG = """\
-%%ranks 2 --timeout 600
+RANKS = {
+    "load": """\
+%load_ext dplab
 import os, pathlib, time
 import torch
 import torch.distributed as dist
-
+""",
+    "in-order": """\
+%%ranks 3
+rank = dist.get_rank()
+time.sleep(0.4 * (2 - rank))
+print("came as number", 3 - rank)
+""",
+    "one-raises": """\
+%%ranks 3
+if dist.get_rank() == 1:
+    raise ValueError("a fault of rank 1")
+dist.barrier()
+""",
+    "hang": """\
+%%ranks 2 --timeout 600
 rank = dist.get_rank()
 pathlib.Path(folder, str(rank)).write_text(str(os.getpid()))
 if rank == 1:
     time.sleep(600)
 dist.all_reduce(torch.ones(1))
-"""
+""",
+    "next": "1 + 1",
+}
+
+# What each kind of widget needs to be there, and its keys with what the picture then says.
+STEPS = [
+    ("step", "ArrowRight", "After step 4 of 6, 8 of 16 chunks are complete"),
+    ("step", "ArrowLeft", "After step 3 of 6, 4 of 16 chunks are complete"),
+    ("step", "Home", "Before the first step, 0 of 16 chunks are complete"),
+]
+CHOICES = [("ranks", "ArrowRight", "on 128 × H100"), ("GPU", "Home", "on 128 × A100")]
+WALL = [("ranks", "ArrowLeft", "Llama-3 8B on 4 × H100"),
+        ("model", "End", "Llama-3.1 405B on 4 × H100")]
 
 
 @pytest.fixture(scope="module")
@@ -66,60 +107,125 @@ def test_run_all_of_an_untouched_chapter(chapter):
     assert seconds < RUN_ALL_SECONDS
 
 
-def test_an_exercise_answered_wrongly_and_then_rightly(chapter):
+def test_the_cards_of_an_exercise(chapter):
     notebook, _ = chapter
     check = f'dplab.check("{EXERCISE}"'
     stub = [cell["id"] for cell in notebook.cells()[:notebook.index(check)]
             if "exercise" in cell["metadata"].get("tags", [])][-1]
-    cards = []
+    seen = [notebook.output_text(check)]
     for answer in (WRONG, RIGHT):
         notebook.replace_source(stub, answer)
         notebook.run_cell(stub)
         notebook.run_cell(check)
-        cards.append(notebook.output_text(check))
+        seen.append(notebook.output_text(check))
     assert notebook.errors() == []
-    assert DIAGNOSIS in cards[0] and PASSED not in cards[0]
-    assert PASSED in cards[1] and DIAGNOSIS not in cards[1]
+    for index, text in enumerate(seen):
+        assert [card in text for card in CARDS] == [index == number for number in range(3)]
 
 
-def test_the_stop_button_ends_hung_ranks(lab, root, tmp_path):
-    load = f"%load_ext dplab\nfolder = {str(tmp_path)!r}"
-    sources = {"load": load, "hang": HANG, "next": "1 + 1"}
-    cells = [new_code_cell(source, id=name) for name, source in sources.items()]
+def test_a_screen_reader_is_told_what_the_pictures_show(chapter):
+    notebook, _ = chapter
+    pictures = output_pictures(notebook)
+    assert len(pictures) >= 4
+    assert [text for text in pictures if len(text or "") < 30] == []
+    assert_headings_are_in_order(notebook)
+
+
+def assert_headings_are_in_order(notebook):
+    levels = heading_levels(notebook)
+    assert levels[0] == 1 and levels.count(1) == 1
+    assert all(after <= before + 1 for before, after in itertools.pairwise(levels))
+
+
+def test_a_narrow_window_cuts_nothing_off(chapter):
+    notebook, _ = chapter
+    with window(notebook, 700, 900):
+        assert cut_off(notebook) == []
+
+
+@pytest.fixture(scope="module")
+def ranks(lab, root):
+    """A notebook of cells with ranks."""
+    cells = [new_code_cell(source, id=name) for name, source in RANKS.items()]
     kernel = {"kernelspec": {"name": "python3", "display_name": "Python 3"}}
-    nbformat.write(new_notebook(cells=cells, metadata=kernel), root / "hang.ipynb")
-    with lab.open("hang.ipynb") as notebook:
+    nbformat.write(new_notebook(cells=cells, metadata=kernel), root / "ranks.ipynb")
+    with lab.open("ranks.ipynb") as notebook:
         notebook.run_cell("load")
-        notebook.run_cell("hang", wait=False)
-        files = [tmp_path / "0", tmp_path / "1"]
-        until(lambda: all(f.exists() and f.read_text() for f in files), 60, "no ranks started")
-        ranks = [psutil.Process(int(file.read_text())) for file in files]
-
-        notebook.interrupt()
-        notebook.wait(timeout=10)
-        assert [cell for cell, _ in notebook.errors()] == ["hang"]
-        notebook.run_cell("next")
-        assert notebook.output_text("next") == "2"
-        assert psutil.wait_procs(ranks, timeout=5)[1] == []
+        yield notebook
 
 
-def test_the_slider_steps_through_the_ring(lab):
-    with lab.open("chapters/03_all_reduce.ipynb") as notebook:
-        for cell in ("setup", "your-numbers", "guess-complete", "record-the-ring",
-                     "states-of-the-ring", "step-through"):
+def test_output_stands_in_the_order_of_the_ranks(ranks):
+    ranks.run_cell("in-order")
+    assert ranks.output_text("in-order").splitlines() == [
+        f"rank {rank} came as number {3 - rank}" for rank in range(3)]
+
+
+def test_an_error_of_one_rank_names_it_and_its_line(ranks):
+    ranks.run_cell("one-raises")
+    text = ranks.output_text("one-raises")
+    assert "rank 1 of 3 raised ValueError: a fault of rank 1" in text
+    assert re.search(r"→ +3 +raise ValueError", text)
+    assert len(re.findall(r"rank [02] (?:waits in|lost its connection)", text)) == 2
+
+
+@contextlib.contextmanager
+def hanging(notebook, folder):
+    """Two ranks that hang in the notebook, as processes; at the end none of them may be left."""
+    notebook.replace_source("next", f"folder = {str(folder)!r}; 1 + 1")
+    notebook.run_cell("next")
+    notebook.run_cell("hang", wait=False)
+    files = [folder / "0", folder / "1"]
+    until(lambda: all(f.exists() and f.read_text() for f in files), 60, "no ranks started")
+    processes = [psutil.Process(int(file.read_text())) for file in files]
+    yield processes
+    assert psutil.wait_procs(processes, timeout=5)[1] == []
+    notebook.run_cell("next")
+    assert notebook.output_text("next") == "2"
+
+
+def test_the_stop_button_ends_hung_ranks(ranks, tmp_path):
+    with hanging(ranks, tmp_path):
+        ranks.interrupt()
+        ranks.wait(timeout=10)
+        text = ranks.output_text("hang")
+        assert "stopped by you; where the ranks were:" in text
+        assert "time.sleep(600)" in text and "waits in all_reduce" in text
+
+
+def test_a_restart_of_the_kernel_ends_hung_ranks(ranks, tmp_path):
+    with hanging(ranks, tmp_path) as processes:
+        server = processes[0].parent()
+        ranks.restart()
+        assert psutil.wait_procs([server], timeout=5)[1] == []
+        ranks.run_cell("load")
+
+
+@pytest.mark.parametrize(("path", "cells", "keys"), [
+    ("03_all_reduce", ["setup", "your-numbers", "guess-complete", "record-the-ring",
+                       "states-of-the-ring", "step-through"], STEPS),
+    ("08_zero_by_hand", ["setup", "setup-of-the-course", "guess-stage", "budget-of-a-stage", "bars",
+                         "draw-the-wall", "calculator"], WALL),
+    ("10_choosing_and_scaling", ["setup", "setup-of-the-course", "a-node", "draw-a-choice",
+                                 "calculator"], CHOICES),
+], ids=["stepper", "calculator of memory", "calculator of choices"])
+def test_a_widget_by_keyboard_alone(lab, path, cells, keys):
+    with lab.open(f"chapters/{path}.ipynb") as notebook:
+        for cell in cells:
             notebook.run_cell(cell)
         assert notebook.errors() == []
-        output = notebook.output("step-through")
-        picture, handle = output.locator("img"), output.locator("[role=slider]")
-        seen = [picture.get_attribute("alt")]
-        assert seen[0].startswith("After step 3 of 6, 4 of 16 chunks are complete")
-        for key in ("ArrowRight", "ArrowLeft", "Home"):
+        output, picture = notebook.output(cells[-1]), notebook.output(cells[-1]).locator("img")
+        assert controls_without_name(notebook, cells[-1]) == []
+        for label, key, says in keys:
+            focus_by_tab(notebook, cells[-1], label)
             source = picture.get_attribute("src")
-            handle.press(key)
+            notebook.page.keyboard.press(key)
             until(lambda source=source: picture.get_attribute("src") != source, 20,
                   f"{key} left the picture as it was")
-            seen.append(picture.get_attribute("alt"))
-        assert seen[1].startswith("After step 4 of 6, 8 of 16 chunks are complete")
-        assert seen[2] == seen[0]
-        assert seen[3].startswith("Before the first step, 0 of 16 chunks are complete")
-        assert "1, 2, 3, 4" in seen[3] and "1000, 2000, 3000, 4000" in seen[3]
+            assert says in picture.get_attribute("alt")
+        if output.locator(".widget-play").count():
+            focus_by_tab(notebook, cells[-1], "play or pause")
+            notebook.page.keyboard.press("Enter")
+            until(lambda: "After step 1 of 6" in picture.get_attribute("alt"), 20, "nothing plays")
+        assert_headings_are_in_order(notebook)
+        with window(notebook, 700, 900):
+            assert cut_off(notebook) == []

@@ -17,6 +17,9 @@ MOST_LINES, MOST_LINES_OF_EXERCISE = 15, 30
 
 READABLE_ID = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
 RANDOM_ID = re.compile(r"(?=.*\d)[0-9a-f-]{8,}")
+HEADING = re.compile(
+    r"^### Exercise (\d+\.\d+) · (.+)\n\n"
+    r"Difficulty [●○]{5} · importance [●○]{5} · (\d+) minutes$", re.MULTILINE)
 CHECK = re.compile(r"""\bcheck\(\s*["'](\d+\.\d+)["']""")
 HERE = [re.escape(str(path)[1:]) for path in (Path.home(), Path.cwd(), Path(tempfile.gettempdir()))
         if path.parent != path]
@@ -186,7 +189,30 @@ def test_checks_pass_with_the_solutions_in_place(path):
     from dplab.exercises import solution_source
 
     solved = notebooks.swap(notebooks.read(path), solution_source)
-    verdicts(notebooks.execute(solved, CHAPTERS), "passed")
+    verdicts(notebooks.execute(notebooks.for_exercises(solved), CHAPTERS), "passed")
+
+
+@pytest.mark.parametrize("path", list(filter(has_exercises, PATHS)), ids=lambda path: path.stem)
+def test_a_solved_exercise_changes_no_other_cell(path):
+    """So what the untouched chapter does, in its own run, a solved one does as well."""
+    from dplab.exercises import solution_source
+
+    cells = code_cells(notebooks.swap(notebooks.read(path), solution_source))
+    theirs = [cell for cell in cells if {"exercise", "check"} & set(cell.metadata.get("tags", []))]
+    solutions = set().union(*(notebooks.names(cell.source)[0] for cell in theirs))
+    shared = {cell.id: both for cell in cells if cell not in theirs
+              if (both := solutions & set().union(*notebooks.names(cell.source)))}
+    assert not shared
+
+
+@pytest.mark.parametrize("path", list(filter(has_exercises, PATHS)), ids=lambda path: path.stem)
+def test_the_heading_of_an_exercise_is_what_the_check_knows(path):
+    from dplab.exercises import every_exercise
+
+    notebook = notebooks.read(path)
+    headings = [found for cell in markdown(notebook) for found in HEADING.findall(cell.source)]
+    known = [(exercise.id, exercise.title, str(exercise.minutes)) for exercise in every_exercise()]
+    assert headings == [each for each in known if each[0] in exercise_ids(notebook)]
 
 
 DRAFT = '''\

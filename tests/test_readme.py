@@ -1,5 +1,6 @@
 """The README's commands: what they open is there, pictures included."""
 
+import importlib.util
 import os
 import re
 import shlex
@@ -13,9 +14,11 @@ import urllib.request
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+REQUIREMENTS = (ROOT / "requirements.txt").read_text(encoding="utf-8")
 
 
 @pytest.fixture
@@ -67,5 +70,31 @@ def test_links_and_pictures_exist():
 
 
 def test_every_chapter_is_listed():
-    listed = re.findall(r"\]\((chapters/[^)]+)\)", README)
+    listed = re.findall(r"\]\((chapters/[^)]+\.ipynb)\)", README)
     assert listed == sorted(f"chapters/{path.name}" for path in (ROOT / "chapters").glob("*.ipynb"))
+
+
+def test_the_picture_is_small_and_told_in_words():
+    alt = re.search(r"!\[([^\]]+)\]\(figures/chapter\.png\)", README)[1]
+    assert len(alt) > 100
+    picture = ROOT / "figures/chapter.png"
+    assert picture.stat().st_size <= 250_000
+    with Image.open(picture) as image:
+        assert image.format == "PNG" and image.width >= 1000
+
+
+def test_the_smaller_torch_is_the_one_of_the_requirements():
+    pinned = re.search(r"^torch==\S+", REQUIREMENTS, re.MULTILINE)[0]
+    assert f"pip install {pinned} --index-url https://download.pytorch.org/whl/cpu\n" in README
+
+
+def test_commands_of_python_are_there():
+    for module in set(re.findall(r"python -m (dplab\.\S+)", README)):
+        assert importlib.util.find_spec(module), module
+    for script in set(re.findall(r"python (tests/\S+\.py)", README)):
+        assert (ROOT / script).exists(), script
+    named = re.search(r"## To change something\n\n```\n(.*?)```", README, re.DOTALL)[1]
+    for folder in re.findall(r"^(\S+)", named, re.MULTILINE):
+        assert (ROOT / folder).exists(), folder
+    packages = {path.name for path in (ROOT / "dplab").iterdir() if (path / "__init__.py").exists()}
+    assert packages <= set(re.findall(r"\w+", named)), "not on the map"

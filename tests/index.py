@@ -1,0 +1,179 @@
+"""Writes the glossary and the index of figures, chapters/glossary.md, from the chapters.
+
+    python tests/index.py
+"""
+
+import ast
+import contextlib
+import re
+import sys
+import xml.etree.ElementTree as ElementTree
+from dataclasses import dataclass
+from pathlib import Path
+
+import notebooks
+from terms import TERMS
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = "chapters/glossary.md"
+HEADING = re.compile(r"^#{1,6} +(.+?)\s*$", re.MULTILINE)
+FENCE = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
+DRAWING = re.compile(r"\]\(\.\./figures/(\w+\.svg)\)")
+# A sentence ends with a period; quotes, brackets or stars may follow it.
+SENTENCE = re.compile(r"(?:(?<=[.?!])|(?<=[.?!][\"')*])|(?<=[.?!][\"')*]{2}))\s+"
+                      r"(?=[\"'(*]*[A-Z0-9`])")
+SVG = "{http://www.w3.org/2000/svg}"
+
+HEAD = """\
+# Glossary and index of figures
+
+The terms of the course, each in the words of the chapter that introduces it, and at the end all
+figures. A link names a section and opens its chapter. JupyterLab then goes to the very cell; where
+the chapter was not open before, that may take a second click. (`python tests/index.py` makes this
+page from the chapters.)
+
+## Terms
+
+| term | what it is | chapter |
+|:--|:--|:--|
+"""
+FIGURES = """
+## Figures
+
+Drawings are the same for everyone. What a plot shows is measured or computed in its chapter, so
+yours differ from those of these titles in their numbers.
+"""
+
+
+@dataclass
+class Chapter:
+    path: Path
+
+    def __post_init__(self):
+        self.cells = notebooks.read(self.path).cells
+
+    @property
+    def number(self):
+        return int(self.path.name[:2])
+
+    @property
+    def title(self):
+        return next(heading[1] for heading in HEADING.finditer(self.cells[0].source))
+
+    def cell(self, id):
+        found = [cell for cell in self.cells if cell.id == id]
+        if not found:
+            raise ValueError(f"{self.path.name} has no cell {id!r}")
+        return found[0]
+
+    def link(self, id, position=None):
+        """To a cell, by the name of the section that this place in it belongs to.
+
+        The section goes on behind an exercise. JupyterLab finds a cell by its id, and a heading
+        only in a notebook that is open already.
+        """
+        headings = [self.title]
+        for cell in self.cells[:self.cells.index(self.cell(id)) + 1]:
+            if cell.cell_type == "markdown":
+                text = FENCE.sub(lambda match: " " * len(match[0]), cell.source)
+                end = position if cell.id == id and position is not None else len(text)
+                headings += [heading for heading in HEADING.findall(text, 0, end)
+                             if not heading.startswith("Exercise ")]
+        number = "" if headings[-1] == self.title else f"{self.number:02d} · "
+        return link(number + headings[-1], f"{self.path.name}#cell-id={id}")
+
+
+def link(text, address):
+    return f"[{escaped(text)}]({address})"
+
+
+def escaped(text):
+    return re.sub(r"[|\[\]]", lambda match: "\\" + match[0], text)
+
+
+def sentences(text):
+    """The sentences of a Markdown cell. An item of a list, or a cell of a table, stands alone."""
+    text = HEADING.sub(r"\n\g<0>\n", text)
+    for paragraph in re.split(r"\n\s*\n|\n(?=- |\d+\. |\|)", text.strip()):
+        for part in paragraph.strip("|").split("|") if paragraph[0] == "|" else [paragraph]:
+            words = " ".join(part.removeprefix("- ").split())
+            yield from (sentence for sentence in SENTENCE.split(words) if sentence)
+
+
+def definition(term, chapter):
+    """The chapter's words, and where they begin in the cell."""
+    source, at = chapter.cell(term.cell).source, term.at or f"**{term.name}**"
+    where = f"{chapter.path.name}, cell {term.cell}"
+    parts = list(sentences(source))
+    places = [place for place, part in enumerate(parts) if at.lower() in part.lower()]
+    if not places:
+        raise ValueError(f"{term.name}: no sentence with {at!r} in {where}")
+    text = " ".join(parts[places[0]:places[0] + 1 + term.more])
+    for old, new in term.put.items():
+        if text.count(old) != 1:
+            raise ValueError(f"{term.name}: {old!r} is not once in {text!r}, {where}")
+        text = text.replace(old, new)
+    text = text.replace("**", "").rstrip(".:;,") + "."
+    begin = re.search(r"\s+".join(map(re.escape, at.split())), source, re.IGNORECASE).start()
+    return text[0].upper() + text[1:], begin
+
+
+def terms(chapters):
+    """(term, definition, link) in the order of the alphabet."""
+    for term in sorted(TERMS, key=lambda term: (term.name.casefold(), term.name)):
+        chapter = chapters[term.chapter]
+        text, position = definition(term, chapter)
+        yield term.name, text, chapter.link(term.cell, position)
+
+
+def figures(chapter):
+    """(title, links) of its drawings and plots, in the order of the chapter."""
+    for cell in chapter.cells:
+        if cell.cell_type == "markdown":
+            for match in DRAWING.finditer(cell.source):
+                drawing = link("drawing", f"../figures/{match[1]}")
+                yield title_of(ROOT / "figures" / match[1]), (
+                    f"{drawing}, in {chapter.link(cell.id, match.start())}")
+        else:
+            for output in cell.outputs:
+                if "image/png" in output.get("data", {}):
+                    yield title_of_plot(cell.source, output.data), chapter.link(cell.id)
+
+
+def title_of(svg):
+    return ElementTree.parse(svg).getroot().findtext(f"{SVG}title")
+
+
+def title_of_plot(source, data):
+    """The title that the code gives, or else what its alt text, its plain form, begins with."""
+    with contextlib.suppress(SyntaxError):
+        given = [keyword.value for node in ast.walk(ast.parse(source))
+                 if isinstance(node, ast.Call) for keyword in node.keywords
+                 if keyword.arg == "title" and isinstance(keyword.value, ast.Constant)]
+        first = min(given, key=lambda value: value.lineno, default=None)
+        if first and "{" not in first.value:
+            return first.value
+    alt = " ".join(data["text/plain"].split()).split(". ")[0].rstrip(".")
+    return alt.split(":")[0] if len(alt) > 100 else alt
+
+
+def build(root=ROOT):
+    """The page's text."""
+    chapters = [Chapter(path) for path in sorted((root / "chapters").glob("*.ipynb"))]
+    rows = [f"| **{name}** | {escaped(text)} | {place} |"
+            for name, text, place in terms({chapter.number: chapter for chapter in chapters})]
+    lists = ["", f"- {title_of(root / 'figures/one_step.svg')} ("
+                 f"{link('drawing', '../figures/one_step.svg')}, in "
+                 f"{link('README', '../README.md')})"]
+    for chapter in chapters:
+        found = [f"- {escaped(title)} ({place})" for title, place in figures(chapter)]
+        if found:
+            lists += ["", f"### {link(chapter.title, chapter.path.name)}", "", *found]
+    return HEAD + "\n".join(rows) + "\n" + FIGURES + "\n".join(lists) + "\n"
+
+
+if __name__ == "__main__":
+    try:
+        (ROOT / PAGE).write_text(build(), encoding="utf-8")
+    except ValueError as error:
+        sys.exit(f"{PAGE} is left as it was: {error}")

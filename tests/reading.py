@@ -1,0 +1,63 @@
+"""How a notebook in JupyterLab reaches its reader: by keyboard, to a screen reader, in a narrow
+window. Each takes a `jupyter.Notebook`.
+"""
+
+import contextlib
+
+
+def focus_by_tab(notebook, cell, name):
+    """Presses Tab, from the top of the cell's output, until the control of that name has the
+    focus."""
+    notebook.output(cell).evaluate("node => { node.tabIndex = -1; node.focus(); }")
+    focused = "() => document.activeElement.getAttribute('aria-label')"
+    for _ in range(30):
+        notebook.page.keyboard.press("Tab")
+        if notebook.page.evaluate(focused) == name:
+            return
+    raise LookupError(f"Tab does not come to {name!r}")
+
+
+@contextlib.contextmanager
+def window(notebook, width, height):
+    """A browser window of another size."""
+    before = notebook.page.viewport_size
+    notebook.page.set_viewport_size({"width": width, "height": height})
+    notebook.page.wait_for_timeout(500)  # JupyterLab lays itself out a moment later
+    yield
+    notebook.page.set_viewport_size(before)
+
+
+def cut_off(notebook):
+    """The texts of what reaches beyond the window's right edge, of prose, pictures and cards.
+
+    A table or a block of code may: it scrolls in itself.
+    """
+    return notebook.page.evaluate("""() => {
+        const scroller = panel.node.querySelector('.jp-WindowedPanel-outer');
+        const edge = scroller.getBoundingClientRect().left + scroller.clientWidth;
+        return [...scroller.querySelectorAll('.jp-MarkdownOutput *, .jp-OutputArea-output *')]
+            .filter(node => node.getClientRects().length && !node.closest('table, pre')
+                && node.getBoundingClientRect().right > edge + 1)
+            .map(node => `${node.tagName}: ${(node.alt ?? node.innerText ?? '').slice(0, 60)}`);
+    }""")
+
+
+def heading_levels(notebook):
+    """Of the headings of the prose, in order: 1 for the title."""
+    return notebook.page.evaluate("""() => [...panel.node.querySelectorAll(
+        '.jp-MarkdownOutput :is(h1, h2, h3, h4, h5, h6)')].map(node => +node.tagName[1])""")
+
+
+def output_pictures(notebook):
+    """The alternative texts of all pictures, those of the prose included; null where none."""
+    return notebook.page.evaluate(
+        "() => [...panel.node.querySelectorAll('.jp-Cell img')]"
+        ".map(image => image.getAttribute('alt'))")
+
+
+def controls_without_name(notebook, cell):
+    """The HTML of each control of a widget that tells a screen reader no name."""
+    return notebook.output(cell).locator(".jupyter-widgets").first.evaluate("""node =>
+        [...node.querySelectorAll('button, input, select, [role=slider]')].filter(control =>
+            !(control.getAttribute('aria-label') || control.title || control.innerText.trim()
+              || control.labels?.length)).map(control => control.outerHTML)""")

@@ -1,0 +1,245 @@
+"""The files that readers copy to start a job on many machines, as far as one machine can tell."""
+
+import contextlib
+import copy
+import importlib.util
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jsonschema
+import pytest
+import yaml
+from torch.distributed.run import get_args_parser
+
+FOLDER = Path(__file__).resolve().parents[1] / "chapters" / "10_launch"
+SLURM, KUBERNETES, TRAIN = (FOLDER / name for name in ("slurm.sh", "kubernetes.yaml", "train.py"))
+
+SBATCH = {  # what each option takes; https://slurm.schedmd.com/sbatch.html
+    "job-name": r"\S+", "nodes": r"\d+(-\d+)?", "ntasks-per-node": r"\d+",
+    "gpus-per-node": r"(\w+:)?\d+", "cpus-per-task": r"\d+", "mem": r"\d+[KMGT]?",
+    "exclusive": r"(user|mcs)?", "time": r"(\d+-)?\d+:\d\d:\d\d", "partition": r"\S+",
+    "signal": r"(R?B?:)?(USR1|USR2|TERM|\d+)(@\d+)?", "requeue": "", "no-requeue": "",
+    "open-mode": "append|truncate", "output": r"\S+", "error": r"\S+",
+}
+
+
+def sbatch_options(text):
+    """What sbatch reads: the ``#SBATCH`` lines before the first command; ValueError for others."""
+    lines = text.splitlines()
+    first_command = next(number for number, line in enumerate(lines) if line and line[0] != "#")
+    options = {}
+    for number, line in enumerate(lines):
+        if not line.startswith("#SBATCH"):
+            continue
+        found = re.fullmatch(r"#SBATCH --([\w-]+)(?:=(\S+))?", line)
+        if number > first_command:
+            raise ValueError(f"{line!r} comes after a command, and sbatch does not see it")
+        if not found or found[1] not in SBATCH or found[1] in options:
+            raise ValueError(f"{line!r} is no option that sbatch takes, or there twice")
+        if not re.fullmatch(SBATCH[found[1]], found[2] or ""):
+            raise ValueError(f"{line!r} has a value that sbatch does not take")
+        options[found[1]] = found[2] or ""
+    return options
+
+
+def train_arguments(arguments):
+    """What the training script makes of its arguments."""
+    spec = importlib.util.spec_from_file_location("train", TRAIN)
+    train = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(train)
+    return train.parse(arguments)
+
+
+@pytest.fixture
+def cluster(tmp_path):
+    """A folder with stand-ins for SLURM's commands and torchrun, and the environment of a job.
+
+    They note how they were called: srun calls its command once for each of two nodes.
+    """
+    commands = {
+        "scontrol": 'case "$1" in show) printf "node-a\\nnode-b\\n" ;; '
+                    '*) echo "$@" > "$NOTES/scontrol.called" ;; esac',
+        "srun": 'while [[ $1 == --* ]]; do echo "$1" >> "$NOTES/srun.called"; shift; done\n'
+                'SLURM_NODEID=0 "$@" & SLURM_NODEID=1 "$@" & wait',
+        "torchrun": 'node=${SLURM_NODEID:-$JOB_COMPLETION_INDEX}\n'
+                    'printf "%s\\n" "$@" > "$NOTES/torchrun-$node"\n'
+                    'env > "$NOTES/environment"; sleep "${SECONDS_TO_TRAIN:-0}"',
+    }
+    for name, text in commands.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    return tmp_path, {"PATH": f"{tmp_path}:/usr/bin:/bin", "NOTES": str(tmp_path),
+                      "SLURM_JOB_ID": "43210", "SLURM_JOB_NODELIST": "node-[a-b]",
+                      "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NAME": "train",
+                      "SLURM_CPUS_PER_TASK": "64", "SLURM_GPUS_ON_NODE": "8"}
+
+
+def torchrun_calls(folder):
+    """For each node how torchrun was called, by torchrun's own parser."""
+    calls = [(folder / f"torchrun-{node}").read_text().splitlines() for node in (0, 1)]
+    return [get_args_parser().parse_args(call) for call in calls]
+
+
+# The training script
+
+
+def printed_by_train(*arguments):
+    done = subprocess.run([sys.executable, TRAIN, *map(str, arguments)], capture_output=True,
+                          text=True, check=True, timeout=120,
+                          env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""})
+    return done.stdout.splitlines()
+
+
+def test_a_checkpoint_serves_every_strategy_and_a_broken_one_none(tmp_path):
+    options = ["--batch", 4, "--print-every", 1, "--save-every", 2]
+    whole = printed_by_train(*options, "--steps", 7, "--checkpoints", tmp_path / "whole")
+    folder = tmp_path / "interrupted"
+    first = printed_by_train(*options, "--steps", 5, "--checkpoints", folder)
+    assert first == whole[:6]
+    shutil.rmtree(folder / "step-00000005")  # as if it had died before
+    (folder / "unfinished").mkdir()
+    (folder / "unfinished" / "__0_0.distcp").write_bytes(b"half of it")
+    resumed = printed_by_train(*options, "--steps", 7, "--checkpoints", folder,
+                               "--strategy", "fsdp")
+    assert resumed[0] == "1 ranks on cpu, fsdp, from step 4"
+    losses = [[float(line.split()[-1]) for line in lines] for lines in (resumed[1:], whole[5:])]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-4)
+    assert sorted(path.name for path in folder.iterdir()) == ["step-00000006", "step-00000007"]
+
+
+# SLURM
+
+
+def test_bash_and_shellcheck_accept_the_slurm_script():
+    if shutil.which("shellcheck") is None and "CI" not in os.environ:
+        pytest.skip("shellcheck is not installed")
+    for command in (["bash", "-n"], ["shellcheck"]):
+        done = subprocess.run([*command, SLURM], capture_output=True, text=True)
+        assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_slurm_options_are_known_and_agree():
+    options = sbatch_options(SLURM.read_text())
+    assert int(options["nodes"]) > 1 and options["ntasks-per-node"] == "1"
+    hours, minutes, seconds = map(int, options["time"].split(":"))
+    assert 60 <= int(options["signal"].partition("@")[2]) < 3600 * hours + 60 * minutes + seconds
+    assert options["signal"].startswith("B:USR1") and "trap requeue USR1" in SLURM.read_text()
+    assert "requeue" in options and options["open-mode"] == "append"
+
+
+@pytest.mark.parametrize(("old", "new"), [
+    ("--nodes=2", "--node=2"), ("--nodes=2", "--nodes=two"), ("--time=04:00:00", "--time=4h"),
+    ("--requeue", "--requeue=yes"), ("--exclusive", "--requeue"),
+    ("#SBATCH --nodes=2", "set -e\n#SBATCH --nodes=2"), ("#SBATCH --nodes", "#SBATCH -nodes")])
+def test_a_slurm_option_that_is_wrong_is_noticed(old, new):
+    text = SLURM.read_text()
+    assert old in text
+    with pytest.raises(ValueError):
+        sbatch_options(text.replace(old, new, 1))
+
+
+def test_the_slurm_script_starts_one_torchrun_on_each_node(cluster):
+    folder, environment = cluster
+    subprocess.run(["bash", SLURM], env=environment, check=True, timeout=60)
+    for call in torchrun_calls(folder):
+        assert (call.nnodes, call.nproc_per_node, call.max_restarts) == ("2", "8", 3)
+        assert (call.rdzv_backend, call.rdzv_id) == ("c10d", "43210")
+        assert call.rdzv_endpoint == "node-a:23210"
+        assert call.training_script == TRAIN.name
+        assert train_arguments(call.training_script_args).strategy == "hsdp"
+    assert "--cpus-per-task=64" in (folder / "srun.called").read_text().split()
+    assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in (folder / "environment").read_text()
+    assert not (folder / "scontrol.called").exists()
+
+
+def test_before_its_time_is_up_the_slurm_script_puts_itself_into_the_queue(cluster):
+    folder, environment = cluster
+    environment["SECONDS_TO_TRAIN"] = "30"
+    process = subprocess.Popen(["bash", SLURM], env=environment, stdout=subprocess.PIPE,
+                               text=True, start_new_session=True)
+    try:
+        deadline = time.monotonic() + 30
+        while not (folder / "environment").exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        os.kill(process.pid, signal.SIGUSR1)
+        assert process.wait(timeout=10) == 0
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.stdout.close()
+    assert (folder / "scontrol.called").read_text() == "requeue 43210\n"
+
+
+# Kubernetes
+
+SCHEMA = json.loads(Path(__file__).with_name("kubernetes_1.37.json").read_text())
+DOCUMENTS = {document["kind"]: document for document in yaml.safe_load_all(KUBERNETES.read_text())}
+JOB = DOCUMENTS["Job"]
+POD = JOB["spec"]["template"]["spec"]
+CONTAINER, = POD["containers"]
+
+
+def complaints(document):
+    kind = {"Job": "batch", "Service": "core", "PersistentVolumeClaim": "core"}[document["kind"]]
+    reference = {"$ref": f"#/$defs/io.k8s.api.{kind}.v1.{document['kind']}"}
+    validator = jsonschema.Draft202012Validator({**SCHEMA, **reference})
+    return [error.message for error in validator.iter_errors(document)]
+
+
+@pytest.mark.parametrize("kind", DOCUMENTS)
+def test_the_manifest_has_the_schema_of_kubernetes(kind):
+    assert not complaints(DOCUMENTS[kind])
+
+
+def wrong(change):
+    job = copy.deepcopy(JOB)
+    change(job["spec"], job["spec"]["template"]["spec"])
+    return job
+
+
+@pytest.mark.parametrize("change", [
+    lambda spec, pod: spec.update(replicas=2),
+    lambda spec, pod: spec.update(completions="2"),
+    lambda spec, pod: spec.pop("template"),
+    lambda spec, pod: pod.pop("containers"),
+    lambda spec, pod: pod.update(restartpolicy="Never"),
+    lambda spec, pod: pod["containers"][0].update(env=[{"value": "8"}]),
+    lambda spec, pod: pod["containers"][0].update(command="bash"),
+    lambda spec, pod: pod["volumes"][0].update(configmap={"name": "train-script"})])
+def test_a_manifest_that_is_wrong_is_noticed(change):
+    assert complaints(wrong(change))
+
+
+def test_the_parts_of_the_manifest_agree(cluster):
+    folder, environment = cluster
+    for node in "01":
+        subprocess.run([*CONTAINER["command"], *CONTAINER["args"]], check=True, timeout=60,
+                       env={**environment, "JOB_COMPLETION_INDEX": node})
+    service, name = DOCUMENTS["Service"], JOB["metadata"]["name"]
+    assert service["spec"]["clusterIP"] == "None" and service["spec"]["publishNotReadyAddresses"]
+    assert service["spec"]["selector"] == {"job-name": name}
+    assert POD["subdomain"] == service["metadata"]["name"]
+    assert JOB["spec"]["completionMode"] == "Indexed" and POD["restartPolicy"] == "Never"
+    port, = [port["port"] for port in service["spec"]["ports"]]
+    gpus = CONTAINER["resources"]["limits"]["nvidia.com/gpu"]
+    paths = {mount["name"]: mount["mountPath"] for mount in CONTAINER["volumeMounts"]}
+    assert paths.keys() == {volume["name"] for volume in POD["volumes"]}
+    for node, call in enumerate(torchrun_calls(folder)):
+        assert (call.rdzv_backend, call.rdzv_conf) == ("c10d", f"is_host={int(node == 0)}")
+        assert call.rdzv_endpoint == f"{name}-0.{POD['subdomain']}:{port}"
+        assert int(call.nnodes) == JOB["spec"]["completions"] == JOB["spec"]["parallelism"]
+        assert int(call.nproc_per_node) == gpus
+        assert call.training_script == f"{paths['script']}/{TRAIN.name}"
+        arguments = train_arguments(call.training_script_args)
+        assert str(arguments.checkpoints) == paths["checkpoints"]
+    claim, = [volume["persistentVolumeClaim"]["claimName"] for volume in POD["volumes"]
+              if "persistentVolumeClaim" in volume]
+    assert DOCUMENTS["PersistentVolumeClaim"]["metadata"]["name"] == claim
+    assert DOCUMENTS["PersistentVolumeClaim"]["spec"]["accessModes"] == ["ReadWriteMany"]

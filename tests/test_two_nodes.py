@@ -1,0 +1,193 @@
+"""Two nodes on one machine: network namespaces on a slow link, with torchrun on each.
+
+They need root, and in CI they are never skipped.
+"""
+
+import copy
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+import torch.nn.functional as F
+import yaml
+
+from dplab.bench import nodes, restart
+from dplab.bench.hosts import HEADERS, INTERFACE, MTU, Hosts, missing
+from dplab.bench.results import committed
+from dplab.workloads.standard_library import load_source, sample
+from dplab.workloads.transformer import Transformer
+
+pytestmark = pytest.mark.skipif(missing() is not None and "CI" not in os.environ,
+                                reason=str(missing()))
+STEPS = 2
+WHOLE = 4 * nodes.CONFIG.parameters  # bytes of all gradients, or of all parameters
+ROOT = 4 * sum(torch.Size(shape).numel() for shape in nodes.CONFIG.units[-1])
+MESSAGES = 1.01  # gloo's own: 48 bytes before each piece of a tensor, and others to announce it
+
+
+@pytest.fixture(scope="module")
+def rows():
+    return {row["strategy"]: row for row in nodes.measure(steps=STEPS)}
+
+
+# With 4 ranks in a ring, an edge carries 6/4 of what is all-reduced and 3/4 of what is gathered.
+# gloo's reduce-scatter is an all-reduce; the course's own is a ring, as an all-gather is.
+CROSSING = {
+    "DDP": 6 / 4 * WHOLE,
+    "ManualDDP": 6 / 4 * WHOLE,
+    "ShardedOptimizer (ZeRO-1)": 3 / 4 * WHOLE + 3 / 4 * WHOLE,
+    "FullyShardedModel (ZeRO-3)": 2 * 3 / 4 * WHOLE + 3 / 4 * WHOLE,
+    "fully_shard": 3 / 4 * WHOLE + 3 / 4 * (WHOLE - ROOT) + 6 / 4 * WHOLE,
+    "fully_shard, HSDP": 2 * (WHOLE / 2),  # two pairs of ranks, each all-reduces half
+}
+
+
+@pytest.mark.parametrize("strategy", nodes.KINDS)
+def test_the_link_carries_what_is_predicted(rows, strategy):
+    row = rows[strategy]
+    assert row["predicted"] == pytest.approx(CROSSING[strategy], rel=1e-4)  # but for padding
+    assert 1 <= row["payload"] / row["predicted"] < MESSAGES
+    # At least one packet for each MTU, and few that only acknowledge.
+    assert row["packets"] >= row["payload"] / (MTU + HEADERS) / 8
+    assert row["bytes"] - row["payload"] == HEADERS * row["packets"] < 0.02 * row["bytes"]
+
+
+def test_hybrid_sharding_keeps_gathers_inside_a_node(rows):
+    flat, hybrid = rows["fully_shard"], rows["fully_shard, HSDP"]
+    assert hybrid["payload"] < MESSAGES * WHOLE < flat["payload"] / 2.5
+    # Two ranks: each gathers half of the parameters from the other, twice, but of the root once,
+    # and all-reduces the gradients, over the loopback.
+    inside = 2 * (WHOLE / 2 + (WHOLE - ROOT) / 2 + WHOLE)
+    assert hybrid["local"] == pytest.approx(inside, rel=0.03)
+
+
+def test_the_link_is_as_slow_as_it_should_be(rows):
+    for row in rows.values():
+        assert row["seconds"] > 0.9 * 8 * row["bytes"] / 400e6
+
+
+def test_the_record_that_the_chapter_shows_is_of_this_code():
+    record = committed("nodes")
+    assert [row["strategy"] for row in record["rows"]] == list(nodes.KINDS)
+    for row in record["rows"]:
+        assert row["predicted"] == nodes.crossing_bytes(nodes.KINDS[row["strategy"]][0])
+        assert 1 <= row["payload"] / row["predicted"] < MESSAGES
+    assert record["killed"]["status"] == [0, 0] and record["killed"]["starts"] == [0, 20]
+
+
+def test_two_nodes_train_like_one_process(rows):
+    torch.manual_seed(0)
+    model, text, expected = Transformer(nodes.CONFIG), load_source(), []
+    start = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=nodes.LEARNING_RATE)
+    for number in range(STEPS + 1):
+        inputs, targets = sample(text, nodes.GLOBAL_BATCH, nodes.LENGTH, number)
+        loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        expected.append(loss.item())
+    untrained = F.cross_entropy(start(inputs).flatten(0, 1), targets.flatten()).item()
+    assert abs(expected[-1] - untrained) > 0.05
+    for row in rows.values():
+        assert row["losses"] == pytest.approx(expected, abs=2e-5)
+
+
+def test_a_rank_dies_and_the_loss_goes_on():
+    whole = restart.one_process(24)
+    broken = restart.killed(24, after=14, rank=3)
+    assert broken["status"] == [0, 0] and broken["starts"] == [0, 10]
+    steps = [step for step, _ in broken["losses"]]
+    again = steps.index(11, 11)
+    assert steps[again:] == list(range(11, 25)) and steps[:again][-1] >= 14
+    expected = dict(whole)
+    for step, loss in broken["losses"]:
+        assert loss == pytest.approx(expected[step], abs=1e-3)
+
+
+def test_the_commands_of_the_manifest_train_on_two_nodes(tmp_path):
+    manifest = restart.SCRIPT.with_name("kubernetes.yaml").read_text()
+    job = next(each for each in yaml.safe_load_all(manifest) if each["kind"] == "Job")
+    container, = job["spec"]["template"]["spec"]["containers"]
+    command = [*container["command"], *container["args"]]
+    for old, new in (
+            ("torchrun", f"{sys.executable} -m torch.distributed.run"),
+            ("--nproc-per-node 8", "--nproc-per-node 2"),
+            ("/scripts/", f"{restart.SCRIPT.parent}/"),
+            ("/checkpoints", f"{tmp_path} --steps 6 --batch 8 --print-every 1 --save-every 3")):
+        assert command[-1].count(old) == 1
+        command[-1] = command[-1].replace(old, new)
+    environment = {each["name"]: each["value"] for each in container["env"]}
+    with Hosts(names=("train-0.train", "train-1.train")) as hosts:
+        pods = [hosts.start(index, command, stdout=subprocess.PIPE, env={
+            **environment, "OMP_NUM_THREADS": "1", "JOB_COMPLETION_INDEX": str(index)})
+            for index in (0, 1)]
+        printed = [pod.communicate(timeout=200)[0] for pod in pods]
+    assert [pod.returncode for pod in pods] == [0, 0]
+    losses = [float(match[2]) for match in restart.LINE.finditer("".join(printed))]
+    assert losses == pytest.approx([loss for _, loss in restart.one_process(6)], abs=1e-3)
+    assert "4 ranks on cpu, hsdp, from step 0" in "".join(printed)
+    assert [path.name for path in sorted(tmp_path.iterdir())] == ["step-00000003", "step-00000006"]
+
+
+# The hosts themselves
+
+MEET = """
+import datetime, sys
+import torch, torch.distributed as dist
+dist.init_process_group("gloo", init_method="tcp://10.77.0.1:29600", rank=int(sys.argv[1]),
+                        world_size=2, timeout=datetime.timedelta(seconds=int(sys.argv[2])))
+met = torch.ones(1)
+dist.all_reduce(met)
+print(met.item())
+"""
+
+
+def meet(hosts, seconds, **options):
+    for number, name in enumerate(hosts.names):  # as Debian does with a machine's own name
+        hosts.files[number].write_text(f"127.0.0.1 localhost\n127.0.1.1 {name}\n")
+    return [hosts.start(rank, [sys.executable, "-c", MEET, rank, seconds],
+                        stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, **options)
+            for rank in (0, 1)]
+
+
+def test_gloo_takes_the_interface_that_it_is_given():
+    with Hosts() as hosts:
+        ranks = meet(hosts, 60, env={"GLOO_SOCKET_IFNAME": INTERFACE})
+        assert [rank.communicate(timeout=100)[0] for rank in ranks] == ["2.0\n"] * 2
+
+
+def test_gloo_takes_the_loopback_where_the_name_leads_there():
+    with Hosts() as hosts:
+        ranks, deadline = meet(hosts, 10), time.monotonic() + 100
+        while all(rank.poll() is None for rank in ranks) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert any(rank.poll() for rank in ranks)  # the other may wait for long
+        hosts.end_all()
+        assert [rank.communicate(timeout=30)[0] for rank in ranks] == [""] * 2
+
+
+def test_nothing_is_left_of_hosts_whatever_happens():
+    with pytest.raises(KeyError), Hosts() as hosts:
+        process = hosts.start(0, ["sleep", "1000"])
+        while not hosts.pids():
+            time.sleep(0.01)
+        spaces, files = hosts.spaces, hosts.files
+        raise KeyError
+    assert process.returncode is not None
+    left = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout
+    assert not [space for space in spaces if space in left]
+    assert not [file for file in files if file.parent.exists()]
+
+
+def test_hosts_know_each_other_by_name():
+    with Hosts(names=("red", "blue")) as hosts:
+        asked = [hosts.start(number, ["sh", "-c", f"hostname; getent hosts {other}; ip -br link"],
+                             stdout=subprocess.PIPE)
+                 for number, other in ((0, "blue"), (1, "red"))]
+        answers = [process.communicate(timeout=30)[0].split() for process in asked]
+    assert answers[0][:2] == ["red", "10.77.0.2"] and answers[1][:2] == ["blue", "10.77.0.1"]
+    assert all({"lo", f"{INTERFACE}@if2"} <= set(answer) for answer in answers)
