@@ -139,6 +139,13 @@ def server_of(process=None):
     return next(child for child in (process or psutil.Process()).children() if is_server(child))
 
 
+def kill_server():
+    """Ends this process's fork server, and waits until it has ended."""
+    server = server_of()
+    server.kill()
+    wait_for(lambda: server.status() == psutil.STATUS_ZOMBIE)
+
+
 def wait_for(condition, timeout=30):
     """The condition's value as soon as it is true."""
     deadline = time.monotonic() + timeout

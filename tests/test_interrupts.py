@@ -1,5 +1,6 @@
 """An interrupt at the worst of moments: amid a run's start, its end, a transfer."""
 
+import contextlib
 import os
 import signal
 import sys
@@ -12,7 +13,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from kernel import no_ranks_left, server_of, wait_for
+from kernel import kill_server, no_ranks_left, server_of, wait_for
 
 from dplab import run
 from dplab.spawn import ranks, start
@@ -42,6 +43,18 @@ def nothing_left():
     no_ranks_left()
 
 
+@contextlib.contextmanager
+def press_after(seconds):
+    """Presses ■ then, unless the block is left before: another test's run is not to be struck."""
+    timer = threading.Timer(seconds, os.kill, [os.getpid(), signal.SIGINT])
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        timer.join()
+
+
 @pytest.mark.parametrize("presses", [1, 2])
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize(("where", "name"), MOMENTS)
@@ -68,10 +81,9 @@ def test_at_a_bad_moment(nothing_left, monkeypatch, where, name, when, presses):
 
 
 def test_while_much_is_sent_to_a_server_that_still_loads(nothing_left):
-    server_of().kill()
+    kill_server()
     started = time.monotonic()
-    threading.Timer(0.5, os.kill, [os.getpid(), signal.SIGINT]).start()
-    with pytest.raises(Interrupted, match="rank 1 was still starting"):
+    with press_after(0.5), pytest.raises(Interrupted, match="rank 1 was still starting"):
         run(lambda tensor: tensor.sum(), 2, torch.ones(3_000_000))
     assert time.monotonic() - started < 10
 
@@ -81,8 +93,7 @@ def test_while_much_comes_back(nothing_left):
         return torch.full((1 << 26,), 1.0 + dist.get_rank())
 
     for moment in (0.1, 0.2, 0.4):
-        threading.Timer(moment, os.kill, [os.getpid(), signal.SIGINT]).start()
-        with pytest.raises(KeyboardInterrupt):
+        with press_after(moment), pytest.raises(KeyboardInterrupt):
             run(work, 2)
             time.sleep(60)
 

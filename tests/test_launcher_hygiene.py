@@ -18,6 +18,7 @@ import torch.distributed as dist
 from kernel import (
     descendants,
     folder_of_this_rank,
+    kill_server,
     no_ranks_left,
     server_of,
     wait_for,
@@ -136,8 +137,7 @@ def test_ranks_listen_on_the_loopback_alone(monkeypatch):
 def test_the_server_is_restarted_after_its_death():
     run(total, 2, 0)
     server = server_of()
-    server.kill()
-    wait_for(lambda: server.status() == psutil.STATUS_ZOMBIE)
+    kill_server()
     assert [value for value, _ in run(total, 2, 3)] == [7.0, 7.0]
     assert server_of() != server
 
@@ -147,9 +147,7 @@ def test_servers_that_died_leave_no_descriptor():
     for _ in range(3):
         run(int, 2, "7")
         counts.append(me.num_fds())
-        server = server_of()
-        server.kill()
-        wait_for(lambda server=server: server.status() == psutil.STATUS_ZOMBIE)
+        kill_server()
     assert len(set(counts)) == 1, counts
 
 

@@ -138,6 +138,7 @@ def _serve(connection):
     from dplab import RankError, run
     from dplab.spawn.errors import Interrupted
 
+    tempfile.gettempdir()  # chosen once; when it is full by then, Python chooses another
     made = []
     sys.addaudithook(lambda event, details: event == "tempfile.mkdtemp" and made.append(details[0]))
     names = {"__name__": "__main__", "torch": torch, "dist": dist}
