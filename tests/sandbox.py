@@ -3,6 +3,8 @@
 It is no conftest.py, since `pytest chapters` would not load one that lies here.
 """
 
+import contextlib
+import fcntl
 import os
 import tempfile
 from pathlib import Path
@@ -11,6 +13,8 @@ import pytest
 from nbval.plugin import IPyNbCell
 
 HOME = pytest.StashKey[Path]()
+ROOT = Path(__file__).resolve().parents[1]
+DOOR, ROOM = ROOT / "README.md", ROOT / "pyproject.toml"  # any two files serve as locks
 
 
 def pytest_configure(config):
@@ -18,6 +22,26 @@ def pytest_configure(config):
     config.add_cleanup(folder.cleanup)
     config.stash[HOME] = Path(folder.name)
     os.environ["DPLAB_LIVE"] = "0"
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item):
+    """Two workers run the tests; one that is marked `alone` has the machine to itself.
+
+    Whoever wants to be alone keeps the door until the room is empty, and then has the room.
+    """
+    with contextlib.ExitStack() as room:
+        with locked(DOOR, fcntl.LOCK_EX):
+            alone = item.get_closest_marker("alone")
+            room.enter_context(locked(ROOM, fcntl.LOCK_EX if alone else fcntl.LOCK_SH))
+        return (yield)
+
+
+@contextlib.contextmanager
+def locked(path, how):
+    with open(path) as file:
+        fcntl.flock(file, how)
+        yield
 
 
 @pytest.hookimpl(tryfirst=True)  # before nbval starts the kernel, which inherits the environment

@@ -255,6 +255,7 @@ def metered(name, nbytes):
     return least_on_the_wire(calls[name])
 
 
+@pytest.mark.alone
 @several
 @pytest.mark.parametrize(("name", "factor"), [
     ("naive", lambda n: n - 1), ("tree", lambda n: 2 * (n - 1) / n),

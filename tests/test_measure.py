@@ -17,6 +17,7 @@ def metered_all_reduce(nbytes):
     return least_on_the_wire(lambda: dist.all_reduce(tensor))
 
 
+@pytest.mark.alone
 @several
 def test_a_ring_all_reduce_moves_what_arithmetic_says(world_size):
     size = 64 * MIB
@@ -25,6 +26,7 @@ def test_a_ring_all_reduce_moves_what_arithmetic_says(world_size):
     assert measured[0] == pytest.approx(2 * (world_size - 1) / world_size * size, rel=0.02)
 
 
+@pytest.mark.alone
 def test_the_meter_counts_only_its_block():
     def quiet():
         dist.all_reduce(torch.ones(4 * MIB))
@@ -33,6 +35,7 @@ def test_the_meter_counts_only_its_block():
     assert run(quiet, 2, backend="gloo")[0] < 100_000
 
 
+@pytest.mark.alone
 def test_one_rank_sends_nothing():
     assert run(metered_all_reduce, 1, 16 * MIB, backend="gloo")[0] < 100_000
 

@@ -148,6 +148,7 @@ def metered(kind):
     return least_on_the_wire(step) / size
 
 
+@pytest.mark.alone
 @several
 @pytest.mark.parametrize(("kind", "factor"), [("step of ZeRO-1", 1), ("ZeRO-1", 2), ("ZeRO-2", 2),
                                               ("ZeRO-3", 3), ("ZeRO-3 in bf16", 1.5)])
