@@ -10,7 +10,7 @@ from dplab import needs
 
 needs.check_system()
 
-_HOME = {
+_MODULE_OF = {
     "run": "spawn",
     "device": "spawn",
     "RankError": "spawn",
@@ -23,15 +23,15 @@ _HOME = {
 _PACKAGES = {"bench", "demos", "dryrun", "exercises", "measure", "parallel", "predict", "show",
              "spawn", "workloads"}
 
-__all__ = [*_HOME, "load_ipython_extension"]
+__all__ = [*_MODULE_OF, "load_ipython_extension"]
 
 
 def __getattr__(name):
     if name in _PACKAGES:
         return importlib.import_module(f"dplab.{name}")
-    if name in _HOME:
+    if name in _MODULE_OF:
         needs.check_torch()
-        value = getattr(importlib.import_module(f"dplab.{_HOME[name]}"), name)
+        value = getattr(importlib.import_module(f"dplab.{_MODULE_OF[name]}"), name)
         globals()[name] = value
         importlib.import_module("dplab.spawn").warm_up()
         return value

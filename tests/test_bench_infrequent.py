@@ -15,7 +15,7 @@ from dplab.bench.results import committed
 from dplab.measure import CallLog
 from dplab.parallel import ManualDDP
 from dplab.parallel.local_sgd import DiLoCo, LocalSGD
-from dplab.parallel.parameter_server import ParameterServer, work
+from dplab.parallel.parameter_server import ParameterServer, train_as_worker
 from dplab.workloads import standard_library
 from dplab.workloads.digits import digits_classifier, load_digits
 
@@ -75,7 +75,7 @@ def test_delayed_gradients_are_those_of_a_server_that_takes_turns(workers):
             chosen = infrequent.digits_batch(number * workers + rank - 1, SEED)
             return F.cross_entropy(model(images[chosen]), labels[chosen])
 
-        work(model, compute_loss)
+        train_as_worker(model, compute_loss)
         return [parameter.detach() for parameter in model.parameters()]
 
     expected = infrequent.delayed(workers - 1, 0.2, 11, SEED)

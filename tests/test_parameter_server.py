@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import dplab
-from dplab.parallel.parameter_server import ParameterServer, work
+from dplab.parallel.parameter_server import ParameterServer, train_as_worker
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -54,7 +54,7 @@ def serve(method, updates, *, pauses=None, **options):
             time.sleep((pauses or {}).get((rank, number), 0))
             return loss_on(model, rank, number)
 
-        answer = work(model, compute_loss)
+        answer = train_as_worker(model, compute_loss)
     return answer, [parameter.detach() for parameter in model.parameters()]
 
 
@@ -185,7 +185,7 @@ def test_a_worker_that_fails_ends_the_run(method):
         model = make(seed=0)
         if dist.get_rank() == 0:
             return getattr(ParameterServer(model, make_optimizer(model)), method)(1000)
-        return work(model, lambda number: (
+        return train_as_worker(model, lambda number: (
             1 / (3 - number) * loss_on(model, dist.get_rank(), number)
             if dist.get_rank() == 2 else loss_on(model, dist.get_rank(), number)))
 
@@ -197,7 +197,7 @@ def test_after_update_sees_each_update():
     def watch():
         model = make(seed=0)
         if dist.get_rank() != 0:
-            return work(model, lambda number: loss_on(model, dist.get_rank(), number))
+            return train_as_worker(model, lambda number: loss_on(model, dist.get_rank(), number))
         seen = []
         server = ParameterServer(model, make_optimizer(model), lambda updates: seen.append(
             (updates, model[0].weight.norm().item())))

@@ -6,8 +6,8 @@ import types
 import pytest
 
 from dplab.bench import soak
-from dplab.bench.soak_plan import Ends, Plan
-from dplab.bench.soak_run import Attempt, Place
+from dplab.bench.soak.plan import Ends, Plan
+from dplab.bench.soak.run import Attempt, Place
 
 FEW = ("healthy", "raise", "exit", "SIGKILL", "deadlock", "closed output", "two faults",
        "interrupt")

@@ -2,7 +2,7 @@
 
 import argparse
 import ast
-import importlib
+import importlib.util
 import shlex
 import time
 import traceback
@@ -35,7 +35,8 @@ RULE = 100 * "─"
 
 def summary(name: str) -> str:
     """The first line of a bench's docstring, without an import of it."""
-    source = Path(__file__).with_name(f"{name}.py").read_text(encoding="utf-8")
+    found = importlib.util.find_spec(f"dplab.bench.{name}")
+    source = Path(str(found and found.origin)).read_text(encoding="utf-8")
     return (ast.get_docstring(ast.parse(source)) or "").partition("\n")[0]
 
 

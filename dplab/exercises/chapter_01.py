@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dplab.exercises.compare import AtMost
 from dplab.exercises.exercise import Exercise, Mistake
+from dplab.exercises.facts import gradients, reduced
 from dplab.measure import CallLog, sent_bytes
 
 # 1.1
@@ -194,18 +195,13 @@ def _inputs_gathered(x, w):
     return torch.cat([x for x, _ in blocks], dim=1) @ torch.cat([w for _, w in blocks])
 
 
-def _summed(tensor):
-    dist.all_reduce(tensor)
-    return tensor
-
-
 def _piece_by_piece(dim):
     """One all-reduce for each row (0) or column (1) of the output."""
 
     def attempt(x, w):
         out = x @ w
         for piece in out.unbind(dim):
-            piece.copy_(_summed(piece.contiguous()))
+            piece.copy_(reduced(piece.contiguous()))
         return out
 
     return attempt
@@ -262,8 +258,8 @@ class SplitOverD(Exercise):
                 "all-reduce, and waits for ever: every rank has to call it.", hangs=True),
         Mistake(_then(lambda out: [dist.all_reduce(out) for _ in range(2)]), "You summed over the "
                 "ranks twice: the second all-reduce adds up N tensors that are the sum already."),
-        Mistake(lambda x, w: _summed(x) @ _summed(w), _NOT_INPUTS),
-        Mistake(lambda x, w: _summed(x) @ w, _NOT_INPUTS),
+        Mistake(lambda x, w: reduced(x) @ reduced(w), _NOT_INPUTS),
+        Mistake(lambda x, w: reduced(x) @ w, _NOT_INPUTS),
     )
 
     def parts(self, world_size, rank):
@@ -451,7 +447,7 @@ class AccumulateGradients(Exercise):
         with CallLog() as log:
             attempt(model, *_labelled(dist.get_rank()), self.micro_batch)
         size = sum(parameter.nbytes for parameter in model.parameters())
-        return {**_gradients(model),
+        return {**gradients(model),
                 "the weights are left alone": all(map(torch.equal, before, model.parameters())),
                 "the number of samples that this rank computed": sum(sizes),
                 "the number of samples in a forward pass": max(sizes, default=0),
@@ -464,7 +460,7 @@ class AccumulateGradients(Exercise):
         images, labels = map(torch.cat, zip(*parts, strict=True))
         F.cross_entropy(model(images), labels).backward()
         at_once = AtMost(self.micro_batch, "no more than a micro-batch")
-        return {**_gradients(model), "the weights are left alone": True,
+        return {**gradients(model), "the weights are left alone": True,
                 "the number of samples that this rank computed": len(images) // world_size,
                 "the number of samples in a forward pass": at_once,
                 "the number of samples whose activations are kept at a time": at_once,
@@ -480,11 +476,6 @@ def _labelled(rank):
     """Rank r's thirteen samples of seven features, with a class for each."""
     images = torch.sin(torch.arange(91.0) * 1.3 + 9 * rank).reshape(13, 7)
     return images, (torch.arange(13) * (rank + 2)) % 3
-
-
-def _gradients(model):
-    return {f"the gradient of `{name}`": parameter.grad
-            for name, parameter in model.named_parameters()}
 
 
 EXERCISES = (LocalPart, SplitOverD, AccumulateGradients)

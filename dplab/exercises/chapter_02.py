@@ -8,14 +8,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dplab.exercises.compare import AtMost
 from dplab.exercises.exercise import Exercise, Mistake
+from dplab.exercises.facts import gradients
 from dplab.measure import CallLog
 
 PADDING = -100
-
-
-def _gradients(model):
-    return {f"the gradient of `{name}`": parameter.grad
-            for name, parameter in model.named_parameters()}
 
 
 def _over_ranks(number):
@@ -30,7 +26,7 @@ def _after_backward(model, loss):
     logged = loss.detach().squeeze()
     if dist.is_initialized():
         logged = _over_ranks(logged) / dist.get_world_size()
-    return {**_gradients(model), "the mean over the ranks of what they return": logged}
+    return {**gradients(model), "the mean over the ranks of what they return": logged}
 
 
 # 2.1
@@ -139,7 +135,7 @@ class AverageUnequalParts(Exercise):
 
     def parts(self, world_size, rank):
         counts = [len(_part(other)) for other in range(world_size)]
-        means = [_gradients(_gradients_of(_part(other))) for other in range(world_size)]
+        means = [gradients(_gradients_of(_part(other))) for other in range(world_size)]
         return {fact: [count / sum(counts) * mean[fact] for count, mean in zip(
             counts, means, strict=True)] for fact in means[0]}
 
@@ -151,12 +147,12 @@ class AverageUnequalParts(Exercise):
             attempt(model, len(part))
         # Below the limit the number says nothing, and must not tell an attempt from a mistake.
         return {"the weights are left alone": all(map(torch.equal, before, model.parameters())),
-                **_gradients(model), "the number of collectives": max(log.count(), _ENOUGH)}
+                **gradients(model), "the number of collectives": max(log.count(), _ENOUGH)}
 
     def expected(self, world_size):
         model = _gradients_of(torch.cat([_part(rank) for rank in range(world_size)]))
         limit = AtMost(_ENOUGH, "one for each gradient, and one for the counts, are enough")
-        return {"the weights are left alone": True, **_gradients(model),
+        return {"the weights are left alone": True, **gradients(model),
                 "the number of collectives": limit}
 
 

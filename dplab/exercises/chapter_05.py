@@ -8,6 +8,7 @@ from torch import nn
 from torch.distributed.distributed_c10d import _get_default_store
 
 from dplab.exercises.exercise import Mistake
+from dplab.exercises.facts import gradients
 from dplab.exercises.first_fault import FirstFault
 from dplab.measure import CallLog
 
@@ -21,11 +22,6 @@ def _write_back(flat, bucket):
     parts = flat.split([parameter.numel() for parameter in bucket])
     for parameter, part in zip(bucket, parts, strict=True):
         parameter.grad.copy_(part.view_as(parameter))
-
-
-def _gradients(model, when):
-    return {f"the gradient of `{name}`{when}": parameter.grad.clone()
-            for name, parameter in model.named_parameters() if parameter.grad is not None}
 
 
 # 5.1
@@ -151,7 +147,7 @@ class AverageInBuckets(FirstFault):
 
 def _named(limit, model, sent):
     when = f" with buckets of {limit} bytes"
-    return {f"the bytes of each all-reduce{when}": sent, **_gradients(model, when)}
+    return {f"the bytes of each all-reduce{when}": sent, **gradients(model, when)}
 
 
 def _with_gradients(ranks):
@@ -325,7 +321,7 @@ def _of_step(step, model, sent, early, waits):
     return {f"the number of all-reduces launched before the last layer's gradients{when}": early,
             f"the bytes of each all-reduce{when}": sent,
             f"that backward waits for other ranks{when}": waits,
-            **_gradients(model, when)}
+            **gradients(model, when)}
 
 
 class _Layers(nn.ModuleList):

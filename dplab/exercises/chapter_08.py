@@ -13,6 +13,7 @@ from torch import nn
 from dplab import parallel
 from dplab.exercises.compare import AtMost
 from dplab.exercises.exercise import Mistake
+from dplab.exercises.facts import reduced
 from dplab.exercises.first_fault import FirstFault
 from dplab.exercises.model_states import BytesPerRank
 from dplab.measure import CallLog, sent_bytes
@@ -24,11 +25,6 @@ def _times(log, elements, *operations):
     sent = sum(sent_bytes(call) for call in log.calls
                if not operations or call.operation in operations)
     return round(sent / (4 * (ranks - 1) * _chunk_size(elements, ranks))) if ranks > 1 else 0
-
-
-def _summed(tensor):
-    dist.all_reduce(tensor)
-    return tensor
 
 
 def _chunk_size(elements, world_size):
@@ -166,12 +162,12 @@ class ShardTheOptimizer(FirstFault):
         Mistake(_sharded(make=lambda parameters: _adam([torch.zeros(1)])), "The tensor that you "
                 "gave `make_optimizer` has no `.grad` in `step`, so that nothing is updated. Keep "
                 "that tensor, and set its `.grad`: not `flat`'s, nor a new slice's."),
-        Mistake(_sharded(lambda self: _summed(F.pad(self.own, (self.mine.start, len(self.padded) -
+        Mistake(_sharded(lambda self: reduced(F.pad(self.own, (self.mine.start, len(self.padded) -
                 self.mine.stop)))), "The values are right, but an all-reduce of a tensor that is "
                 "mostly zeros sends twice the bytes: nothing has to be added. All-gather the "
                 "chunks."),
-        Mistake(_sharded(lambda self: _summed(self.padded)), _ADDED),
-        Mistake(_sharded(lambda self: _summed(self.padded.div_(dist.get_world_size()))), _ADDED),
+        Mistake(_sharded(lambda self: reduced(self.padded)), _ADDED),
+        Mistake(_sharded(lambda self: reduced(self.padded.div_(dist.get_world_size()))), _ADDED),
         Mistake(_sharded(lambda self: (dist.broadcast(self.padded, 0), self.padded)[-1]),
                 "You broadcast the whole of `flat` from rank 0, which has updated only its own "
                 "chunk. Every chunk has to come from its owner."),
@@ -187,7 +183,7 @@ class ShardTheOptimizer(FirstFault):
                   "forgets its moments. Make it once, in `__init__`.") for keep in (True, False)),
         Mistake(_sharded(added=True), "The chunk's `.grad` adds up over the steps. Set it to this "
                 "step's gradient, or clear it after `step()`."),
-        Mistake(_sharded(prepare=lambda gradient: _summed(gradient / dist.get_world_size())),
+        Mistake(_sharded(prepare=lambda gradient: reduced(gradient / dist.get_world_size())),
                 "The gradient is the mean already. To all-reduce it again changes nothing but the "
                 "bytes: three times as many as needed."),
         Mistake(_sharded(prepare=lambda gradient: gradient / dist.get_world_size()), "You divided "
@@ -320,9 +316,9 @@ class ScatterGradients(FirstFault):
                 "has to be the mean over the ranks."),
         Mistake(_scattered(power=2), "You divided by the world size twice (`ReduceOp.AVG` divides "
                 "already)."),
-        Mistake(_scattered(lambda own, flat: _chunk_of(_summed(flat), own).clone()), _SLICED),
-        Mistake(_scattered(lambda own, flat: _chunk_of(_summed(flat), own)), _SLICED),
-        Mistake(_scattered(lambda own, flat: _summed(flat)), "You return the whole gradient. A "
+        Mistake(_scattered(lambda own, flat: _chunk_of(reduced(flat), own).clone()), _SLICED),
+        Mistake(_scattered(lambda own, flat: _chunk_of(reduced(flat), own)), _SLICED),
+        Mistake(_scattered(lambda own, flat: reduced(flat)), "You return the whole gradient. A "
                 "rank needs no more than the mean for its own chunk."),
         Mistake(_scattered(lambda own, flat: _scatter(own, flat.roll(-len(own)))), "Your chunk is "
                 "the one of the next rank: rank r owns chunk r."),

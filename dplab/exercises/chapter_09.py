@@ -6,6 +6,7 @@ from torch import nn
 
 from dplab.exercises.compare import AtMost
 from dplab.exercises.exercise import Mistake
+from dplab.exercises.facts import reduced
 from dplab.exercises.first_fault import FirstFault
 from dplab.exercises.units import ChooseUnits
 from dplab.measure import CallLog, MemoryTimeline
@@ -166,7 +167,7 @@ class ForwardOfShards(FirstFault):
                 "is that of the ranks, the same on all of them."),
         Mistake(_forward(layer=_transposed), "You read the weight as (columns, rows). It lies row "
                 "by row: `view(rows, columns)`, and then `.T`."),
-        Mistake(_forward(lambda shard: _reduced(shard.repeat(dist.get_world_size()))), "You add up "
+        Mistake(_forward(lambda shard: reduced(shard.repeat(dist.get_world_size()))), "You add up "
                 "the ranks' shards. They are different parts of the layer: side by side, an "
                 "all-gather."),
         Mistake(_last_is_linear, "The last layer has its tanh, too: the formula holds for all."),
@@ -261,13 +262,8 @@ def _squares(gradients):
     return sum((gradient.square().sum() for gradient in gradients), torch.zeros(()))
 
 
-def _reduced(tensor, op=dist.ReduceOp.SUM):
-    dist.all_reduce(tensor, op=op)
-    return tensor
-
-
 def _global_norm(gradients):
-    return _reduced(_squares(gradients)).sqrt()
+    return reduced(_squares(gradients)).sqrt()
 
 
 def _own_norm(gradients):
@@ -275,13 +271,13 @@ def _own_norm(gradients):
 
 
 def _one_call_each(gradients):
-    return sum((_reduced(gradient.square().sum()) for gradient in gradients),
+    return sum((reduced(gradient.square().sum()) for gradient in gradients),
                torch.zeros(())).sqrt()
 
 
 def _each_alone(parameters, max_norm):
     gradients = _gradients(parameters)
-    squares = _reduced(torch.stack([gradient.square().sum() for gradient in gradients]))
+    squares = reduced(torch.stack([gradient.square().sum() for gradient in gradients]))
     for gradient, norm in zip(gradients, squares.sqrt(), strict=True):
         gradient.mul_(min(1.0, max_norm / max(norm.item(), 1e-12)))
     return squares.sum().sqrt()
@@ -302,7 +298,7 @@ def _own_limit(parameters, max_norm):
     own = _own_norm(gradients)
     for gradient in gradients:
         gradient.mul_(min(1.0, limit / max(own.item(), 1e-12)))
-    return _reduced(own**2).sqrt()
+    return reduced(own**2).sqrt()
 
 
 def _skips_where_empty(parameters, max_norm):
@@ -333,18 +329,18 @@ class ClipByGlobalNorm(FirstFault):
     mistakes = (
         Mistake(_clip(_own_norm), _NO_SUM),
         Mistake(nn.utils.clip_grad_norm_, _NO_SUM),
-        Mistake(_clip(lambda each: _reduced(_own_norm(each))), "You summed the ranks' norms. Norms "
+        Mistake(_clip(lambda each: reduced(_own_norm(each))), "You summed the ranks' norms. Norms "
                 "do not add up, their squares do: all-reduce the sum of squares, then take the "
                 "root."),
-        Mistake(_clip(lambda each: _reduced(_own_norm(each)) / dist.get_world_size()),
+        Mistake(_clip(lambda each: reduced(_own_norm(each)) / dist.get_world_size()),
                 "You averaged the ranks' norms. Each is that of a part alone; the squares of the "
                 "parts add up to the square of the whole."),
-        Mistake(_clip(lambda each: _reduced(_own_norm(each), dist.ReduceOp.MAX)),
+        Mistake(_clip(lambda each: reduced(_own_norm(each), dist.ReduceOp.MAX)),
                 "You took the largest of the ranks' norms. The whole is longer than each of its "
                 "parts: sum the squares."),
-        Mistake(_clip(lambda each: _reduced(_squares(each))), "The root is missing: you used the "
+        Mistake(_clip(lambda each: reduced(_squares(each))), "The root is missing: you used the "
                 "sum of squares as the norm."),
-        Mistake(_clip(lambda each: (_reduced(_squares(each)) / dist.get_world_size()).sqrt()),
+        Mistake(_clip(lambda each: (reduced(_squares(each)) / dist.get_world_size()).sqrt()),
                 "You divided the sum of squares by the world size. The shards are parts of one "
                 "gradient, not copies of it: nothing is to be averaged."),
         Mistake(_each_alone, "You clip each tensor by its own norm, which changes the gradient's "
@@ -356,13 +352,13 @@ class ClipByGlobalNorm(FirstFault):
         Mistake(_clip(_global_norm, whose=torch.clone), "The gradients stay as they were. Scale "
                 "each `parameter.grad` itself, in place with `mul_`: not a copy of it, and not "
                 "the parameter."),
-        Mistake(lambda parameters, max_norm: _reduced(torch.zeros(())), "You stop at the first "
+        Mistake(lambda parameters, max_norm: reduced(torch.zeros(())), "You stop at the first "
                 "parameter that has no `.grad`: it is frozen. Pass over it, and take the others."),
         Mistake(_returns_own, "You scale by the global norm, and return that of this rank's own "
                 "shards. Return the global one."),
         Mistake(_returns_new, "You return the norm after clipping. Asked is the one before: it "
                 "goes into the log."),
-        Mistake(_clip(lambda each: _reduced(sum((one.abs().sum() for one in each),
+        Mistake(_clip(lambda each: reduced(sum((one.abs().sum() for one in each),
                 torch.zeros(())))), "You add up absolute values. The norm is the root of the sum "
                 "of squares."),
         Mistake(_own_limit, "Each rank clips its own shards, to max_norm/√N, by a number of its "

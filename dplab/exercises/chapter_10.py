@@ -10,6 +10,7 @@ from torch import nn
 from dplab.exercises.checkpoints import PlanCheckpoints, SurvivingCheckpoint
 from dplab.exercises.compare import AtMost
 from dplab.exercises.exercise import Exercise, Mistake
+from dplab.exercises.facts import reduced
 from dplab.measure import CallLog, sent_bytes
 
 # 10.1
@@ -187,17 +188,12 @@ def _scatter(whole, size, group):
     return chunk
 
 
-def _summed(tensor, group):
-    dist.all_reduce(tensor, group=group)
-    return tensor
-
-
 def _gather(whole, chunk, group):
     dist.all_gather_single(whole, chunk.contiguous(), group=group)
     return whole
 
 
-def _two_levels(scatter=_scatter, between=_summed, gather=_gather, *, swap=False, pad=True,
+def _two_levels(scatter=_scatter, between=reduced, gather=_gather, *, swap=False, pad=True,
                 size=lambda n, local: -(-n // local), factor=lambda inside, across: 1, back=True):
     """The sum over two levels with one thing wrong."""
 
@@ -237,16 +233,16 @@ def _summed_by_parts(chunk, group):
 
 def _sum_and_cut(tensor, inside, across):
     """As by `_own_chunk`, with the padding after the sum."""
-    whole = nn.functional.pad(_summed(tensor, inside), (0, -len(tensor) % inside.size()))
+    whole = nn.functional.pad(reduced(tensor, inside), (0, -len(tensor) % inside.size()))
     chunk = _own_chunk(whole, len(whole) // inside.size(), inside)
-    tensor.copy_(_gather(whole, _summed(chunk, across), inside)[: len(tensor)])
+    tensor.copy_(_gather(whole, reduced(chunk, across), inside)[: len(tensor)])
 
 
 def _leader_of_all(tensor, inside, across):
     """As `_by_leaders`, with an all-reduce in place of the reduce."""
-    _summed(tensor, inside)
+    reduced(tensor, inside)
     if dist.get_rank(inside) == 0:
-        _summed(tensor, across)
+        reduced(tensor, across)
     dist.broadcast(tensor, group=inside, group_src=0)
 
 
@@ -285,7 +281,7 @@ class HierarchicalAllReduce(Exercise):
         Mistake(lambda tensor, inside, across: dist.all_reduce(tensor), "The sum is right, by one "
                 "all-reduce over all ranks. It does not know which links are slow: use the two "
                 "groups, so that only a chunk of 1/L crosses between nodes."),
-        Mistake(lambda tensor, inside, across: _summed(_summed(tensor, inside), across), "The sum "
+        Mistake(lambda tensor, inside, across: reduced(reduced(tensor, inside), across), "The sum "
                 "is right, but every rank of a node sends the whole sum to the other nodes: L "
                 "times the bytes. Scatter inside first, so that each sends its own chunk."),
         *(Mistake(by_leaders, "The sum is right, but one rank of each node sends all of it, while "
@@ -299,13 +295,13 @@ class HierarchicalAllReduce(Exercise):
         *(Mistake(cut, "The sum is right, but inside the node you all-reduce and then cut: half as "
                   "many bytes again as needed. Reduce-scatter gives each rank its chunk.")
           for cut in (_sum_and_cut, _two_levels(lambda whole, size, group: _own_chunk(
-              _summed(whole, group), size, group)))),
+              reduced(whole, group), size, group)))),
         Mistake(_two_levels(_own_chunk), "You cut your chunk out of this rank's own tensor: the "
                 "other ranks of the node are not in it. Reduce-scatter inside first."),
-        Mistake(_two_levels(lambda whole, size, group: _summed(whole, group).split(size)[
+        Mistake(_two_levels(lambda whole, size, group: reduced(whole, group).split(size)[
                 dist.get_rank()]), "You pick the chunk by `dist.get_rank()`, the rank in the whole "
                 "job. Inside the node it is `dist.get_rank(inside)`."),
-        Mistake(_two_levels(between=lambda chunk, group: _summed(chunk, None)), "You all-reduce "
+        Mistake(_two_levels(between=lambda chunk, group: reduced(chunk, None)), "You all-reduce "
                 "the chunk over all ranks, and so add chunks of different places. Only ranks with "
                 "the same place have the same chunk: `group=across`."),
         Mistake(_two_levels(between=_summed_by_parts), "The sum is right, but across nodes you "
@@ -330,7 +326,7 @@ class HierarchicalAllReduce(Exercise):
             lambda inside, across: 1 / dist.get_world_size(),
             lambda inside, across: 1 / dist.get_world_size(inside),
             lambda inside, across: 1 / dist.get_world_size(across))),
-        Mistake(_two_levels(between=lambda chunk, group: dist.get_rank() or _summed(chunk, group)),
+        Mistake(_two_levels(between=lambda chunk, group: dist.get_rank() or reduced(chunk, group)),
                 "Only rank 0 comes to the all-reduce across nodes, and waits there. Every rank has "
                 "a group `across` of its own, and all of its ranks must come.", hangs=True),
     )

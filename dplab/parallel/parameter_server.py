@@ -44,7 +44,7 @@ class Push:
 
 
 class ParameterServer:
-    """What rank 0 does; the other ranks call `work` meanwhile, and all bring an equal ``module``.
+    """What rank 0 does; the other ranks call `train_as_worker` meanwhile, and all bring an equal ``module``.
 
     ``optimizer`` is any torch optimizer for ``module``. After each update, ``after_update`` is
     called with the number of updates so far, if it is given. After a service, ``pushes`` has every
@@ -132,7 +132,7 @@ class ParameterServer:
             dist.send(message, worker)
 
 
-def work(module: nn.Module, compute_loss: Callable[[int], torch.Tensor]) -> int:
+def train_as_worker(module: nn.Module, compute_loss: Callable[[int], torch.Tensor]) -> int:
     """What a worker does until the server sends it home: a gradient, a push, a pull, and so on.
 
     ``compute_loss`` takes the number of this worker's batch, from 0 on, and returns the loss of

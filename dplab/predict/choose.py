@@ -59,9 +59,9 @@ class Option(SimulatedStep):
 
     @cached_property
     def savings(self) -> dict[str, float]:
-        """By resource: the share of the step that would be saved if that took no time."""
-        return {resource: max(0.0, 1 - step.step_seconds(_spans(
-            self.strategy, self.job, without(self.cluster, resource))) / self.seconds)
+        """By resource: the seconds that the step would be shorter if that took no time."""
+        return {resource: max(0.0, self.seconds - step.step_seconds(_spans(
+            self.strategy, self.job, without(self.cluster, resource))))
             for resource in RESOURCES}
 
     def __str__(self):

@@ -26,7 +26,7 @@ class Ranks:
     """``states`` and call ``logs``, in rank order; ``folder`` is the run's own."""
 
     def __init__(self, world_size: int):
-        self.states = [RankState(rank, world_size) for rank in range(world_size)]
+        self.states = [RankState(rank) for rank in range(world_size)]
         self.logs: list[CallReader] = []
         self.folder = ""
         self.display = output.show(world_size)

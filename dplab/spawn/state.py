@@ -11,7 +11,6 @@ class RankState:
     """One rank, as far as its words, its calls and its end tell."""
 
     rank: int
-    world_size: int
     joined: bool = False  # the process group
     ready: bool = False  # and so have all others: its function runs
     answer: Answer | None = None  # its last word: done, raised, exited, unpicklable

@@ -16,8 +16,8 @@ import sys
 from collections import defaultdict
 
 from dplab.bench.results import save
-from dplab.bench.soak_cases import CASES, draw
-from dplab.bench.soak_run import Attempt, Place
+from dplab.bench.soak.cases import CASES, draw
+from dplab.bench.soak.run import Attempt, Place
 
 ALLOWANCE = 5.0  # seconds that a loaded machine may add to each bound
 

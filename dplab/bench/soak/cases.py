@@ -6,11 +6,12 @@ import random
 
 import psutil
 
-from dplab.bench.soak_plan import ANY, Ends, Plan, sudden
+from dplab.bench.soak.plan import ANY, Ends, Plan, sudden
+from dplab.spawn.log import LOG_BYTES
 
 MUCH = int(min(200e6, psutil.virtual_memory().available / 40)) // 4 * 4  # bytes of a huge value
-_LOG = 1_048_640  # bytes of a rank's call log
 _SHM, _PLENTY = "/dev/shm", 16 << 20
+
 
 def _at_some_moment(rng, least_ranks=1, **fields) -> Plan:
     """A plan whose fault comes first, in the middle, or last."""
@@ -180,7 +181,7 @@ def _two_notebooks(rng):
 
 def _full(rng):
     plan = _at_some_moment(rng, cramped=True)
-    need = plan.ranks * _LOG
+    need = plan.ranks * LOG_BYTES
     sizes = (0, need // 2, need - 8192, need + 4096, need + 16384, need + 65536, _PLENTY)
     plan.leave = {_SHM: rng.choice(sizes), "tmp": rng.choice(sizes)}
     most = max(plan.leave.values())
