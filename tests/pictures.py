@@ -41,14 +41,18 @@ def contrast(one, other):
     return (lighter + 0.05) / (darker + 0.05)
 
 
-def ground_of(text, box, figure):
+def areas_of(figure):
+    """(box in pixels, colour) of each filled area, in the order in which they are drawn."""
+    return [(patch.get_window_extent(), to_hex(patch.get_facecolor()))
+            for axes in figure.axes for patch in axes.patches if patch.get_fill()]
+
+
+def ground_of(text, box, areas):
     """The colour on which a text stands: of its own box, the area drawn last there, or white."""
     if text.get_bbox_patch():
         return to_hex(text.get_bbox_patch().get_facecolor())
     middle = (box.x0 + box.x1) / 2, (box.y0 + box.y1) / 2
-    areas = [patch for axes in figure.axes for patch in axes.patches
-             if patch.get_fill() and patch.get_window_extent().contains(*middle)]
-    return to_hex(areas[-1].get_facecolor()) if areas else "#ffffff"
+    return next((color for extent, color in reversed(areas) if extent.contains(*middle)), "#ffffff")
 
 
 def shown_texts(figure):

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from matplotlib.colors import to_hex
-from pictures import assert_readable, contrast, ground_of, labels_of
+from pictures import areas_of, assert_readable, contrast, ground_of, labels_of
 
 import dplab.parallel
 from dplab import run
@@ -70,8 +70,9 @@ def test_texts_can_be_read_at_900_pixels(script):
     assert canvas.width == 900 and module["ALT"] == canvas.figure.alt
     assert canvas.title == module["TITLE"]
     assert_readable(canvas.figure, points=0.75 * 13, margin=8)
-    for text, box in labels_of(canvas.figure).items():
-        ground = ground_of(text, box, canvas.figure)
+    boxes, areas = labels_of(canvas.figure), areas_of(canvas.figure)
+    for text, box in boxes.items():
+        ground = ground_of(text, box, areas)
         assert contrast(to_hex(text.get_color()), ground) >= 4.5, (text, ground)
 
 

@@ -12,7 +12,7 @@ from ipywidgets import HTML, Box, IntSlider, SelectionSlider
 from matplotlib import image
 from matplotlib.colors import to_hex, to_rgb
 from matplotlib.patches import Rectangle
-from pictures import contrast, ground_of, shown_texts
+from pictures import areas_of, contrast, ground_of, shown_texts
 
 from dplab import show
 from dplab.show import palette
@@ -111,8 +111,9 @@ def test_lines_of_comparison_stand_out_from_white():
 @each_figure
 def test_every_text_of_a_figure_can_be_read_on_its_ground(name):
     figure = FIGURES[name]()
-    for text, box in shown_texts(figure).items():
-        ground = ground_of(text, box, figure)
+    texts, areas = shown_texts(figure), areas_of(figure)
+    for text, box in texts.items():
+        ground = ground_of(text, box, areas)
         assert contrast(to_hex(text.get_color()), ground) >= 4.5, (text, ground)
 
 

@@ -44,7 +44,7 @@ class Push:
 
 
 class ParameterServer:
-    """What rank 0 does; the other ranks call `train_as_worker` meanwhile, and all bring an equal ``module``.
+    """What rank 0 does, while the others call `train_as_worker`; all bring an equal ``module``.
 
     ``optimizer`` is any torch optimizer for ``module``. After each update, ``after_update`` is
     called with the number of updates so far, if it is given. After a service, ``pushes`` has every
