@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -140,6 +141,19 @@ def test_the_server_is_restarted_after_its_death():
     kill_server()
     assert [value for value, _ in run(total, 2, 3)] == [7.0, 7.0]
     assert server_of() != server
+
+
+@pytest.mark.skipif(not os.path.exists("/sys/kernel/mm/transparent_hugepage"),
+                    reason="this kernel has no huge pages")
+def test_an_idle_server_gathers_its_memory_into_huge_pages():
+    def gathered():
+        text = Path(f"/proc/{server_of().pid}/smaps_rollup").read_text()
+        size = {name: int(rest.split()[0]) for name, rest in re.findall(r"(\w+): +(.*) kB", text)}
+        return size["AnonHugePages"] > size["Anonymous"] / 2
+
+    run(total, 2, 0)
+    wait_for(gathered, 20)
+    assert [value for value, _ in run(total, 2, 3)] == [7.0, 7.0]
 
 
 def test_servers_that_died_leave_no_descriptor():

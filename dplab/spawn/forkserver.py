@@ -36,6 +36,8 @@ _PRELOAD = (
 )
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _PATIENCE = 5.0  # seconds that ranks have to be gone after their parent
+_HUGE_PAGE, _MADV_COLLAPSE = 1 << 21, 25
+_IDLE = 0.02  # seconds without a request, after which there is time for a huge page
 
 
 def prctl(option, value):
@@ -107,6 +109,23 @@ def _no_strays():
     return True
 
 
+def _huge_pages():
+    """Gathers what is loaded into huge pages, one at each step, of some milliseconds.
+
+    A fork copies the page table, and one of small pages takes most of a fork's time.
+    """
+    with open("/proc/self/maps") as maps:
+        mappings = [line.split() for line in maps]
+    for addresses, rights, _, _, inode, *_ in mappings:
+        if rights == "rw-p" and inode == "0":
+            start, end = (int(address, 16) for address in addresses.split("-"))
+            for page in range(-(-start // _HUGE_PAGE) * _HUGE_PAGE, end - _HUGE_PAGE + 1,
+                              _HUGE_PAGE):
+                # a kernel that cannot leaves it as it is
+                yield _libc.madvise(ctypes.c_void_p(page), ctypes.c_size_t(_HUGE_PAGE),
+                                    _MADV_COLLAPSE)
+
+
 def serve(requests: socket.socket, parent: int) -> None:
     """Serves until the parent is gone."""
     wake, wake_writer = os.pipe()
@@ -116,11 +135,15 @@ def serve(requests: socket.socket, parent: int) -> None:
     signal.signal(signal.SIGCHLD, lambda *_: None)
     prctl(_PR_SET_CHILD_SUBREAPER, 1)
     runs: dict[socket.socket, _Run] = {}
+    to_gather = _huge_pages()
+    patience = _IDLE
     with contextlib.suppress(OSError):
         requests.send(b"!")  # loaded
     while True:
         watched: list[int | socket.socket] = [requests, wake, *runs]
-        readable, _, _ = select.select(watched, [], [], 1.0)
+        readable, _, _ = select.select(watched, [], [], patience)
+        if not readable and not runs and next(to_gather, "all") == "all":
+            patience = 1.0
         if requests in readable:
             message, descriptors = b"", list[int]()
             with contextlib.suppress(ConnectionResetError):  # the parent's end, like no message
