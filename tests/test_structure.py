@@ -65,7 +65,7 @@ class Import:
         if self.top != "dplab":
             return None
         name = self.module.split(".")[1] if "." in self.module else "dplab"
-        return dplab._HOME.get(name, name)
+        return dplab._MODULE_OF.get(name, name)
 
     def __str__(self):
         return f"{self.file}:{self.line} imports {self.module}"

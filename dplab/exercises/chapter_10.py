@@ -267,6 +267,7 @@ class HierarchicalAllReduce(Exercise):
     title = "An all-reduce over two levels"
     name = "hierarchical_all_reduce"
     minutes = 25
+    seconds = 8.0
     hints = (
         "Three collectives. Inside the node, a reduce-scatter: each rank has the node's sum of one "
         "chunk. Across nodes, an all-reduce of this chunk. Inside again, an all-gather.",
