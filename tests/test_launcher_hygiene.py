@@ -30,7 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from dplab import RankError, run
-from dplab.spawn import log
+from dplab.spawn import log, start
 
 # functions of this file travel as those of a notebook do: by value
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -156,6 +156,21 @@ def test_an_idle_server_gathers_its_memory_into_huge_pages():
     assert [value for value, _ in run(total, 2, 3)] == [7.0, 7.0]
 
 
+def test_a_server_that_dies_before_it_forks_is_replaced(monkeypatch):
+    def dies(self, *args):
+        monkeypatch.undo()
+        server_of().suspend()
+        try:
+            return fork(self, *args)
+        finally:
+            kill_server()
+
+    run(total, 2, 0)
+    fork = start._Server.fork
+    monkeypatch.setattr(start._Server, "fork", dies)
+    assert [value for value, _ in run(total, 2, 3)] == [7.0, 7.0]
+
+
 def test_servers_that_died_leave_no_descriptor():
     me, counts = psutil.Process(), []
     for _ in range(3):
@@ -239,7 +254,7 @@ import dplab.spawn.start as start
 start._with_dplab = lambda: os.environ["PYTHONPATH"]
 run(print, 2)""")
     assert done.returncode == 1
-    assert "RuntimeError: the process that ranks are forked from has ended" in done.stderr
+    assert "ServerEnded: the process that ranks are forked from has ended" in done.stderr
     assert "ImportError: this torch is broken" in done.stderr
 
 

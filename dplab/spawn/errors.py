@@ -23,7 +23,7 @@ class RankError(RuntimeError):
     def _render_traceback_(self):
         """IPython's hook: the report alone, without the launcher's own frames."""
         head, _, rest = str(self).partition("\n")
-        return [f"\x1b[31;1mRankError\x1b[0m: \x1b[1m{head}\x1b[0m", rest]
+        return [f"\x1b[31;1m{type(self).__name__}\x1b[0m: \x1b[1m{head}\x1b[0m", rest]
 
 
 def _rebuild(text, rank, kind, error, reports):
@@ -75,3 +75,9 @@ class expect_failure:
         self._failure.error = error
         print(f"RankError: {error}")
         return True
+
+
+class ServerEnded(RuntimeError):
+    """The process that ranks are forked from has ended, and with it every rank."""
+
+    _render_traceback_ = RankError._render_traceback_

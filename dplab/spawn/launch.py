@@ -5,7 +5,7 @@ import numbers
 
 from dplab.spawn import backend as backends
 from dplab.spawn import torchrun, transport
-from dplab.spawn.errors import RankError
+from dplab.spawn.errors import RankError, ServerEnded
 from dplab.spawn.start import MOST_RANKS
 from dplab.spawn.supervise import Supervisor
 
@@ -33,7 +33,8 @@ def run(fn, world_size, *args, timeout=60.0, backend=None, link=None, seed=0, **
     Raises TypeError for a non-callable, and for a world size that is no integer; ValueError for one
     below 1, above 120, or not torchrun's, for a timeout, seed or backend that cannot be, and for a
     link under torchrun; RuntimeError inside a rank; OSError where the machine has no room for so
-    many ranks; `RankError` when a rank fails. The ■ button and Ctrl-C end the ranks, and raise
+    many ranks; `RankError` when a rank fails, `ServerEnded` when what they are forked from was
+    killed with them. The ■ button and Ctrl-C end the ranks, and raise
     KeyboardInterrupt with a line on where each was.
     """
     _validate(fn, world_size, timeout, backend, seed)
@@ -52,9 +53,18 @@ def run(fn, world_size, *args, timeout=60.0, backend=None, link=None, seed=0, **
             text = text.replace(f"the value[{index}]", name, 1)
         raise RankError(f"{text}, so it cannot be sent to the ranks.\nMake it inside the function "
                         "instead, or pass what it is made from.", kind="unpicklable") from None
-    return Supervisor(
-        payload, world_size, timeout=timeout, seed=seed,
-        backend=backends.choose_backend(world_size, backend or (link and "gloo"))).run()
+    name = backends.choose_backend(world_size, backend or (link and "gloo"))
+
+    def supervisor():
+        return Supervisor(payload, world_size, timeout=timeout, seed=seed, backend=name)
+
+    first = supervisor()
+    try:
+        return first.run()
+    except ServerEnded:
+        if first.has_begun:
+            raise
+    return supervisor().run()  # with another server
 
 
 def _validate(fn, world_size, timeout, backend, seed):

@@ -17,6 +17,7 @@ import sys
 import threading
 
 from dplab.spawn import backend, limits
+from dplab.spawn.errors import ServerEnded
 from dplab.spawn.forkserver import EXIT_RECORD
 
 MOST_RANKS = 120  # a message between processes carries at most 253 descriptors, a rank needs two
@@ -60,7 +61,7 @@ def start_ranks(folder: str, pairs: list[tuple[int, int]]):
             if error.errno in (errno.EMFILE, errno.EAGAIN):  # the server is well
                 raise
             if attempt == 2:
-                raise RuntimeError(server.last_words()) from None
+                raise ServerEnded(server.last_words()) from None
     return None
 
 
@@ -104,7 +105,8 @@ class _Server:
                 self._process.wait(1.0)
             self._errors.seek(0)
             words = self._errors.read().decode(errors="replace").strip()[-2000:]
-            self._words = limits.advice_on(words) or words or "without a word"
+            self._words = limits.advice_on(words) or words or (
+                "without a word. Run the cell again: another one is started")
         return f"the process that ranks are forked from has ended: {self._words}"
 
     def forget(self):
@@ -136,7 +138,7 @@ class _Forked:
             while True:
                 record = self.channel.recv(EXIT_RECORD.size, socket.MSG_DONTWAIT)
                 if not record:
-                    raise RuntimeError(self._server.last_words())
+                    raise ServerEnded(self._server.last_words())
                 ended.append(EXIT_RECORD.unpack(record))
         return ended
 

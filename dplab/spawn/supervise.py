@@ -28,8 +28,13 @@ class Supervisor:
         self._called_at = 0.0
         self._oom_kills = _oom_kills()
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether a rank may have begun with its function."""
+        return any(state.ready for state in self._states)
+
     def run(self) -> list:
-        """The ranks' values in rank order. Raises `RankError`, or `Interrupted`."""
+        """The ranks' values in rank order. Raises `RankError`, `Interrupted` or `ServerEnded`."""
         failed = True
         try:
             with self._interrupts:

@@ -257,7 +257,7 @@ def _dead_server(rng):
     plan = _at_some_moment(rng, outside="kill server")
     plan.moment = rng.uniform(0, _life(plan))
     plan.bound = 10.0
-    plan.ends += [Ends("RuntimeError", None, ("process that ranks are forked from has ended",))]
+    plan.ends += [Ends("ServerEnded", None, ("process that ranks are forked from has ended",))]
     return plan
 
 
