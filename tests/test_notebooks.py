@@ -149,6 +149,14 @@ def test_prose_quotes_no_timing(path):
     assert not excused - quoted.keys(), "no longer there"
 
 
+@each_notebook
+def test_no_list_was_joined_to_a_paragraph(path):
+    """Lines that an editor has filled as one: the indents of a list's lines stand amid them."""
+    for cell in markdown(notebooks.read(path)):
+        prose = CODE_IN_MARKDOWN.sub("code", cell.source)
+        assert not re.findall(r"^(?!\||\s*(?:\d+\.|-) ).*\S  +\S.*$", prose, re.MULTILINE), cell.id
+
+
 @pytest.mark.parametrize(("text", "is_timing"), [
     ("it takes 12 ms", True), ("in 3.4 s", True), ("at 25 GB/s", True), ("25GB/s", True),
     ("about 800 µs", True), ("2.5× faster", True), ("10 Gbps", True), ("1,234.5 seconds", True),
