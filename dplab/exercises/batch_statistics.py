@@ -6,14 +6,14 @@
 import torch
 import torch.distributed as dist
 
+from dplab.exercises.facts import reduced
+
 EPS, MOMENTUM = 1e-5, 0.1
 SAMPLES = (3, 5, 1, 2)  # of each rank
 
 
 def total(tensor):
-    tensor = torch.as_tensor(tensor, dtype=torch.float32).clone()
-    dist.all_reduce(tensor)
-    return tensor
+    return reduced(torch.as_tensor(tensor, dtype=torch.float32).clone())
 
 
 def per_channel(x):

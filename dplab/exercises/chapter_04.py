@@ -7,6 +7,7 @@ from torch import nn
 
 from dplab.exercises.compare import AtMost
 from dplab.exercises.exercise import Exercise, Mistake
+from dplab.exercises.facts import gradients
 from dplab.exercises.first_fault import FirstFault
 from dplab.exercises.training import (
     GLOBAL_BATCH,
@@ -322,8 +323,7 @@ def _gradients_of(samples):
 
 
 def _gradients(model):
-    found = {f"the gradient of `{name}`": parameter.grad
-             for name, parameter in model.named_parameters() if parameter.grad is not None}
+    found = {fact: gradient for fact, gradient in gradients(model).items() if gradient is not None}
     return {**found, "the gradients that there are": list(found)}
 
 

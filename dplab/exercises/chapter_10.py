@@ -10,7 +10,7 @@ from torch import nn
 from dplab.exercises.checkpoints import PlanCheckpoints, SurvivingCheckpoint
 from dplab.exercises.compare import AtMost
 from dplab.exercises.exercise import Exercise, Mistake
-from dplab.exercises.facts import reduced
+from dplab.exercises.facts import of_cases, reduced
 from dplab.measure import CallLog, sent_bytes
 
 # 10.1
@@ -147,14 +147,10 @@ class ChooseStrategy(Exercise):
     )
 
     def trial(self, attempt):
-        facts = {}
-        for case in CASES:
-            facts |= _of_choice(case, attempt(*case))
-        return facts
+        return of_cases(_of_choice, CASES, attempt)
 
     def expected(self, world_size):
-        return {fact: value for case in CASES
-                for fact, value in _of_choice(case, choose_strategy(*case)).items()}
+        return of_cases(_of_choice, CASES, choose_strategy)
 
 
 def _of_choice(case, found):

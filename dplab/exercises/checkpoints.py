@@ -16,6 +16,7 @@ from torch.nn.utils import parameters_to_vector
 
 from dplab.exercises.compare import COMMUNICATED
 from dplab.exercises.exercise import Mistake
+from dplab.exercises.facts import of_cases
 from dplab.exercises.first_fault import FirstFault
 from dplab.spawn import RankError, run
 
@@ -364,14 +365,10 @@ class PlanCheckpoints(FirstFault):
     )
 
     def trial(self, attempt):
-        facts = {}
-        for plan in PLANS:
-            facts |= _of_plan(plan, attempt(*plan))
-        return facts
+        return of_cases(_of_plan, PLANS, attempt)
 
     def expected(self, world_size):
-        return {fact: value for plan in PLANS
-                for fact, value in _of_plan(plan, plan_checkpoints(*plan)).items()}
+        return of_cases(_of_plan, PLANS, plan_checkpoints)
 
 
 def _of_plan(plan, found):

@@ -1,4 +1,6 @@
-"""What exercises of several chapters use: gradients by name, and a tensor reduced over ranks."""
+"""What exercises of several chapters use: facts of cases and gradients, a tensor over ranks."""
+
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.distributed as dist
@@ -10,6 +12,15 @@ def gradients(model: nn.Module, when: str = "") -> dict[str, torch.Tensor | None
     return {f"the gradient of `{name}`{when}":
             None if parameter.grad is None else parameter.grad.clone()
             for name, parameter in model.named_parameters()}
+
+
+def of_cases(facts_of: Callable[[tuple, object], dict], cases: Iterable[tuple],
+             function: Callable) -> dict:
+    """What ``facts_of(case, answer)`` makes of the function's answer to each case, together."""
+    facts: dict = {}
+    for case in cases:
+        facts |= facts_of(case, function(*case))
+    return facts
 
 
 def reduced(tensor: torch.Tensor, group=None, op=dist.ReduceOp.SUM) -> torch.Tensor:
