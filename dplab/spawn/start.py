@@ -51,18 +51,15 @@ def start_ranks(folder: str, pairs: list[tuple[int, int]]):
     """Starts one rank for each pair of descriptors (connection, output)."""
     if not forks():
         return _Spawned(folder, pairs)
-    for attempt in (1, 2):
-        warm_up()
-        server = _server
-        assert server is not None
-        try:
-            return server.fork(folder, pairs)
-        except OSError as error:
-            if error.errno in (errno.EMFILE, errno.EAGAIN):  # the server is well
-                raise
-            if attempt == 2:
-                raise ServerEnded(server.last_words()) from None
-    return None
+    warm_up()
+    server = _server
+    assert server is not None
+    try:
+        return server.fork(folder, pairs)
+    except OSError as error:
+        if error.errno in (errno.EMFILE, errno.EAGAIN):  # the server is well
+            raise
+        raise ServerEnded(server.last_words()) from None
 
 
 class _Server:
