@@ -2,6 +2,7 @@
 
 import os
 import struct
+import sys
 import tempfile
 import threading
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from dplab.predict.checks import one_of, whole
 from dplab.predict.transformer import Transformer
 
 PRECISIONS = ("fp32", "mixed", "bf16")
+_DELAY = 2  # seconds until there is a bar
 
 
 def fully_shard(model: Transformer | Callable[[], nn.Module], world_size: int, *, batch: int = 1,
@@ -47,7 +49,7 @@ def fully_shard(model: Transformer | Callable[[], nn.Module], world_size: int, *
         tuple; ``loss(output)`` is a scalar, by default the output's mean.
     full: False runs a few blocks of a configuration and takes the others to be like them, where
         that is possible; ``traced_blocks`` tells.
-    progress: whether a bar is shown while it takes longer than two seconds.
+    progress: whether a notebook or a terminal shows a bar while it takes longer than two seconds.
 
     Attention is `scaled_dot_product_attention`'s flash kernel for CPUs, which like that for GPUs
     keeps no scores. Nothing remains in this process: there is no process group afterwards.
@@ -122,7 +124,8 @@ def _run(strategy, model, world_size, *, batch, sequence, precision, checkpointi
     job = Job(strategy, model, world_size, batch=batch, sequence=sequence, precision=precision,
               checkpointing=bool(checkpointing), optimizer=optimizer, inputs=inputs, loss=loss,
               **more)
-    with tempfile.NamedTemporaryFile() as file, _bar(file.name, job, progress):
+    title = f"dry run of {getattr(model, 'name', '') or 'the model'}, {world_size} ranks"
+    with tempfile.NamedTemporaryFile() as file, _bar(file.name, title, progress):
         result = run(dry_run, 1, job, file.name, backend="gloo", timeout=24 * 3600)[0]
     if isinstance(result, Exception):
         raise result
@@ -130,20 +133,18 @@ def _run(strategy, model, world_size, *, batch, sequence, precision, checkpointi
 
 
 @contextmanager
-def _bar(path, job, wanted):
+def _bar(path, title, wanted):
     """Shows how far the other process is, as it writes it to ``path``."""
-    if not wanted or os.environ.get("DPLAB_LIVE") == "0":
+    if not (wanted and _watched()):
         yield
         return
     from tqdm.auto import tqdm
 
     done = threading.Event()
-    name = getattr(job.model, "name", "") or "the model"
     form = "{desc}: {percentage:3.0f}% |{bar}| {elapsed}"
 
     def follow():
-        with tqdm(total=100, desc=f"dry run of {name}, {job.world_size} ranks", delay=2,
-                  leave=False, bar_format=form) as bar:
+        with tqdm(total=100, desc=title, delay=_DELAY, leave=False, bar_format=form) as bar:
             while not done.wait(0.2):
                 with open(path, "rb") as file:
                     read = file.read(8)
@@ -157,3 +158,11 @@ def _bar(path, job, wanted):
     finally:
         done.set()
         thread.join()
+
+
+def _watched():
+    """Whether a bar has a notebook or a terminal to be seen in, and not only a file."""
+    from dplab.spawn.output import ipython
+
+    terminal = sys.stderr is not None and sys.stderr.isatty()
+    return os.environ.get("DPLAB_LIVE") != "0" and (terminal or hasattr(ipython(), "kernel"))
