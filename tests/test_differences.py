@@ -1,0 +1,122 @@
+"""Where an attempt's facts and the solution's differ, and what is said of it."""
+
+import fractions
+
+import pytest
+import torch
+
+from dplab.exercises.compare import (
+    COMMUNICATED,
+    AtMost,
+    agree,
+    first_difference,
+    same_outcome,
+)
+from dplab.exercises.evidence import explained
+
+
+@pytest.mark.parametrize(("mine", "theirs", "alike"), [
+    (3, 3, True), (2, 4, True), (4, 5, False), (5, 5, True), (5, 6, False)])
+def test_counts_within_their_limit_do_not_tell_mistakes_apart(mine, theirs, alike):
+    def facts(count):
+        return [{"calls": count, COMMUNICATED: True}]
+
+    expected = [{"calls": AtMost(4, "four are enough")}]
+    assert same_outcome(facts(mine), facts(theirs), expected, 1e-5) is alike
+
+
+@pytest.mark.parametrize(("expected", "got", "right"), [
+    (torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.0 + 1e-6]), True),
+    (torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.001]), False),
+    (torch.tensor([1.0, 2.0]), torch.tensor([[1.0, 2.0]]), False),
+    (torch.tensor([1.0]), torch.tensor([float("nan")]), False),
+    (torch.tensor([3]), torch.tensor([3]), True),
+    (torch.tensor([3]), torch.tensor([4]), False),
+    (torch.tensor([3]), torch.tensor([3.0]), False),
+    (torch.tensor([1.0]), None, False),
+    (AtMost(4, ""), 4, True),
+    (AtMost(4, ""), 5, False),
+    (7, 7, True),
+    (7, 8, False),
+    (0.5, 0.5000001, True),
+    (0.5, 0.51, False),
+    (0.5, torch.tensor(0.5), True),
+    (0.5, torch.tensor([0.5, 0.5]), False),
+    (0.5, fractions.Fraction(1, 2), True),
+    (0.5, "0.5", False),
+])
+def test_agreement(expected, got, right):
+    assert agree(expected, got, 1e-5) is right
+
+
+def test_the_first_rank_and_fact_that_differ_are_named():
+    right = [{"a": torch.ones(2), "b": 1}] * 2
+    got = [{"a": torch.ones(2), "b": 1}, {"a": torch.ones(2), "b": 2}]
+    difference = first_difference(right, got, 1e-5)
+    assert (difference.rank, difference.fact) == (1, "b")
+    assert first_difference(right, [right[0], {"a": torch.ones(2)}], 1e-5).fact == "b"
+
+
+A, B = torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0])
+
+
+@pytest.mark.parametrize(("expected", "got", "said"), [
+    ((A, A), (B, B), ""),
+    ((A, A), (A, B), "the ranks differ, and should all have the same"),
+    ((A, B), (B, B), "it is what rank 1 should have"),
+    ((A, A), (4 * A, B), "it is 4 times the reference"),
+    ((A, A), (0 * A, A), "it is all zeros"),
+    ((A[:1], A[:1]), (A[:1] * 1.3, A[:1] * 1.3), ""),
+    ((A[:1], A[:1]), (A[:1] / 4, A[:1] / 4), "it is 0.25 times the reference"),
+    ((A, A), (None, A), "it is None"),
+    ((0.5, 0.5), (500.0, 500.0), "it is 1000 times the reference"),
+    ((0.5, 0.5), (0.7, 0.7), ""),
+    ((0.5, 0.5), (0.0, 0.0), ""),
+])
+def test_what_is_said_of_a_difference(expected, got, said):
+    right, found = ([{"it": value} for value in values] for values in (expected, got))
+    assert first_difference(right, found, 1e-5).note == said
+
+
+QUANTITIES = {"the ranks": 2, "the slices": 5, "own": 3, "all": 7}
+PARTS = [torch.tensor([1.0, 2.0, 5.0]), torch.tensor([10.0, 30.0, 90.0])]
+SUM = PARTS[0] + PARTS[1]
+
+
+@pytest.mark.parametrize(("got", "said"), [
+    (5 * SUM, "it is 5 times the reference (the slices)"),
+    (SUM / 5, "it is 0.2 times the reference (1 / the slices)"),
+    (SUM * 3 / 7, "it is 0.4286 times the reference (own / all)"),
+    (SUM / 4, "it is 0.25 times the reference (1 / (the ranks · the ranks))"),
+    (SUM * 7 / 6, "it is 1.167 times the reference (all / (own · the ranks))"),
+    (SUM * 10, "it is 10 times the reference (the ranks · the slices)"),
+    (SUM * 1.234, "it is 1.234 times the reference"),
+    (SUM + PARTS[0], "rank 0's part is in it twice"),
+    (PARTS[1], "it holds rank 1's part alone"),
+    (torch.cat([SUM[:2], PARTS[0][2:]]), "in chunk 1, it holds rank 0's part alone"),
+    (SUM + 0.5, ""),
+    (torch.tensor([7.0, 8.0, 9.0]), "it is what rank 0 alone would have"),
+])
+def test_what_a_wrong_tensor_is_made_of(got, said):
+    difference = first_difference([{"it": SUM}], [{"it": got}], 1e-5)
+    alone = {"it": torch.tensor([7.0, 8.0, 9.0])}
+    assert explained(difference, alone, QUANTITIES, {"it": PARTS}, 1e-5).note == said
+
+
+def test_digits_of_a_narrow_dtype_are_seen():
+    right = torch.tensor([1.2345, 2.3456])
+    for dtype in (torch.bfloat16, torch.float16):
+        narrow = first_difference([{"it": right}], [{"it": right.to(dtype).float()}], 1e-5)
+        assert str(dtype).removeprefix("torch.") in narrow.note
+    assert first_difference([{"it": right}], [{"it": right + 0.01}], 1e-5).note == ""
+
+
+def test_what_should_hold_is_said_as_such():
+    difference = first_difference([{"that all is well": True}], [{"that all is well": False}], 0)
+    assert str(difference) == "rank 0: this should hold, and does not: all is well"
+
+
+def test_whole_numbers_are_shown_in_full():
+    difference = first_difference([{"it": torch.tensor([33554433])}],
+                                  [{"it": torch.tensor([33554432])}], 1e-5)
+    assert "[33554433]" in str(difference) and "[33554432]" in str(difference)

@@ -1,0 +1,218 @@
+"""How an attempt is judged: right, wrong, not attempted, or not to be run."""
+
+import inspect
+import os
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dplab.exercises import find
+from dplab.exercises.exercise import CRASHED, NOT_ATTEMPTED, PASSED, WRONG, Mistake
+
+
+def stub(model):
+    """All-reduce the gradients."""
+    raise NotImplementedError("write me")
+
+
+def test_a_stub_is_not_attempted():
+    assert find("4.2").judge(stub).outcome == NOT_ATTEMPTED
+
+
+def test_code_to_repair_is_not_attempted_until_it_changes():
+    exercise = find("4.4")
+    namespace = {}
+    exec(source_of_stub(exercise), {"F": torch.nn.functional}, namespace)
+    assert exercise.judge(namespace["train_steps"]).outcome == NOT_ATTEMPTED
+
+
+def source_of_stub(exercise):
+    return inspect.getsource(exercise.stub).replace(exercise.stub.__name__, exercise.name)
+
+
+def unforeseen(model):
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad *= 0.5
+            dist.all_reduce(parameter.grad)
+            parameter.grad += 0.125 * dist.get_rank()
+
+
+def test_without_a_known_mistake_the_first_difference_is_shown():
+    verdict = find("4.2").judge(unforeseen)
+    assert (verdict.outcome, verdict.why) == (WRONG, "")
+    assert re.search(r"on 1 rank, rank 0: the gradient of `0.weight` is not as expected: it is "
+                     r"0.5 times the reference\n  expected  \[.*\]\n  got       \[", verdict.detail)
+
+
+def raises(model):
+    return model.no_such_thing
+
+
+def hangs(model):
+    if dist.get_rank() == dist.get_world_size() - 1 > 0:
+        while True:
+            pass
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad /= dist.get_world_size()
+            dist.all_reduce(parameter.grad)
+
+
+def test_an_error_of_the_readers_is_shown_with_their_line():
+    verdict = find("4.2").judge(raises)
+    assert verdict.outcome == CRASHED
+    assert "AttributeError" in verdict.detail
+    assert "return model.no_such_thing" in verdict.detail
+
+
+def test_a_hang_ends_at_the_time_limit_and_shows_who_waits():
+    exercise = type(find("4.2"))()
+    exercise.seconds = 2.0
+    verdict = exercise.judge(hangs)
+    assert verdict.outcome == CRASHED
+    assert "rank 1 did not come to all_reduce number 1" in verdict.detail
+    assert "while True" in verdict.detail
+
+
+def test_too_many_collectives_do_not_pass():
+    def wasteful(model):
+        find("4.2").solution(model)
+        for _ in range(9):
+            dist.barrier()
+
+    verdict = find("4.2").judge(wasteful)
+    assert verdict.outcome == WRONG
+    assert "the number of collectives" in verdict.detail
+
+
+def does_nothing(model):
+    pass
+
+
+def does_not_wait(model):
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            dist.all_reduce(parameter.grad, async_op=True)
+
+
+def passes_on_without_waiting(tensor):
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    chunks = tensor.tensor_split(ranks)
+    for step in range(ranks - 1):
+        growing = chunks[(rank - 2 - step) % ranks]
+        arriving = torch.zeros_like(growing)
+        dist.isend(chunks[(rank - 1 - step) % ranks], (rank + 1) % ranks)
+        dist.irecv(arriving, (rank - 1) % ranks)
+        growing += arriving
+    return chunks[rank]
+
+
+def in_nanoseconds(gradients, bytes_each, world_size, gigabits, microseconds):
+    return 1.0, 2.0
+
+
+def leaves_it_to_ddp(model, optimizer, images, labels, batches):
+    model = torch.nn.parallel.DistributedDataParallel(model)
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    find("4.4").solution(model, optimizer, images, labels, [each[rank::ranks] for each in batches])
+
+
+def hangs_on_more_than_two(model):
+    if dist.get_world_size() < 3:
+        find("4.2").mistakes[0].attempt(model)
+    elif dist.get_rank() == 0:
+        dist.barrier()
+
+
+def test_an_attempt_that_fails_only_at_a_larger_world_size_is_still_judged():
+    verdict = find("4.2").judge(hangs_on_more_than_two)
+    assert (verdict.outcome, verdict.why) == (WRONG, "")
+    assert "it is 2 times the reference" in verdict.detail
+
+
+@pytest.mark.parametrize(("id", "attempt", "said"), [
+    ("4.1", does_nothing, "Nothing was communicated"),
+    ("4.2", does_not_wait, "keep the handle"),
+    ("3.1", passes_on_without_waiting, "With `irecv` a call returns at once: keep the handle"),
+    ("4.3", leaves_it_to_ddp, "a collective of your own"),
+])
+def test_what_is_seen_without_a_known_mistake(id, attempt, said):
+    verdict = find(id).judge(attempt)
+    assert verdict.outcome == WRONG
+    assert said in verdict.why + verdict.detail
+
+
+def prints_and_is_half(model):
+    print("the attempt says this")
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad *= 0.5
+
+
+def a_noisy_mistake(model):
+    print("a mistake says this")
+    os.write(2, b"Check failed: native words of a mistake")
+    os.abort()
+
+
+def test_only_the_attempt_is_heard(capfd):
+    exercise = type(find("4.2"))()
+    exercise.mistakes = (Mistake(a_noisy_mistake, "It aborts."),)
+    assert exercise.judge(prints_and_is_half).outcome == WRONG
+    heard = "".join(capfd.readouterr())
+    assert "the attempt says this" in heard
+    assert "of a mistake" not in heard and "a mistake says" not in heard
+
+
+def test_an_attempt_that_aborts_is_heard(capfd):
+    exercise = type(find("4.2"))()
+    exercise.mistakes = ()
+    assert "SIGABRT" in exercise.judge(a_noisy_mistake).detail
+    assert "native words of a mistake" in "".join(capfd.readouterr())
+
+
+def a_functional_collective(x, w):
+    from torch.distributed._functional_collectives import all_reduce
+
+    return all_reduce(x @ w, "sum", dist.group.WORLD)
+
+
+def test_what_a_functional_collective_returns_is_waited_for():
+    assert find("1.2").judge(a_functional_collective).outcome == PASSED
+
+
+def test_an_exercise_without_communication_does_not_ask_for_it():
+    verdict = find("3.3").judge(in_nanoseconds)
+    assert (verdict.outcome, verdict.why) == (WRONG, "")
+
+
+@pytest.mark.parametrize("objects", [(), (3,), (None,), (raises, raises)])
+def test_a_wrong_call_says_how_to_call(objects):
+    verdict = find("4.2").judge(*objects)
+    assert verdict.outcome == CRASHED
+    assert 'dplab.check("4.2", average_gradients)' in verdict.why
+
+
+def test_unpicklable_code_is_explained():
+    import threading
+
+    lock = threading.Lock()
+
+    def locked(model):
+        with lock:
+            pass
+
+    verdict = find("4.2").judge(locked)
+    assert verdict.outcome == CRASHED
+    assert "`lock`" in verdict.detail
+
+
+def every_second_number(tensor):
+    return tensor[dist.get_rank()::dist.get_world_size()]
+
+
+def test_an_answer_may_be_a_view_with_gaps():
+    assert "this rank's chunk" in find("3.1").judge(every_second_number).detail
