@@ -21,14 +21,15 @@ def stage():
 stage()
 held = bytearray(os.urandom(1024)) * {200 * 1024}
 stage()
-told, tell = os.pipe()
+(told, tell), (heard, answer) = os.pipe(), os.pipe()
 if os.fork() == 0:
     os.read(told, 1)
     held[::4096] = bytes(len(held[::4096]))
+    os.write(answer, b".")
     time.sleep(60)
 stage()
 os.write(tell, b".")
-time.sleep(1)
+os.read(heard, 1)
 stage()
 """
 

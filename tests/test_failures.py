@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import pathlib
 import pickle
 import resource
 import signal
@@ -199,13 +200,17 @@ def test_a_rank_that_is_stopped_before_it_has_joined(monkeypatch):
 
 
 class RemovesTheStore:
-    """A link that removes the file by which ranks find one another, before rank 1 has looked."""
+    """A link that removes the file by which ranks find one another, once rank 0 has its place in
+    it and before rank 1 has looked.
+    """
 
     def install(self, backend):
         with open("/proc/self/maps") as maps:
             log = next(line.split()[-1] for line in maps if "/calls-" in line)
         if log.endswith("1"):
-            os.unlink(os.path.join(os.path.dirname(log), "store"))
+            store = pathlib.Path(log).with_name("store")
+            wait_for(lambda: store.exists() and b"cpu//0/" in store.read_bytes())
+            store.unlink()
         return backend
 
 
