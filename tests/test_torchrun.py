@@ -46,6 +46,28 @@ def test_run_joins_the_job(tmp_path):
     assert "this torchrun job has 2 ranks, and the code asks for 3" in refused
 
 
+ENDS_AT_ONCE = """
+import atexit, sys, time
+
+@atexit.register  # what is registered later is called earlier
+def end():
+    with open(f"{sys.argv[1]}-{rank}", "w") as file:
+        file.write(str(time.monotonic() - last_line))
+
+import torch.distributed as dist
+from dplab import run
+
+rank = run(dist.get_rank, 2, backend="gloo")[dist.get_rank()]
+last_line = time.monotonic()
+"""
+
+
+def test_before_the_end_of_a_job_gloos_threads_have_time_to_let_go_of_tensors(tmp_path):
+    done = two_ranks_under_torchrun(tmp_path, ENDS_AT_ONCE, tmp_path / "rank")
+    assert done.returncode == 0, done.stderr
+    assert [float((tmp_path / f"rank-{rank}").read_text()) >= 0.1 for rank in (0, 1)] == [True] * 2
+
+
 def test_a_rank_of_the_job_fails(tmp_path):
     done = two_ranks_under_torchrun(
         tmp_path, "from dplab import run\nimport torch.distributed as dist\n"

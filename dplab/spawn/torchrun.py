@@ -1,7 +1,10 @@
 """`run` inside a job that torchrun started: no process is started, the job is joined."""
 
+import atexit
 import datetime
+import functools
 import os
+import time
 
 
 def join(fn, world_size, args, kwargs, timeout, backend, seed) -> list:
@@ -26,4 +29,16 @@ def join(fn, world_size, args, kwargs, timeout, backend, seed) -> list:
     value = fn(*args, **kwargs)
     values = [None] * world_size
     dist.all_gather_object(values, bytes(transport.dumps(value)))
+    _let_threads_finish_at_exit()
     return [transport.loads(each) for each in values]
+
+
+@functools.cache
+def _let_threads_finish_at_exit():
+    """gloo's threads let go of a collective a moment after its wait(), and need Python for it.
+
+    A thread that comes too late, when Python is ending, aborts the process ("terminate called
+    without an active exception"). `destroy_process_group` waits for the threads, but not where
+    something keeps the group alive, as `fully_shard` does. So all get their turn before the end.
+    """
+    atexit.register(time.sleep, 0.1)
