@@ -11,9 +11,11 @@ resumes from a checkpoint goes on as if nothing had happened, also on another nu
 """
 
 import argparse
+import gc
 import os
 import shutil
 import sysconfig
+import time
 from pathlib import Path
 
 import torch
@@ -175,7 +177,10 @@ def main():
     args.checkpoints.mkdir(parents=True, exist_ok=True)
     train(args, device)
     # Only now, when the model is gone: a DDP that outlives its group can hang on leaving gloo.
+    gc.collect()
     dist.destroy_process_group()
+    # fully_shard keeps gloo's threads; one that lets go of a tensor too late would abort the end.
+    time.sleep(0.1)
 
 
 if __name__ == "__main__":
