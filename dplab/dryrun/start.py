@@ -162,7 +162,7 @@ def _bar(path, title, wanted):
 
 def _watched():
     """Whether a bar has a notebook or a terminal to be seen in, and not only a file."""
-    from dplab.spawn.output import ipython
+    from dplab.spawn.output import in_notebook
 
     terminal = sys.stderr is not None and sys.stderr.isatty()
-    return os.environ.get("DPLAB_LIVE") != "0" and (terminal or hasattr(ipython(), "kernel"))
+    return os.environ.get("DPLAB_LIVE") != "0" and (terminal or in_notebook())

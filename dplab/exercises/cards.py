@@ -6,7 +6,7 @@ import itertools
 from dplab.exercises import record
 from dplab.exercises.exercise import CRASHED, NOT_ATTEMPTED, PASSED, WRONG
 from dplab.exercises.titles import TITLES
-from dplab.spawn.output import ipython
+from dplab.spawn.output import in_notebook
 
 _COLORS = {PASSED: "#12894D", WRONG: "#C05600", CRASHED: "#D0453C", NOT_ATTEMPTED: "#6B7680"}
 
@@ -106,7 +106,7 @@ def _inline(text):
 
 
 def _display(plain, rich):
-    if hasattr(ipython(), "kernel"):
+    if in_notebook():
         from IPython.display import display
 
         display({"text/plain": plain, "text/html": rich}, raw=True)

@@ -75,7 +75,11 @@ def _size(count):
 
 def show(world_size: int):
     """The display that suits where we are: a notebook's cell, or a terminal or file."""
-    return _Cell(world_size) if hasattr(ipython(), "kernel") else _Stream(world_size)
+    return _Cell(world_size) if in_notebook() else _Stream(world_size)
+
+
+def in_notebook() -> bool:
+    return hasattr(ipython(), "kernel")
 
 
 def ipython():
