@@ -5,6 +5,7 @@ import json
 import re
 
 import pytest
+from attempts import raises, stub
 from pictures import contrast
 
 import dplab
@@ -18,15 +19,6 @@ EXERCISES = every_exercise()
 @pytest.fixture(autouse=True)
 def own_record(tmp_path, monkeypatch):
     monkeypatch.setenv("DPLAB_HOME", str(tmp_path))
-
-
-def stub(model):
-    """All-reduce the gradients."""
-    raise NotImplementedError("write me")
-
-
-def raises(model):
-    return model.no_such_thing
 
 
 @pytest.mark.parametrize("background", ["#FFFFFF", "#212121", "#111111"])

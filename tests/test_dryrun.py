@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
+from small_transformers import GPT, LLAMA
 from torch import nn
 from torch.distributed import fsdp
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -18,12 +19,8 @@ from dplab.measure import CallLog, MemoryTimeline, state_bytes
 from dplab.predict import shards
 from dplab.predict.activations import activations
 from dplab.predict.catalogue import MODELS
-from dplab.predict.transformer import Transformer
 from dplab.workloads.transformer import Transformer as Model
 
-GPT = Transformer(layers=3, d_model=48, heads=4, d_ff=192, vocabulary=101, context=64)
-LLAMA = Transformer(layers=3, d_model=48, heads=4, kv_heads=2, d_ff=130, vocabulary=101, context=64,
-                    gated=True, biases=False, norm="rmsnorm", learned_positions=False, tied=False)
 LLAMA_70B = MODELS["Llama-3 70B"]
 STATES = {"fp32": "fp32", "mixed": "fp32 shards, bf16 gathered", "bf16": "pure bf16"}
 BATCH = 2

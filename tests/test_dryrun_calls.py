@@ -10,13 +10,11 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
+from small_transformers import GPT
 from torch import nn
 
 from dplab import RankError, dryrun, run
 from dplab.dryrun import start
-from dplab.predict.transformer import Transformer
-
-GPT = Transformer(layers=3, d_model=48, heads=4, d_ff=192, vocabulary=101, context=64)
 
 
 def rows():

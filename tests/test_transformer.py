@@ -4,16 +4,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from small_transformers import GPT, LLAMA
 
 from dplab.predict.catalogue import MODELS
-from dplab.predict.transformer import Transformer
 from dplab.workloads.transformer import Transformer as Model
 from dplab.workloads.transformer import rotated, rotation_table
-
-GPT = Transformer(layers=3, d_model=48, heads=4, d_ff=192, vocabulary=101, context=64)
-LLAMA = Transformer(layers=3, d_model=48, heads=4, kv_heads=2, d_ff=130, vocabulary=101, context=64,
-                    gated=True, biases=False, norm="rmsnorm", learned_positions=False, tied=False)
-
 
 LLAMA_70B = MODELS["Llama-3 70B"]
 

@@ -7,14 +7,10 @@ import re
 import pytest
 import torch
 import torch.distributed as dist
+from attempts import raises, stub
 
 from dplab.exercises import find
 from dplab.exercises.exercise import CRASHED, NOT_ATTEMPTED, PASSED, WRONG, Mistake
-
-
-def stub(model):
-    """All-reduce the gradients."""
-    raise NotImplementedError("write me")
 
 
 def test_a_stub_is_not_attempted():
@@ -45,10 +41,6 @@ def test_without_a_known_mistake_the_first_difference_is_shown():
     assert (verdict.outcome, verdict.why) == (WRONG, "")
     assert re.search(r"on 1 rank, rank 0: the gradient of `0.weight` is not as expected: it is "
                      r"0.5 times the reference\n  expected  \[.*\]\n  got       \[", verdict.detail)
-
-
-def raises(model):
-    return model.no_such_thing
 
 
 def hangs(model):
