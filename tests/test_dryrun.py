@@ -14,12 +14,12 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from dplab import dryrun, run
-from dplab.dryrun.step import Job, dry_run
+from dplab.dryrun.fake_step import Setup, dry_run
 from dplab.measure import CallLog, MemoryTimeline, state_bytes
 from dplab.predict import shards
 from dplab.predict.activations import activations
 from dplab.predict.catalogue import MODELS
-from dplab.workloads.transformer import Transformer as Model
+from dplab.workloads.transformer import Transformer
 
 LLAMA_70B = MODELS["Llama-3 70B"]
 STATES = {"fp32": "fp32", "mixed": "fp32 shards, bf16 gathered", "bf16": "pure bf16"}
@@ -33,7 +33,7 @@ def real_step(strategy, config, precision, units, reshard):
 
     Of five steps the one with the lowest peak: gloo's threads may keep a tensor for a moment.
     """
-    model = wrapped = Model(config)
+    model = wrapped = Transformer(config)
     if strategy == "fully_shard":
         mixed = fsdp.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
         policy = mixed if precision == "mixed" else fsdp.MixedPrecisionPolicy()
@@ -93,7 +93,7 @@ def dry_steps(world_size):
     """Case: its dry run."""
     cases = cases_of(world_size)
     return dict(zip(cases, dry_runs(*[
-        job(config, strategy=strategy, world_size=world_size, precision=precision,
+        setup(config, strategy=strategy, world_size=world_size, precision=precision,
             **({} if units is None else {"units": units, "reshard_after_forward": reshard}))
         for strategy, config, precision, units, reshard in cases]), strict=True))
 
@@ -103,9 +103,9 @@ def name(case, world_size):
                               *case[2:])))
 
 
-def job(model, world_size=4, strategy="fully_shard", precision="mixed", checkpointing=False,
+def setup(model, world_size=4, strategy="fully_shard", precision="mixed", checkpointing=False,
         optimizer=torch.optim.AdamW, full=True, sequence=64, batch=BATCH, **more):
-    return Job(strategy, model, world_size, batch, sequence, precision, checkpointing, optimizer,
+    return Setup(strategy, model, world_size, batch, sequence, precision, checkpointing, optimizer,
                None, None, full, **more)
 
 
@@ -157,7 +157,7 @@ def test_states_equal_the_prediction():
              for config in (replace(GPT, layers=1), replace(LLAMA, layers=1))
              for precision, world_size in (("fp32", 3), ("bf16", 7), ("mixed", 1))]
     cases.append(("fully_shard", GPT, "mixed", 1000))  # more ranks than most tensors have rows
-    found = dry_runs(*[job(config, world_size, strategy, precision)
+    found = dry_runs(*[setup(config, world_size, strategy, precision)
                        for strategy, config, precision, world_size in cases])
     names = {"ZeRO-1": "ZeroRedundancyOptimizer"}
     for (strategy, config, precision, world_size), dry in zip(cases, found, strict=True):
@@ -180,7 +180,7 @@ def test_70b_on_8_ranks():
 
 def test_what_is_kept_for_backward_is_what_arithmetic_says():
     config = replace(LLAMA_70B, layers=12, vocabulary=1000)
-    plain, again = dry_runs(*[job(config, checkpointing=checkpointing, full=False, sequence=4096,
+    plain, again = dry_runs(*[setup(config, checkpointing=checkpointing, full=False, sequence=4096,
                                   batch=1) for checkpointing in (False, True)])
     for dry, recompute in ((plain, "none"), (again, "full")):
         begin = next(phase.start for phase in dry.phases if phase.name == "backward")
@@ -190,7 +190,7 @@ def test_what_is_kept_for_backward_is_what_arithmetic_says():
 
 
 def test_a_collective_counts_what_a_ring_sends():
-    dry = dry_runs(job(GPT, precision="fp32", reshard_after_forward=True))[0]
+    dry = dry_runs(setup(GPT, precision="fp32", reshard_after_forward=True))[0]
     assert dry.sent_bytes == pytest.approx(3 * 3 / 4 * 4 * GPT.parameters, rel=0.01)
 
 
@@ -202,7 +202,7 @@ def test_a_collective_counts_what_a_ring_sends():
     (replace(GPT, layers=6), {"reshard_after_forward": False, "precision": "bf16"})],
     ids=["Llama", "checkpointing", "pairs", "kept"])
 def test_few_blocks_stand_for_all(config, more):
-    whole, few = dry_runs(job(config, **more), job(config, full=False, **more))
+    whole, few = dry_runs(setup(config, **more), setup(config, full=False, **more))
     assert few.traced_blocks < few.blocks == whole.traced_blocks == config.layers
     assert few.samples == whole.samples
     assert few.phases == whole.phases
@@ -214,7 +214,7 @@ def test_blocks_that_do_not_repeat_are_all_traced():
     foreach = functools.partial(torch.optim.AdamW, foreach=True)
     variants = ({"optimizer": foreach}, {"units": "root"},
                 {"units": lambda model: list(model.blocks[4:])})
-    for dry in dry_runs(*[job(replace(GPT, layers=6), full=False, **more) for more in variants]):
+    for dry in dry_runs(*[setup(replace(GPT, layers=6), full=False, **more) for more in variants]):
         assert (dry.traced_blocks, dry.blocks, dry.extrapolated) == (6, 6, False)
         assert "traced in full" in str(dry)
 
@@ -224,7 +224,7 @@ def test_an_optimizer_on_all_tensors_at_once_needs_more():
         begin = next(phase.start for phase in dry.phases if phase.name == "optimizer")
         return max(sample.total for sample in dry.samples if sample.op > begin)
 
-    one, all_at_once = dry_runs(*[job(GPT, optimizer=functools.partial(
+    one, all_at_once = dry_runs(*[setup(GPT, optimizer=functools.partial(
         torch.optim.AdamW, foreach=foreach)) for foreach in (False, True)])
     shard = one.states.parameters
     assert most(all_at_once) - most(one) == pytest.approx(shard, rel=0.3)

@@ -17,10 +17,10 @@ from wrapped_models import OPTIMIZERS, UNITS, WIDTHS, layers, prepared
 
 from dplab import run
 from dplab.measure import MemoryTimeline, state_bytes
-from dplab.measure.memory import CATEGORIES
+from dplab.measure.memory_timeline import CATEGORIES
 from dplab.predict import shards
 from dplab.predict.memory import States, budget
-from dplab.predict.transformer import Transformer
+from dplab.predict.transformer_config import TransformerConfig
 from dplab.workloads import transformer
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -167,7 +167,7 @@ def test_replicas_of_shards_hold_what_a_group_of_shards_does():
     assert run(states, 4, backend="gloo") == expected * 2
 
 
-SMALL_GPT = Transformer(layers=6, d_model=64, heads=4, d_ff=256, vocabulary=97, context=32)
+SMALL_GPT = TransformerConfig(layers=6, d_model=64, heads=4, d_ff=256, vocabulary=97, context=32)
 
 
 def step_of_a_transformer(stage):

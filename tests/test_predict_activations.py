@@ -9,7 +9,7 @@ from torch import nn
 
 from dplab.predict import catalogue
 from dplab.predict.activations import activations
-from dplab.predict.transformer import Transformer
+from dplab.predict.transformer_config import TransformerConfig
 
 # Published counts: config.json and model cards on huggingface.co.
 PARAMETERS = {
@@ -29,13 +29,13 @@ def test_parameters_of_published_models():
         assert sum(math.prod(shape) for unit in units for shape in unit) == model.parameters
 
 
-GPT = Transformer(2, 24, 4, 96, 50, 16)
-LLAMA = Transformer(2, 24, 4, 40, 50, 16, kv_heads=2, gated=True, biases=False, norm="rmsnorm",
-                    learned_positions=False, tied=False)
+GPT = TransformerConfig(2, 24, 4, 96, 50, 16)
+LLAMA = TransformerConfig(2, 24, 4, 40, 50, 16, kv_heads=2, gated=True, biases=False,
+                          norm="rmsnorm", learned_positions=False, tied=False)
 
 
 class Block(nn.Module):
-    """A block as `Transformer` describes it, of torch's own modules; attention over each head."""
+    """A block as the config describes it, of torch's own modules; attention over each head."""
 
     def __init__(self, model, flash, dropout):
         super().__init__()
@@ -161,7 +161,7 @@ SMALL = {"layers": 1, "d_model": 8, "heads": 2, "d_ff": 32, "vocabulary": 9, "co
 ])
 def test_configurations_that_cannot_be_are_refused(change, error, says):
     with pytest.raises(error, match=says):
-        Transformer(**{**SMALL, **change})
+        TransformerConfig(**{**SMALL, **change})
 
 
 @pytest.mark.parametrize(("call", "error", "says"), [

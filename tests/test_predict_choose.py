@@ -20,12 +20,12 @@ from dplab.predict.catalogue import GPUS, LINKS, MODELS
 from dplab.predict.choose import STRATEGIES, recommend
 from dplab.predict.cluster import Cluster, Job, predict
 from dplab.predict.cost import Link
-from dplab.predict.transformer import Transformer
-from dplab.workloads.transformer import Transformer as Model
+from dplab.predict.transformer_config import TransformerConfig
+from dplab.workloads.transformer import Transformer
 
 NODE = Cluster(GPUS["H100"], 1, LINKS["NVLink 4"], LINKS["400 Gb/s"])
 LLAMA = MODELS["Llama-3 8B"]
-SMALL = Transformer(layers=4, d_model=64, heads=4, d_ff=192, vocabulary=256, context=64)
+SMALL = TransformerConfig(layers=4, d_model=64, heads=4, d_ff=192, vocabulary=256, context=64)
 
 
 def said(recommendation):
@@ -231,7 +231,7 @@ def test_refuses_what_cannot_be():
 def under(code):
     """The losses of three steps and the bytes of a rank's states, with these settings."""
     torch.manual_seed(0)
-    names = {"model": Model(SMALL)}
+    names = {"model": Transformer(SMALL)}
     exec(code, names)
     losses = []
     for step in range(3):

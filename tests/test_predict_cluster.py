@@ -13,10 +13,10 @@ from dplab.predict.catalogue import GPUS, LINKS, MODELS
 from dplab.predict.cluster import Cluster, Job, predict
 from dplab.predict.cost import Link
 from dplab.predict.step import COMMUNICATION, COMPUTE, Layer
-from dplab.predict.transformer import Transformer
+from dplab.predict.transformer_config import TransformerConfig
 
 H100 = Cluster(GPUS["H100"], 1, LINKS["NVLink 4"], LINKS["400 Gb/s"])
-SMALL = Transformer(3, 64, 4, 256, 512, 128, name="small")
+SMALL = TransformerConfig(3, 64, 4, 256, 512, 128, name="small")
 GB, US = 1e9, 1e-6
 POWER_OF_TWO = replace(SMALL, biases=False)
 
@@ -53,7 +53,7 @@ A, B, ROOT = Layer(2, 4, 6, "A"), Layer(3, 5, 6, "B"), Layer(1, 2, 2, "root")
 
 
 def scheduled(**options):
-    spans = cluster.sharded_timeline([A, B], ROOT, gather=lambda n: n / 2, scatter=lambda n: n,
+    spans = cluster.fsdp_spans([A, B], ROOT, gather=lambda n: n / 2, scatter=lambda n: n,
                                      optimizer_seconds=1, **options)
     found = {}
     for span in spans:
@@ -104,7 +104,7 @@ def test_no_lane_does_two_things_and_nothing_starts_before_what_it_needs(seed):
     blocks = [Layer(chance.random(), chance.random(), chance.random(), f"block {index}")
               for index in range(chance.randrange(1, 9))]
     prefetch = chance.randrange(4)
-    spans = cluster.sharded_timeline(blocks, ROOT, gather=lambda n: n, scatter=lambda n: 2 * n,
+    spans = cluster.fsdp_spans(blocks, ROOT, gather=lambda n: n, scatter=lambda n: 2 * n,
                                      prefetch=prefetch)
     for lane in (COMPUTE, COMMUNICATION):
         for before, after in itertools.pairwise([span for span in spans if span.lane == lane]):
@@ -152,7 +152,7 @@ def test_ddp_on_one_node_is_the_timeline_of_step():
     job = Job(SMALL, 4, 128, "DDP", bucket_bytes=1e9)  # a block is in one piece
     blocks, root = cluster.units(job, H100)
     layers = [Layer(0, 0, root.gradient_bytes), *blocks, replace(root, gradient_bytes=0)]
-    spans = step.timeline(layers, 8, LINKS["NVLink 4"], bucket_bytes=1e9)
+    spans = step.ddp_spans(layers, 8, LINKS["NVLink 4"], bucket_bytes=1e9)
     prediction = predict(job, H100)
     optimizer = SMALL.parameters * (2 * 12 + 2 + 2) / GPUS["H100"].memory_bandwidth
     assert prediction.seconds == pytest.approx(step.step_seconds(spans) + optimizer)

@@ -9,10 +9,10 @@ from dplab.predict import cluster
 from dplab.predict.catalogue import GPUS, LINKS
 from dplab.predict.cluster import Cluster, Job, predict
 from dplab.predict.cost import Link
-from dplab.predict.transformer import Transformer
+from dplab.predict.transformer_config import TransformerConfig
 
 H100 = Cluster(GPUS["H100"], 1, LINKS["NVLink 4"], LINKS["400 Gb/s"])
-SMALL = Transformer(3, 64, 4, 256, 512, 128, name="small")
+SMALL = TransformerConfig(3, 64, 4, 256, 512, 128, name="small")
 GB, US = 1e9, 1e-6
 
 

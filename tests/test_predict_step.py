@@ -27,7 +27,7 @@ THREE = layers_of((0.001, 0.004, 3 * MB), (0.002, 0.006, 5 * MB), (0.003, 0.008,
 
 
 def test_a_schedule_worked_out_by_hand():
-    spans = step.timeline(THREE, 2, LINK, bucket_bytes=4 * MB, optimizer_seconds=0.002)
+    spans = step.ddp_spans(THREE, 2, LINK, bucket_bytes=4 * MB, optimizer_seconds=0.002)
     assert spans_by_name(spans) == {
         "forward": (0, 6),
         "backward layer 2": (6, 14), "backward layer 1": (14, 20), "backward layer 0": (20, 24),
@@ -40,7 +40,7 @@ def test_a_schedule_worked_out_by_hand():
 
 
 def test_without_overlap_everything_waits_for_backward():
-    spans = step.timeline(THREE, 2, LINK, bucket_bytes=4 * MB, overlap=False)
+    spans = step.ddp_spans(THREE, 2, LINK, bucket_bytes=4 * MB, overlap=False)
     named = spans_by_name(spans)
     assert (named["all-reduce 0"], named["all-reduce 1"]) == ((24, 32), (32, 37))
     assert step.hidden_seconds(spans) == 0
@@ -52,11 +52,11 @@ def test_without_overlap_everything_waits_for_backward():
     (6 * MB, [[2, 1], [0]]), (6.5 * MB, [[2, 1, 0]]), (100 * MB, [[2, 1, 0]]),
 ])
 def test_buckets_close_when_they_reach_their_size(bucket_bytes, expected):
-    assert step.fill_buckets(THREE, bucket_bytes) == expected
+    assert step.bucket_layers(THREE, bucket_bytes) == expected
 
 
 def test_one_rank_sends_in_no_time():
-    spans = step.timeline(THREE, 1, LINK, bucket_bytes=4 * MB)
+    spans = step.ddp_spans(THREE, 1, LINK, bucket_bytes=4 * MB)
     assert step.exposed_seconds(spans) == 0
     assert step.step_seconds(spans) == pytest.approx(0.024)
 
@@ -89,9 +89,9 @@ def test_the_end_is_that_of_a_simulation_in_ticks(seed):
               for _ in range(chance.randrange(2, 9))]
     link = Link("any", bandwidth=1e9, latency=chance.randrange(10, 200) * tick)
     size = chance.randrange(1, 9000) * 1e3
-    spans = step.timeline(layers, 2, link, bucket_bytes=size)
+    spans = step.ddp_spans(layers, 2, link, bucket_bytes=size)
     sends = [span for span in spans if span.lane == COMMUNICATION]
-    expected = ticking(layers, step.fill_buckets(layers, size), [s.seconds for s in sends], tick)
+    expected = ticking(layers, step.bucket_layers(layers, size), [s.seconds for s in sends], tick)
     assert step.step_seconds(spans) == pytest.approx(expected, abs=3 * tick * len(sends))
     for before, after in itertools.pairwise(sends):
         assert before.end <= after.start, "the link carries one all-reduce at a time"
@@ -116,4 +116,4 @@ def test_impossible_layers_are_refused(values):
 @pytest.mark.parametrize("size", [0, -1, math.nan])
 def test_a_bucket_has_a_size(size):
     with pytest.raises(ValueError, match="more than 0 bytes"):
-        step.timeline(THREE, 2, LINK, bucket_bytes=size)
+        step.ddp_spans(THREE, 2, LINK, bucket_bytes=size)

@@ -7,8 +7,7 @@ import torch
 from small_transformers import GPT, LLAMA
 
 from dplab.predict.catalogue import MODELS
-from dplab.workloads.transformer import Transformer as Model
-from dplab.workloads.transformer import rotated, rotation_table
+from dplab.workloads.transformer import Transformer, rotated, rotation_table
 
 LLAMA_70B = MODELS["Llama-3 70B"]
 
@@ -19,7 +18,7 @@ LLAMA_70B = MODELS["Llama-3 70B"]
     ids=lambda config: config.name)
 def test_the_model_has_the_parameters_that_are_predicted(config):
     with torch.device("meta"):
-        model = Model(config)
+        model = Transformer(config)
     block = sorted(tuple(parameter.shape) for parameter in model.blocks[0].parameters())
     assert block == sorted(config.block.values())
     assert sum(parameter.numel() for parameter in model.parameters()) == config.parameters
@@ -28,7 +27,7 @@ def test_the_model_has_the_parameters_that_are_predicted(config):
 @pytest.mark.parametrize("config", [GPT, LLAMA], ids=["GPT", "Llama"])
 def test_no_position_sees_a_later_one(config):
     torch.manual_seed(0)
-    model, tokens = Model(config), torch.randint(101, (2, 20))
+    model, tokens = Transformer(config), torch.randint(101, (2, 20))
     changed = tokens.clone()
     changed[:, 12] = (changed[:, 12] + 1) % 101
     difference = (model(tokens) - model(changed)).abs().amax(dim=(0, 2))
@@ -47,8 +46,8 @@ def test_rotary_attention_depends_on_the_distance_alone():
 
 def test_heads_that_share_keys_equal_heads_with_copies_of_them():
     torch.manual_seed(0)
-    few = Model(LLAMA).double()
-    all_heads = Model(replace(LLAMA, kv_heads=4)).double()
+    few = Transformer(LLAMA).double()
+    all_heads = Transformer(replace(LLAMA, kv_heads=4)).double()
     state = few.state_dict()
     for name in state:
         if ".key." in name or ".value." in name:
@@ -60,6 +59,6 @@ def test_heads_that_share_keys_equal_heads_with_copies_of_them():
 
 def test_the_model_refuses_what_it_cannot_do():
     with pytest.raises(ValueError, match="65 tokens, and learned positions for 64"):
-        Model(GPT)(torch.zeros(1, 65, dtype=torch.int64))
+        Transformer(GPT)(torch.zeros(1, 65, dtype=torch.int64))
     with pytest.raises(ValueError, match="a head has 3 elements"):
-        Model(replace(LLAMA, d_model=12))
+        Transformer(replace(LLAMA, d_model=12))

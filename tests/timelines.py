@@ -14,7 +14,7 @@ UNITS = {"µs": 1e6, "ms": 1e3, "s": 1.0}
 
 def predicted(layers=8, *, seconds=1e-3, bandwidth=1.25e9, world_size=4, bucket=25 * MB, **options):
     sizes = [1, 1, 2, 8, 10, 20, 12, 30]
-    return step.timeline([Layer(seconds, 2 * seconds, sizes[index % 8] * MB, f"layer {index}")
+    return step.ddp_spans([Layer(seconds, 2 * seconds, sizes[index % 8] * MB, f"layer {index}")
                           for index in range(layers)],
                          world_size, Link("chosen", bandwidth, 50e-6), bucket_bytes=bucket,
                          **{"optimizer_seconds": 2 * seconds, **options})

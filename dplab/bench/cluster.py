@@ -17,13 +17,13 @@ from dplab.predict.cluster import (
     Cluster,
     Job,
     collective_seconds,
+    fsdp_spans,
     predict,
     ring_link,
-    sharded_timeline,
 )
 from dplab.predict.cost import Link
 from dplab.predict.step import Layer
-from dplab.predict.transformer import Transformer
+from dplab.predict.transformer_config import TransformerConfig
 
 FOUNDRY = "mosaicml/llm-foundry 061f2c7c, scripts/train/benchmarking/README.md"
 TITAN = "pytorch/torchtitan 04133643, docs/performance.md"
@@ -65,7 +65,7 @@ class Row:
 
 
 def _mpt(layers, d_model, heads, context=2048):
-    return Transformer(layers, d_model, heads, 4 * d_model, 50368, context, name="MPT")
+    return TransformerConfig(layers, d_model, heads, 4 * d_model, 50368, context, name="MPT")
 
 
 MPT = {"3B": _mpt(32, 2560, 20), "7B": _mpt(32, 4096, 32), "13B": _mpt(40, 5120, 40),
@@ -154,7 +154,7 @@ def _goyal():
     machine = Cluster(_A100, 1, Link("NVLink of a P100", 80e9, 3.4e-6),
                       Link("50 Gb/s", 6.25e9, 14e-6), nics=1)
     for overlap in (True, False):
-        seconds = [step.step_seconds(step.timeline(
+        seconds = [step.step_seconds(step.ddp_spans(
             layers, ranks, ring_link(machine.of(ranks), ranks, 8), bucket_bytes=1, overlap=overlap))
             for ranks in (8, 256)]
         yield Row(f"ResNet-50 8 → 256 P100, {'with' if overlap else 'without'} overlap", 256,
@@ -174,7 +174,7 @@ def _t5():
                        for part in parts]
             blocks = [Layer(time, 3 * time, 2 * part, f"block {place}")
                       for place, (part, time) in enumerate(zip(parts, forward, strict=True))]
-            seconds.append(step.step_seconds(sharded_timeline(
+            seconds.append(step.step_seconds(fsdp_spans(
                 blocks, Layer(0, 0, 2 * 33e6, "root"), gather=_on(cluster, "all-gather"),
                 scatter=_on(cluster, "reduce-scatter"))))
         yield Row(f"T5-11B FSDP 8 → 512 A100, {tokens} tokens/GPU", 512, "efficiency", 0.93,
@@ -183,7 +183,7 @@ def _t5():
 
 
 def _gpt():
-    model = Transformer(96, 12288, 96, 4 * 12288, 50000, 2048, name="GPT-175B")
+    model = TransformerConfig(96, 12288, 96, 4 * 12288, 50000, 2048, name="GPT-175B")
     for batch, published in ((1, 173), (2, 186)):
         for ranks in (128, 512):
             cluster = CLUSTERS["A100, 2 Tb/s a node"].of(ranks)

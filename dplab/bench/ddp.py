@@ -6,8 +6,8 @@ import torch
 from torch import nn
 
 from dplab import run
-from dplab.bench.strategies import WRAPPERS, training_step
 from dplab.bench.timing import slowest_seconds, spread
+from dplab.bench.training_step import WRAPPERS, training_step
 from dplab.measure import EmulatedLink
 
 

@@ -4,7 +4,7 @@ import itertools
 
 from dplab import dryrun
 from dplab.bench.results import save
-from dplab.measure.memory import CATEGORIES
+from dplab.measure.memory_timeline import CATEGORIES
 from dplab.predict.catalogue import MODELS
 
 

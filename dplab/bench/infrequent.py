@@ -18,7 +18,7 @@ from torch.func import functional_call, stack_module_state, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dplab.bench.results import save
-from dplab.predict.transformer import Transformer as Configuration
+from dplab.predict.transformer_config import TransformerConfig
 from dplab.workloads import standard_library
 from dplab.workloads.digits import TRAIN_SIZE, digits_classifier, load_digits
 from dplab.workloads.transformer import Transformer
@@ -132,7 +132,7 @@ def _mean(weight, ranks):
 
 def transformer(seed: int) -> Transformer:
     torch.manual_seed(seed)
-    return Transformer(Configuration(2, 48, 4, 192, standard_library.VOCABULARY, LENGTH))
+    return Transformer(TransformerConfig(2, 48, 4, 192, standard_library.VOCABULARY, LENGTH))
 
 
 def adamw(parameters, steps: int):

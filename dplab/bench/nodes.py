@@ -18,15 +18,16 @@ from dplab import run
 from dplab.bench import restart
 from dplab.bench.hosts import HEADERS, INTERFACE, Hosts, missing, start_job
 from dplab.bench.results import save
-from dplab.bench.strategies import training_step
+from dplab.bench.training_step import training_step
 from dplab.predict import traffic
-from dplab.predict.transformer import Transformer
+from dplab.predict.transformer_config import TransformerConfig
 from dplab.workloads.standard_library import VOCABULARY, load_source, sample
-from dplab.workloads.transformer import Transformer as Model
+from dplab.workloads.transformer import Transformer
 
 NODES, PER_NODE = 2, 2
-CONFIG = Transformer(layers=4, d_model=192, heads=4, d_ff=384, vocabulary=VOCABULARY, context=64,
-                     gated=True, biases=False, norm="rmsnorm", learned_positions=False, tied=False)
+CONFIG = TransformerConfig(
+    layers=4, d_model=192, heads=4, d_ff=384, vocabulary=VOCABULARY, context=64, gated=True,
+    biases=False, norm="rmsnorm", learned_positions=False, tied=False)
 GLOBAL_BATCH, LENGTH, LEARNING_RATE = 8, 32, 0.1
 KINDS = {
     "DDP": ("DDP", "DDP"),
@@ -120,7 +121,7 @@ def train(kind, steps):
     The first of the ``steps`` + 1 steps is not counted: in it, groups connect to one another.
     """
     torch.manual_seed(0)
-    model = Model(CONFIG)
+    model = Transformer(CONFIG)
     step = training_step(KINDS[kind][1], model, next_byte_loss, torch.optim.SGD,
                          units=list(model.blocks), lr=LEARNING_RATE)
     text, losses, seconds = load_source(), [], []

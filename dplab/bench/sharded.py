@@ -6,8 +6,8 @@ import torch
 
 from dplab import run
 from dplab.bench.ddp import equal_layers, mean_square
-from dplab.bench.strategies import HAS_DEEPSPEED, training_step
 from dplab.bench.timing import slowest_seconds, spread
+from dplab.bench.training_step import HAS_DEEPSPEED, training_step
 from dplab.measure import WireMeter
 
 MIB = 2**20

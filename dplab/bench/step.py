@@ -21,7 +21,7 @@ from dplab.bench.timing import slowest_seconds
 from dplab.measure import EmulatedLink, layer_times
 from dplab.parallel import OverlappedDDP
 from dplab.predict import cost
-from dplab.predict.step import Layer, step_seconds, timeline
+from dplab.predict.step import Layer, ddp_spans, step_seconds
 
 MIB = 2**20
 MODELS = {  # widths of the layers, samples of a rank
@@ -83,7 +83,7 @@ def measure(configuration: dict, blocks: int = 3) -> dict:
     answers = run(_timed, ranks, configuration["model"], bucket, blocks, timeout=300,
                   backend="gloo", link=emulated if configuration["kind"] == "emulated" else None)
     predicted = max(
-        step_seconds(timeline(layers, ranks, link, bucket_bytes=bucket * MIB))
+        step_seconds(ddp_spans(layers, ranks, link, bucket_bytes=bucket * MIB))
         for layers, _ in answers)
     slowest = [max(steps) for steps in zip(*(steps for _, steps in answers), strict=True)]
     return {**configuration, "predicted_seconds": round(predicted, 6),

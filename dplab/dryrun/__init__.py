@@ -4,7 +4,7 @@
 tensors that have shapes and no data, as one rank of a process group that sends nothing.
 """
 
-from dplab.dryrun.report import Collective, DryRun, UnsupportedOperator
-from dplab.dryrun.start import ddp, fully_shard, zero_1
+from dplab.dryrun.findings import Collective, DryRun, UnsupportedOperator
+from dplab.dryrun.strategies import ddp, fully_shard, zero_1
 
 __all__ = ["Collective", "DryRun", "UnsupportedOperator", "ddp", "fully_shard", "zero_1"]

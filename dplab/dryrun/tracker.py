@@ -12,8 +12,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
-from dplab.dryrun.report import Collective
-from dplab.dryrun.trace import Begin, Change, Trace
+from dplab.dryrun.events import Begin, Events, Resized
+from dplab.dryrun.findings import Collective
 from dplab.measure.storages import CATEGORIES, Storages, replaced, storages_of
 
 # Operation of torch.ops.c10d: (the field's name, position of the argument with the whole tensor).
@@ -77,7 +77,7 @@ class Tracker(FakeTensorMode):
         self._events.append((self._op, Begin(phase, block)))
         self._on_begin(phase, block)
 
-    def trace(self) -> Trace:
+    def trace(self) -> Events:
         """The step so far, with the category of each storage as it is known now."""
         held = dict.fromkeys(CATEGORIES, 0)
         by_block: dict[int, dict[str, int]] = {}
@@ -87,9 +87,9 @@ class Tracker(FakeTensorMode):
             if block is not None:
                 part = by_block.setdefault(block, dict.fromkeys(CATEGORIES, 0))
                 part[category] += nbytes
-        events = [(op, Change(self._storages.category(what[0]), what[1])
+        events = [(op, Resized(self._storages.category(what[0]), what[1])
                    if isinstance(what, tuple) else what) for op, what in self._events]
-        return Trace(held, by_block, events)
+        return Events(held, by_block, events)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if self._integers_are_real and _makes_integers(func, args, kwargs):

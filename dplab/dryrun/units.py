@@ -73,13 +73,13 @@ def checkpointed(model: nn.Module, blocks: Sequence[nn.Module],
         else wrapper_of.get(unit, unit) for unit in units]
 
 
-def shard(model: nn.Module, units: Sequence[Unit], job) -> None:
-    """Wraps each unit, and then the model, as a `step.Job` says."""
+def shard(model: nn.Module, units: Sequence[Unit], setup) -> None:
+    """Wraps each unit, and then the model, as a `fake_step.Setup` says."""
     policy = fsdp.MixedPrecisionPolicy()
-    if job.precision == "mixed":
-        reduce_dtype = torch.float32 if job.reduce_dtype == "fp32" else torch.bfloat16
+    if setup.precision == "mixed":
+        reduce_dtype = torch.float32 if setup.reduce_dtype == "fp32" else torch.bfloat16
         policy = fsdp.MixedPrecisionPolicy(torch.bfloat16, reduce_dtype)
-    mesh = init_device_mesh("cpu", (job.world_size,))
+    mesh = init_device_mesh("cpu", (setup.world_size,))
     for unit in [*units, model]:
         fsdp.fully_shard(unit, mesh=mesh, mp_policy=policy,
-                         reshard_after_forward=job.reshard_after_forward)
+                         reshard_after_forward=setup.reshard_after_forward)

@@ -3,7 +3,7 @@
 from dplab.measure.call_log import CallLog, sent_bytes
 from dplab.measure.emulated_link import EmulatedLink
 from dplab.measure.layers import layer_times
-from dplab.measure.memory import MemoryTimeline
+from dplab.measure.memory_timeline import MemoryTimeline
 from dplab.measure.model_states import state_bytes
 from dplab.measure.noise_scale import NoiseScale
 from dplab.measure.trace import Trace, aligned, save_chrome_trace

@@ -1,4 +1,4 @@
-"""What each layer of a model costs on this rank: the input of `predict.step.timeline`."""
+"""What each layer of a model costs on this rank: the input of `predict.step.ddp_spans`."""
 
 import statistics
 import time

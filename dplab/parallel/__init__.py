@@ -12,10 +12,10 @@ from dplab.parallel.fully_sharded_model import FullyShardedModel
 from dplab.parallel.local_sgd import DiLoCo, LocalSGD
 from dplab.parallel.manual_ddp import ManualDDP, average_gradients, broadcast_module
 from dplab.parallel.overlapped_ddp import OverlappedDDP
+from dplab.parallel.ownership import clip_grad_norm_
 from dplab.parallel.parameter_server import ParameterServer
 from dplab.parallel.sharded_gradients import ShardedGradientOptimizer
 from dplab.parallel.sharded_optimizer import ShardedOptimizer
-from dplab.parallel.shards import clip_grad_norm_
 from dplab.parallel.synchronized_batch_norm import SynchronizedBatchNorm
 
 __all__ = [

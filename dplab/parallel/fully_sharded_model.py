@@ -20,7 +20,7 @@ from torch import nn
 
 from dplab.parallel.gathered_parameters import Unit, divide, places_of
 from dplab.parallel.manual_ddp import broadcast_tensors
-from dplab.parallel.shards import current_backward
+from dplab.parallel.ownership import current_backward
 
 
 class FullyShardedModel(nn.Module):

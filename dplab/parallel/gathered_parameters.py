@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from dplab.parallel.shards import Layout, launch_reduce_scatter
+from dplab.parallel.ownership import Layout, launch_reduce_scatter
 
 
 class Unit:

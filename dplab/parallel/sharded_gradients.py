@@ -17,8 +17,8 @@ from torch import nn
 
 from dplab.parallel.bucketed_ddp import MIB
 from dplab.parallel.manual_ddp import refuse_sparse_gradient
+from dplab.parallel.ownership import current_backward, launch_reduce_scatter
 from dplab.parallel.sharded_optimizer import ShardedOptimizer
-from dplab.parallel.shards import current_backward, launch_reduce_scatter
 
 
 class ShardedGradientOptimizer(ShardedOptimizer):

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from dplab.parallel.manual_ddp import refuse_sparse_gradient, true_on_any_rank
-from dplab.parallel.shards import Layout, clip_grad_norm_, launch_reduce_scatter
+from dplab.parallel.ownership import Layout, clip_grad_norm_, launch_reduce_scatter
 
 
 class Flat:

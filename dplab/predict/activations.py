@@ -12,7 +12,7 @@ Source: V. Korthikanti et al., "Reducing activation recomputation in large trans
 from dataclasses import dataclass
 
 from dplab.predict.checks import one_of, whole
-from dplab.predict.transformer import Transformer
+from dplab.predict.transformer_config import TransformerConfig
 
 RECOMPUTE = {
     "none": "all is kept",
@@ -42,7 +42,7 @@ class Activations:
         return self.blocks + self.recomputed + self.ends + self.logits + self.loss
 
 
-def activations(model: Transformer, batch: int, sequence: int, *, element: int = 2,
+def activations(model: TransformerConfig, batch: int, sequence: int, *, element: int = 2,
                 recompute: str = "none", flash: bool = True,
                 dropout: bool = False) -> Activations:
     """The activations of ``batch`` sequences of ``sequence`` tokens: the *local* batch of a rank.

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from importlib import resources
 
 from dplab.predict.cost import Link
-from dplab.predict.transformer import Transformer
+from dplab.predict.transformer_config import TransformerConfig
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ def _gpus(table):
 
 
 def _models(table):
-    return {name: Transformer(**row["sizes"], **table["families"][row["family"]], name=name,
+    return {name: TransformerConfig(**row["sizes"], **table["families"][row["family"]], name=name,
                               source=f"{row['what']}; {table['source']}")
             for name, row in table["rows"].items()}
 
@@ -53,4 +53,4 @@ _TABLES = json.loads(resources.files(__package__).joinpath("catalogue.json").rea
 
 LINKS: dict[str, Link] = _links(_TABLES["links"])
 GPUS: dict[str, Gpu] = _gpus(_TABLES["gpus"])
-MODELS: dict[str, Transformer] = _models(_TABLES["models"])
+MODELS: dict[str, TransformerConfig] = _models(_TABLES["models"])

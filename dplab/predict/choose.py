@@ -14,14 +14,22 @@ import textwrap
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from dplab.predict import memory, schedule, step
+from dplab.predict import memory, step
 from dplab.predict.activations import activations
 from dplab.predict.checks import one_of, whole
-from dplab.predict.cluster import RESOURCES, Cluster, Job, SimulatedStep, without
+from dplab.predict.cluster import (
+    RECOMPUTE,
+    RESOURCES,
+    Cluster,
+    Job,
+    SimulatedStep,
+    collective_seconds,
+    job_spans,
+    without,
+)
 from dplab.predict.memory import PRECISIONS, Budget, readable
-from dplab.predict.network import collective_seconds
 from dplab.predict.step import COMMUNICATION, Span
-from dplab.predict.transformer import Transformer
+from dplab.predict.transformer_config import TransformerConfig
 
 STRATEGIES = {
     "DDP": "everything on every rank",
@@ -209,7 +217,7 @@ _REMEDIES = {
 }
 
 
-def recommend(model: Transformer, cluster: Cluster, *, batch: int = 1, sequence: int = 4096,
+def recommend(model: TransformerConfig, cluster: Cluster, *, batch: int = 1, sequence: int = 4096,
               most_tokens: float = math.inf, free: float = 0.1) -> Recommendation:
     """Which strategy trains ``model`` fastest, with ``batch`` sequences on each rank.
 
@@ -225,7 +233,7 @@ def recommend(model: Transformer, cluster: Cluster, *, batch: int = 1, sequence:
     return Recommendation(_options(model, cluster, batch, sequence, 1 - free), most_tokens)
 
 
-def budget(strategy: str, model: Transformer, cluster: Cluster, *, batch: int, sequence: int,
+def budget(strategy: str, model: TransformerConfig, cluster: Cluster, *, batch: int, sequence: int,
            recompute: str = "none") -> Budget:
     """What a rank holds with these `settings`, by `memory.budget`.
 
@@ -254,7 +262,7 @@ def _options(model, cluster, batch, sequence, share):
     for strategy in STRATEGIES:
         if strategy == "HSDP" and cluster.nodes == 1:
             continue  # the same as FSDP
-        for recompute in schedule.RECOMPUTE:
+        for recompute in RECOMPUTE:
             held = budget(strategy, model, cluster, batch=batch, sequence=sequence,
                           recompute=recompute)
             if held.total <= limit:
@@ -267,7 +275,7 @@ def _options(model, cluster, batch, sequence, share):
 
 
 def _spans(strategy, job, cluster):
-    spans = schedule.timeline(job, cluster)
+    spans = job_spans(job, cluster)
     if strategy != "ZeRO-1":
         return spans
     *others, optimizer = spans

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from dplab.predict.activations import Activations, activations
 from dplab.predict.checks import DERIVED, one_of, whole
-from dplab.predict.transformer import Transformer, numel
+from dplab.predict.transformer_config import TransformerConfig, numel
 
 STAGES: dict[str, tuple[str, ...]] = {
     "DDP": (),
@@ -154,7 +154,7 @@ class Budget:
                 f"which {'fits' if self.fits else 'does not fit'}")
 
 
-def budget(model: Transformer, world_size: int, memory_bytes: float, *, stage: str = "ZeRO-3",
+def budget(model: TransformerConfig, world_size: int, memory_bytes: float, *, stage: str = "ZeRO-3",
            precision: Precision | str = "K = 12", batch: int = 1, sequence: int = 1024,
            recompute: str = "none", flash: bool = True, dropout: bool = False,
            bucket_views: bool = False) -> Budget:

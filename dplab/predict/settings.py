@@ -7,7 +7,7 @@ edaa7221, runtime/zero/config.py and runtime/config.py.
 import json
 
 from dplab.predict.checks import one_of, whole
-from dplab.predict.schedule import RECOMPUTE
+from dplab.predict.cluster import RECOMPUTE
 
 DEEPSPEED_STAGES = {"DDP": 0, "ZeRO-1": 1, "ZeRO-2": 2, "FSDP": 3, "HSDP": 3}
 """What comes nearest to each in DeepSpeed. ZeRO-2 has no setting in torch; "FSDP, kept" is near it.

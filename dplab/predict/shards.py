@@ -3,7 +3,7 @@
 Implementations cut differently. ``fully_shard`` cuts each tensor by its rows; the course's own lay
 tensors side by side and cut the whole, straight through them; ``ZeroRedundancyOptimizer`` gives
 each tensor as a whole to one rank. Sources: torch 2.13, distributed/fsdp/_fully_shard and
-distributed/optim/zero_redundancy_optimizer.py; dplab/parallel/shards.py.
+distributed/optim/zero_redundancy_optimizer.py; dplab/parallel/ownership.py.
 """
 
 import math
@@ -12,7 +12,7 @@ from itertools import accumulate, pairwise
 
 from dplab.predict.checks import one_of, whole
 from dplab.predict.memory import Precision, States, precision_of
-from dplab.predict.transformer import Shape, numel
+from dplab.predict.transformer_config import Shape, numel
 
 # Each way of splitting gives, for every rank, the elements that it stores and in how many tensors.
 
@@ -94,9 +94,10 @@ def real_states(implementation: str, precision: Precision | str, world_size: int
     Exact, where all tensors are of one dtype. ``implementation``: one of `IMPLEMENTATIONS`.
     ``units``: the shapes of the trainable tensors, each tied one once, in order, as lists of what
     is sharded together: for FullyShardedModel and fully_shard its units, such as
-    `Transformer.units`; for ShardedGradientOptimizer its `gradient_buckets`; for others it does not
-    matter. Buckets and gathered parameters are not model states. Raises ValueError for an unknown
-    implementation or precision, no tensors, and a shape without dimensions or with a size below 1.
+    `TransformerConfig.units`; for ShardedGradientOptimizer its `gradient_buckets`; for others it
+    does not matter. Buckets and gathered parameters are not model states. Raises ValueError for an
+    unknown implementation or precision, no tensors, and a shape without dimensions or with a size
+    below 1.
     """
     ways = IMPLEMENTATIONS[one_of(implementation, IMPLEMENTATIONS, "implementation")]
     precision = precision_of(precision)

@@ -51,7 +51,7 @@ class Span:
         return self.end - self.start
 
 
-def fill_buckets(layers: Sequence[Layer], bucket_bytes: float) -> list[list[int]]:
+def bucket_layers(layers: Sequence[Layer], bucket_bytes: float) -> list[list[int]]:
     """The layers' indices in reverse, in buckets that close when they reach ``bucket_bytes``.
 
     Raises ValueError for a bucket of no size.
@@ -69,9 +69,9 @@ def fill_buckets(layers: Sequence[Layer], bucket_bytes: float) -> list[list[int]
     return buckets
 
 
-def timeline(layers: Sequence[Layer], world_size: int, link: cost.Link, *, bucket_bytes: float,
-             overlap: bool = True, optimizer_seconds: float = 0.0,
-             algorithm: str = "ring all-reduce") -> list[Span]:
+def ddp_spans(layers: Sequence[Layer], world_size: int, link: cost.Link, *, bucket_bytes: float,
+              overlap: bool = True, optimizer_seconds: float = 0.0,
+              algorithm: str = "ring all-reduce") -> list[Span]:
     """One rank's step: forward, each layer's backward, each bucket's all-reduce, the optimizer.
 
     ``layers`` in the order of forward. Without ``overlap`` all all-reduces wait for the end of
@@ -86,7 +86,7 @@ def timeline(layers: Sequence[Layer], world_size: int, link: cost.Link, *, bucke
         ready[index] = now = end
 
     free = 0.0
-    for number, bucket in enumerate(fill_buckets(layers, bucket_bytes)):
+    for number, bucket in enumerate(bucket_layers(layers, bucket_bytes)):
         nbytes = sum(layers[index].gradient_bytes for index in bucket)
         start = max(free, max(ready[index] for index in bucket) if overlap else now)
         free = start + cost.seconds(algorithm, world_size, nbytes, link)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from dplab.predict import cost, shards
 from dplab.predict.checks import one_of, whole
-from dplab.predict.transformer import Shape, numel
+from dplab.predict.transformer_config import Shape, numel
 
 ALL_REDUCE, SCATTER, GATHER = "ring all-reduce", "ring reduce-scatter", "ring all-gather"
 BROADCAST, TO_OWNER = "pipelined broadcast", "pipelined reduce"
@@ -24,7 +24,7 @@ TORCH_SCATTER = "torch's reduce-scatter"  # the ring, but over gloo
 
 
 @dataclass(frozen=True)
-class Collective:
+class Transfers:
     """Collectives of one kind in a step.
 
     ``algorithm`` is one of `cost.ALGORITHMS`, ``of`` is "gradients" or "parameters",
@@ -111,7 +111,7 @@ _CUTS = {"ShardedOptimizer", "ShardedGradientOptimizer", "FullyShardedModel", "f
 def collectives(strategy: str, world_size: int, units: int | Iterable[Sequence[Shape]], *,
                 parameter_bytes: int = 2, gradient_bytes: int = 2, micro_steps: int = 1,
                 no_sync: bool = False, shard_ranks: int | None = None,
-                gloo: bool = False) -> list[Collective]:
+                gloo: bool = False) -> list[Transfers]:
     """The collectives of one step of the optimizer, as `STRATEGIES` name them.
 
     units: the number of parameters, or their shapes as in `shards.real_states`; the last unit is
@@ -160,7 +160,7 @@ def collectives(strategy: str, world_size: int, units: int | Iterable[Sequence[S
             algorithm = ALL_REDUCE if gloo else SCATTER
         calls = {"unit": len(taken), "tensor": sum(map(len, taken)), "whole": 1}.get(part.calls)
         times = rounds[part.when]
-        found.append(Collective(algorithm, part.of, times * elements * widths[part.of], members,
+        found.append(Transfers(algorithm, part.of, times * elements * widths[part.of], members,
                                 calls and times * calls))
     return found
 

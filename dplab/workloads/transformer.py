@@ -76,10 +76,10 @@ class Block(nn.Module):
 class Transformer(nn.Module):
     """Token numbers, int64 of (batch, sequence), to logits of (batch, sequence, vocabulary).
 
-    ``config`` is a `dplab.predict.transformer.Transformer`, whose ``parameters`` are as many as
-    there are here. Initial values are GPT-2's, drawn from torch's current random state. Raises
-    ValueError for rotary positions in heads of an odd size, and for sequences longer than learned
-    positions reach.
+    ``config`` is a `dplab.predict.transformer_config.TransformerConfig`, whose ``parameters`` are
+    as many as there are here. Initial values are GPT-2's, drawn from torch's current random state.
+    Raises ValueError for rotary positions in heads of an odd size, and for sequences longer than
+    learned positions reach.
     """
 
     def __init__(self, config):

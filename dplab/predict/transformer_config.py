@@ -18,7 +18,7 @@ NORMS = ("layernorm", "rmsnorm")
 
 
 @dataclass(frozen=True)
-class Transformer:
+class TransformerConfig:
     """``kv_heads``: by default as many as ``heads``, so that each has its own keys and values.
 
     ``d_ff`` is the width inside the feed-forward part, ``gated`` whether that has a third matrix,

@@ -2,14 +2,14 @@
 
 from dataclasses import dataclass, field, replace
 
-from dplab.dryrun.report import Collective
-from dplab.measure.memory import Phase, Sample
+from dplab.dryrun.findings import Collective
+from dplab.measure.memory_timeline import Phase, Sample
 
 MOST_SAMPLES = 2000
 
 
 @dataclass(frozen=True)
-class Change:
+class Resized:
     """A category holds more, or less."""
 
     category: str
@@ -25,14 +25,14 @@ class Begin:
 
 
 @dataclass(frozen=True)
-class Trace:
-    """``events``: (number of operations so far, `Change`, `Begin` or `Collective`); ``held``: bytes
-    by category before them, ``held_by_block`` the part of each block.
+class Events:
+    """``events``: (number of operations so far, `Resized`, `Begin` or `Collective`); ``held``:
+    bytes by category before them, ``held_by_block`` the part of each block.
     """
 
     held: dict[str, int]
     held_by_block: dict[int, dict[str, int]]
-    events: list[tuple[int, Change | Begin | Collective]] = field(repr=False)
+    events: list[tuple[int, Resized | Begin | Collective]] = field(repr=False)
 
 
 def blocks_to_trace(blocks: int, period: int) -> int:
@@ -44,7 +44,7 @@ def blocks_to_trace(blocks: int, period: int) -> int:
     return min(blocks, 5 * period + blocks % period)
 
 
-def lengthened(trace: Trace, traced: int, blocks: int, period: int) -> Trace | None:
+def lengthened(trace: Events, traced: int, blocks: int, period: int) -> Events | None:
     """The trace of a model of ``blocks`` blocks, from that of one of ``traced``, as many as
     `blocks_to_trace` says.
 
@@ -79,7 +79,7 @@ def lengthened(trace: Trace, traced: int, blocks: int, period: int) -> Trace | N
             events += _later(trace.events[begin:again], shift)
             shift += ops
         done = begin
-    return Trace(held, {}, events + _later(trace.events[done:], shift))
+    return Events(held, {}, events + _later(trace.events[done:], shift))
 
 
 def _later(events, ops):
@@ -92,7 +92,7 @@ def _plain(events):
             for op, event in events]
 
 
-def replay(trace: Trace) -> tuple[list[Sample], list[Phase], tuple[Collective, ...]]:
+def replay(trace: Events) -> tuple[list[Sample], list[Phase], tuple[Collective, ...]]:
     """What the step holds, its phases, and its collectives.
 
     Of each stretch of changes only the sample with the most bytes is kept, if there are many; the
@@ -102,10 +102,10 @@ def replay(trace: Trace) -> tuple[list[Sample], list[Phase], tuple[Collective, .
     samples = [Sample(0, 0.0, dict(held))]
     begins: list[tuple[str, int]] = []
     collectives: list[Collective] = []
-    changes = sum(isinstance(event, Change) for _, event in trace.events)
+    changes = sum(isinstance(event, Resized) for _, event in trace.events)
     stretch, seen, best = max(1, changes // MOST_SAMPLES), 0, None
     for op, event in trace.events:
-        if isinstance(event, Change):
+        if isinstance(event, Resized):
             held[event.category] += event.nbytes
             seen += 1
             if best is None or sum(held.values()) > best.total:

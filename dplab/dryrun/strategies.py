@@ -12,17 +12,17 @@ from numbers import Integral
 import torch
 from torch import nn
 
-from dplab.dryrun.report import DryRun
+from dplab.dryrun.findings import DryRun
 from dplab.dryrun.units import POLICIES
 from dplab.predict.checks import one_of, whole
-from dplab.predict.transformer import Transformer
+from dplab.predict.transformer_config import TransformerConfig
 
 PRECISIONS = ("fp32", "mixed", "bf16")
 _DELAY = 2  # seconds until there is a bar
 
 
-def fully_shard(model: Transformer | Callable[[], nn.Module], world_size: int, *, batch: int = 1,
-                sequence: int | None = None, units="blocks",
+def fully_shard(model: TransformerConfig | Callable[[], nn.Module], world_size: int, *,
+                batch: int = 1, sequence: int | None = None, units="blocks",
                 reshard_after_forward: bool | None = None, precision: str = "mixed",
                 reduce_dtype: str = "fp32", checkpointing: bool = False,
                 optimizer: Callable = torch.optim.AdamW, inputs: Callable | None = None,
@@ -73,7 +73,7 @@ def fully_shard(model: Transformer | Callable[[], nn.Module], world_size: int, *
                 reshard_after_forward=reshard_after_forward, reduce_dtype=reduce_dtype)
 
 
-def ddp(model: Transformer | Callable[[], nn.Module], world_size: int, *, batch: int = 1,
+def ddp(model: TransformerConfig | Callable[[], nn.Module], world_size: int, *, batch: int = 1,
         sequence: int | None = None, precision: str = "mixed", checkpointing: bool = False,
         optimizer: Callable = torch.optim.AdamW, inputs: Callable | None = None,
         loss: Callable | None = None, progress: bool = True) -> DryRun:
@@ -87,7 +87,7 @@ def ddp(model: Transformer | Callable[[], nn.Module], world_size: int, *, batch:
                 progress=progress)
 
 
-def zero_1(model: Transformer | Callable[[], nn.Module], world_size: int, *, batch: int = 1,
+def zero_1(model: TransformerConfig | Callable[[], nn.Module], world_size: int, *, batch: int = 1,
            sequence: int | None = None, precision: str = "mixed", checkpointing: bool = False,
            optimizer: Callable = torch.optim.AdamW, inputs: Callable | None = None,
            loss: Callable | None = None, progress: bool = True) -> DryRun:
@@ -101,7 +101,7 @@ def _run(strategy, model, world_size, *, batch, sequence, precision, checkpointi
          inputs, loss, progress, **more):
     world_size = whole(world_size, "the world size")
     one_of(precision, PRECISIONS, "precision")
-    if isinstance(model, Transformer):
+    if isinstance(model, TransformerConfig):
         if inputs is not None or loss is not None:
             raise TypeError("inputs and loss are for a model of your own, not for a configuration")
         batch = whole(batch, "the batch")
@@ -118,15 +118,15 @@ def _run(strategy, model, world_size, *, batch, sequence, precision, checkpointi
     if not callable(optimizer):
         raise TypeError(f"the optimizer is a class or a function, not {optimizer!r}")
 
-    from dplab.dryrun.step import Job, dry_run
+    from dplab.dryrun.fake_step import Setup, dry_run
     from dplab.spawn import run
 
-    job = Job(strategy, model, world_size, batch=batch, sequence=sequence, precision=precision,
+    setup = Setup(strategy, model, world_size, batch=batch, sequence=sequence, precision=precision,
               checkpointing=bool(checkpointing), optimizer=optimizer, inputs=inputs, loss=loss,
               **more)
     title = f"dry run of {getattr(model, 'name', '') or 'the model'}, {world_size} ranks"
     with tempfile.NamedTemporaryFile() as file, _bar(file.name, title, progress):
-        result = run(dry_run, 1, job, file.name, backend="gloo", timeout=24 * 3600)[0]
+        result = run(dry_run, 1, setup, file.name, backend="gloo", timeout=24 * 3600)[0]
     if isinstance(result, Exception):
         raise result
     return result

@@ -24,16 +24,16 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from dplab.dryrun.events import blocks_to_trace, lengthened, replay
+from dplab.dryrun.findings import DryRun, UnsupportedOperator
 from dplab.dryrun.kernels import use_fused_kernels
-from dplab.dryrun.report import DryRun, UnsupportedOperator
-from dplab.dryrun.trace import blocks_to_trace, lengthened, replay
 from dplab.dryrun.tracker import Tracker
 from dplab.dryrun.units import UnknownUnits, blocks_of, checkpointed, shard, units_of
 from dplab.predict import shards
 from dplab.predict.memory import States
-from dplab.predict.transformer import Transformer
+from dplab.predict.transformer_config import TransformerConfig
 from dplab.spawn import recording, sources
-from dplab.workloads.transformer import Transformer as Model
+from dplab.workloads.transformer import Transformer
 
 _VALUES_NEEDED = (fake_tensor.DataDependentOutputException,
                   fake_tensor.DynamicOutputShapeException,
@@ -41,11 +41,11 @@ _VALUES_NEEDED = (fake_tensor.DataDependentOutputException,
 
 
 @dataclass(frozen=True)
-class Job:
+class Setup:
     """What to run: the arguments of `dplab.dryrun.fully_shard` and its like, checked."""
 
     strategy: str
-    model: Transformer | Callable[[], nn.Module]
+    model: TransformerConfig | Callable[[], nn.Module]
     world_size: int
     batch: int
     sequence: int
@@ -60,60 +60,60 @@ class Job:
     reduce_dtype: str = "fp32"
 
 
-def dry_run(job: Job, progress_file: str) -> DryRun | Exception:
-    """Runs the job and returns its report, or the exception that the caller is to raise."""
+def dry_run(setup: Setup, progress_file: str) -> DryRun | Exception:
+    """Runs the setup and returns its report, or the exception that the caller is to raise."""
     start = time.perf_counter()
     recording.recorder = None  # nobody reads the log of calls here
     use_fused_kernels()
     try:
-        run, trace = _few_blocks(job, progress_file) or _all_blocks(job, progress_file)
+        run, trace = _few_blocks(setup, progress_file) or _all_blocks(setup, progress_file)
     except _VALUES_NEEDED as error:
         return UnsupportedOperator(_words(error))
     except UnknownUnits as error:
         return ValueError(str(error))
     samples, phases, collectives = replay(trace)
     after, parameters, blocks = samples[-1].bytes, run.parameters, len(run.blocks)
-    if isinstance(job.model, Transformer):  # of which the run may have had a few blocks alone
-        parameters, blocks = job.model.parameters, job.model.layers
+    if isinstance(setup.model, TransformerConfig):  # the run may have had a few of its blocks
+        parameters, blocks = setup.model.parameters, setup.model.layers
     unit = 1 if sys.platform == "darwin" else 1024
     return DryRun(
-        job.strategy, job.world_size, parameters,
+        setup.strategy, setup.world_size, parameters,
         States(after["parameters"], after["gradients"], after["optimizer"]),
         samples, phases, collectives, blocks, len(run.blocks), time.perf_counter() - start,
         resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)
 
 
-def _few_blocks(job, progress_file):
+def _few_blocks(setup, progress_file):
     """The run of a model with fewer blocks, and the trace of all; None where that cannot be."""
-    period = job.units if isinstance(job.units, int) else 1
-    alike = job.units == "blocks" or isinstance(job.units, int | type)
-    if job.full or not alike or not isinstance(job.model, Transformer):
+    period = setup.units if isinstance(setup.units, int) else 1
+    alike = setup.units == "blocks" or isinstance(setup.units, int | type)
+    if setup.full or not alike or not isinstance(setup.model, TransformerConfig):
         return None
-    blocks = job.model.layers
+    blocks = setup.model.layers
     few = blocks_to_trace(blocks, period)
     if few == blocks:
         return None
-    run = Run(replace(job, model=replace(job.model, layers=few)), progress_file)
+    run = Run(replace(setup, model=replace(setup.model, layers=few)), progress_file)
     trace = lengthened(run.trace(), few, blocks, period)
     return trace and (run, trace)
 
 
-def _all_blocks(job, progress_file):
-    run = Run(job, progress_file)
+def _all_blocks(setup, progress_file):
+    run = Run(setup, progress_file)
     return run, run.trace()
 
 
 class Run:
     """One rank's model, optimizer and step."""
 
-    def __init__(self, job: Job, progress_file: str):
-        self._job, self._progress_file, self._begun = job, progress_file, 0
-        self._steps = 1 if job.strategy == "fully_shard" else 2
+    def __init__(self, setup: Setup, progress_file: str):
+        self._setup, self._progress_file, self._begun = setup, progress_file, 0
+        self._steps = 1 if setup.strategy == "fully_shard" else 2
         self._gathered: dict[int, nn.Parameter] = {}  # full parameters by id, once they are there
         with torch.device("meta"):
-            built = job.model
-            self._model = Model(built) if isinstance(built, Transformer) else built()
-            if job.precision == "bf16":
+            built = setup.model
+            self._model = Transformer(built) if isinstance(built, TransformerConfig) else built()
+            if setup.precision == "bf16":
                 self._model.to(torch.bfloat16)
         self.parameters = sum(parameter.numel() for parameter in self._model.parameters())
         self.blocks = blocks_of(self._model)
@@ -121,14 +121,14 @@ class Run:
 
     def trace(self):
         """One step in the middle of training."""
-        job = self._job
-        _join(job.world_size, self._fullest_rank())
-        sharded = job.strategy == "fully_shard"
-        units = units_of(self._model, self.blocks, job.units) if sharded else []
-        if job.checkpointing:
+        setup = self._setup
+        _join(setup.world_size, self._fullest_rank())
+        sharded = setup.strategy == "fully_shard"
+        units = units_of(self._model, self.blocks, setup.units) if sharded else []
+        if setup.checkpointing:
             self.blocks, units = checkpointed(self._model, self.blocks, units)
         if sharded:
-            shard(self._model, units, job)
+            shard(self._model, units, setup)
         gc.collect()
         gc.disable()  # or cycles would be freed at any time, and no two steps would be alike
         try:
@@ -151,7 +151,7 @@ class Run:
         for module in self._model.modules():
             if isinstance(module, FSDPModule):
                 module.register_forward_pre_hook(self._mark_gathered)
-        optimizer = self._job.optimizer(self._model.parameters())
+        optimizer = self._setup.optimizer(self._model.parameters())
         for parameter in self._model.parameters():
             if parameter.requires_grad:
                 parameter.grad = torch.zeros_like(parameter)
@@ -166,8 +166,8 @@ class Run:
         model = DistributedDataParallel(self._model, init_sync=False)  # all ranks' are alike
         model.register_comm_hook(None, _average)
         parameters = self._model.parameters()
-        optimizer = (self._job.optimizer(parameters) if self._job.strategy == "DDP" else
-                     ZeroRedundancyOptimizer(parameters, self._job.optimizer))
+        optimizer = (self._setup.optimizer(parameters) if self._setup.strategy == "DDP" else
+                     ZeroRedundancyOptimizer(parameters, self._setup.optimizer))
         self._step(model, optimizer)
         optimizer.zero_grad()
         with self._tracker.real_integers():
@@ -177,11 +177,11 @@ class Run:
     def _step(self, model, optimizer):
         arguments, targets = self._batch()
         self._tracker.begin("forward")
-        with torch.autocast("cpu", torch.bfloat16, enabled=self._job.precision == "mixed"
-                            and self._job.strategy != "fully_shard"):
+        with torch.autocast("cpu", torch.bfloat16, enabled=self._setup.precision == "mixed"
+                            and self._setup.strategy != "fully_shard"):
             output = model(*arguments)
-            if self._job.loss is not None:
-                loss = self._job.loss(output)
+            if self._setup.loss is not None:
+                loss = self._setup.loss(output)
             elif targets is not None:
                 loss = F.cross_entropy(output.flatten(0, 1).float(), targets.flatten())
             else:
@@ -194,19 +194,19 @@ class Run:
 
     @torch.no_grad()
     def _batch(self):
-        job = self._job
-        if not isinstance(job.model, Transformer):
-            arguments = job.inputs()
+        setup = self._setup
+        if not isinstance(setup.model, TransformerConfig):
+            arguments = setup.inputs()
             return arguments if isinstance(arguments, tuple) else (arguments,), None
-        tokens = torch.zeros(job.batch, job.sequence, dtype=torch.int64)
+        tokens = torch.zeros(setup.batch, setup.sequence, dtype=torch.int64)
         return (tokens,), torch.zeros_like(tokens)
 
     def _fullest_rank(self):
-        if self._job.strategy != "ZeRO-1":
+        if self._setup.strategy != "ZeRO-1":
             return 0  # which has what does not divide
         shapes = [tuple(parameter.shape) or (1,) for parameter in self._model.parameters()
                   if parameter.requires_grad]
-        states = shards.real_states("ZeroRedundancyOptimizer", "fp32", self._job.world_size,
+        states = shards.real_states("ZeroRedundancyOptimizer", "fp32", self._setup.world_size,
                                     [shapes])
         return max(range(len(states)), key=lambda rank: states[rank].optimizer)
 

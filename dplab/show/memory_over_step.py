@@ -20,7 +20,7 @@ from dplab.show.theme import (
 )
 
 if TYPE_CHECKING:
-    from dplab.measure.memory import Phase, Sample
+    from dplab.measure.memory_timeline import Phase, Sample
 
 CATEGORY_COLORS = {  # from the bottom up
     "parameters": PART_COLORS["backward"],

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from dplab.measure.memory import CATEGORIES, Phase, Sample, Sampled
+from dplab.measure.memory_timeline import CATEGORIES, Phase, Sample, Sampled
 from dplab.predict import cost
 from dplab.predict.memory import States
 
