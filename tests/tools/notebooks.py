@@ -1,8 +1,8 @@
 """Keeps the notebooks, which are the source of the course: runs them, and writes them one way.
 
-    python tests/notebooks.py refresh chapters/04_ddp_by_hand.ipynb ...
-    python tests/notebooks.py from-percent draft.py chapters/04_ddp_by_hand.ipynb
-    python tests/notebooks.py to-percent chapters/04_ddp_by_hand.ipynb draft.py
+    python tests/tools/notebooks.py refresh chapters/04_ddp_by_hand.ipynb ...
+    python tests/tools/notebooks.py from-percent draft.py chapters/04_ddp_by_hand.ipynb
+    python tests/tools/notebooks.py to-percent chapters/04_ddp_by_hand.ipynb draft.py
 
 The percent format, for writing a chapter in an editor:
 

@@ -9,7 +9,7 @@ import notebooks
 import pytest
 from nbformat.warnings import DuplicateCellId
 
-CHAPTERS = Path(__file__).resolve().parents[1] / "chapters"
+CHAPTERS = Path(__file__).resolve().parents[2] / "chapters"
 PATHS = sorted(CHAPTERS.glob("*.ipynb"))
 
 VERDICT = "Exercise {id}: {outcome}"  # how the plain text of each check begins
@@ -85,7 +85,8 @@ def has_exercises(path):
 @each_notebook
 def test_file_is_normalised(path):
     normal = notebooks.normalise(notebooks.read(path))
-    assert path.read_text(encoding="utf-8") == normal, f"python tests/notebooks.py refresh {path}"
+    assert path.read_text(encoding="utf-8") == normal, (
+        f"python tests/tools/notebooks.py refresh {path}")
 
 
 @each_notebook

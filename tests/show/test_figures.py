@@ -18,7 +18,7 @@ import dplab.parallel
 from dplab import run
 from dplab.predict import cost
 
-FIGURES = Path(__file__).parents[1] / "figures"
+FIGURES = Path(__file__).parents[2] / "figures"
 SCRIPTS = sorted(FIGURES.glob("*.py"))
 SVG = "{http://www.w3.org/2000/svg}"
 

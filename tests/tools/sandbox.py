@@ -13,7 +13,7 @@ import pytest
 from nbval.plugin import IPyNbCell
 
 HOME = pytest.StashKey[Path]()
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 DOOR, ROOM = ROOT / "README.md", ROOT / "pyproject.toml"  # any two files serve as locks
 
 

@@ -14,7 +14,7 @@ from small_transformers import GPT
 from torch import nn
 
 from dplab import RankError, dryrun, run
-from dplab.dryrun import start
+from dplab.dryrun import strategies
 
 
 def rows():
@@ -63,8 +63,8 @@ def test_a_bar_is_for_who_looks_at_it_and_not_for_a_file(monkeypatch, tmp_path, 
     path.write_bytes(struct.pack("d", 0.37))
     monkeypatch.setenv("DPLAB_LIVE", "1")
     monkeypatch.setattr(sys, "stderr", Screen())
-    monkeypatch.setattr(start, "_DELAY", 0)
-    with start._bar(path, "dry run of a model", True):
+    monkeypatch.setattr(strategies, "_DELAY", 0)
+    with strategies._bar(path, "dry run of a model", True):
         time.sleep(0.5)
     shown = sys.stderr.getvalue()
     assert ("dry run of a model:  37%" in shown) == bool(shown) == terminal

@@ -8,14 +8,14 @@ import torch.distributed as dist
 from torch import nn
 
 import dplab
-from dplab.bench import nodes, sharded, strategies
+from dplab.bench import nodes, sharded, training_step
 from dplab.predict import traffic
 
 STEPS, RANKS = 4, 2
-NAMES = [*strategies.WRAPPERS, "ZeroRedundancyOptimizer", "ShardedOptimizer",
+NAMES = [*training_step.WRAPPERS, "ZeroRedundancyOptimizer", "ShardedOptimizer",
          "ShardedOptimizer, reduce_gradients=True", "ShardedGradientOptimizer",
-         "FullyShardedModel", *strategies.RESHARDS]
-DEEPSPEED = [f"DeepSpeed {stage}" for stage in range(4)] if strategies.HAS_DEEPSPEED else []
+         "FullyShardedModel", *training_step.RESHARDS]
+DEEPSPEED = [f"DeepSpeed {stage}" for stage in range(4)] if training_step.HAS_DEEPSPEED else []
 OWN = {"ManualDDP", "BucketedDDP", "OverlappedDDP"}  # to `predict` they are "DDP"
 
 
@@ -40,7 +40,7 @@ def losses_of_rank(names):
     found = {}
     for name in names:
         model = layers()
-        step = strategies.training_step(name, model, compute_loss, torch.optim.AdamW,
+        step = training_step.training_step(name, model, compute_loss, torch.optim.AdamW,
                                         units=list(model), bucket_mb=0.0001, lr=0.05)
         found[name] = [step(x[mine], y[mine]) for x, y in batches()]
     return found
@@ -82,4 +82,4 @@ def test_names_are_those_of_the_predictions():
 
 def test_another_name_is_refused():
     with pytest.raises(ValueError, match="no strategy 'FSDP'"):
-        strategies.training_step("FSDP", layers(), compute_loss, torch.optim.SGD)
+        training_step.training_step("FSDP", layers(), compute_loss, torch.optim.SGD)

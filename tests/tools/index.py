@@ -1,6 +1,6 @@
 """Writes the glossary and the index of figures, chapters/glossary.md, from the chapters.
 
-    python tests/index.py
+    python tests/tools/index.py
 """
 
 import ast
@@ -14,7 +14,7 @@ from pathlib import Path
 import notebooks
 from terms import TERMS
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 PAGE = "chapters/glossary.md"
 HEADING = re.compile(r"^#{1,6} +(.+?)\s*$", re.MULTILINE)
 FENCE = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
@@ -29,8 +29,8 @@ HEAD = """\
 
 The terms of the course, each in the words of the chapter that introduces it, and at the end all
 figures. A link names a section and opens its chapter. JupyterLab then goes to the very cell; where
-the chapter was not open before, that may take a second click. (`python tests/index.py` makes this
-page from the chapters.)
+the chapter was not open before, that may take a second click. (`python tests/tools/index.py` makes
+this page from the chapters.)
 
 ## Terms
 

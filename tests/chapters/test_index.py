@@ -11,7 +11,7 @@ from terms import TERMS, Term
 
 from dplab.exercises.titles import TITLES
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / index.PAGE
 NOTEBOOKS = sorted((ROOT / "chapters").glob("*.ipynb"))
 LINK = re.compile(r"(?<!\\)\[(?P<text>(?:\\.|[^\]\\])+)\]"
@@ -38,7 +38,7 @@ def headings(path, last=None):
 
 
 def test_the_page_is_up_to_date():
-    assert PAGE.read_text(encoding="utf-8") == index.build(), "run python tests/index.py"
+    assert PAGE.read_text(encoding="utf-8") == index.build(), "run python tests/tools/index.py"
 
 
 def test_every_link_leads_somewhere():

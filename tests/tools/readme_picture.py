@@ -1,6 +1,6 @@
 """Makes the README's picture, figures/chapter.png: a part of a chapter in JupyterLab.
 
-    python tests/readme_picture.py
+    python tests/tools/readme_picture.py
 """
 
 import tempfile
@@ -9,7 +9,7 @@ from pathlib import Path
 from jupyter import copy_course, jupyter_lab
 from PIL import Image
 
-PICTURE = Path(__file__).resolve().parents[1] / "figures/chapter.png"
+PICTURE = Path(__file__).resolve().parents[2] / "figures/chapter.png"
 CHAPTER = "chapters/04_ddp_by_hand.ipynb"
 FIRST, LAST = "table-leave-outs", "plot-leave-outs"  # from the output of one to that of the other
 WIDTH = 1200

@@ -1,6 +1,7 @@
 """A real JupyterLab in a real browser: for tests, and for looking at a chapter.
 
-    python tests/jupyter.py look chapters/04_ddp_by_hand.ipynb --out pictures [--dark] [--no-run]
+    python tests/tools/jupyter.py look chapters/04_ddp_by_hand.ipynb --out pictures [--dark]
+        [--no-run]
 
 Works on a copy of the notebooks, with settings of its own, and leaves no process behind.
 """
@@ -24,7 +25,7 @@ import psutil
 from playwright.sync_api import Browser, sync_playwright
 from playwright.sync_api import TimeoutError as BrowserTimeout
 
-REPOSITORY = Path(__file__).resolve().parents[1]
+REPOSITORY = Path(__file__).resolve().parents[2]
 SETTINGS = {
     # Without windowing, the cells outside the viewport are in the page as well.
     "@jupyterlab/notebook-extension:tracker": {"windowingMode": "none", "scrollPastEnd": False},
