@@ -1,7 +1,7 @@
 """dplab: the lab bench of a hands-on course on data-parallel training.
 
-Names are loaded on first use, so that ``import dplab.predict`` stays free of torch. The first use
-also starts the process that ranks are forked from, in the background.
+Names are loaded on first use, so that ``import dplab.predict`` stays free of torch. The process
+that ranks are forked from starts with ``%load_ext dplab``, `warm_up`, or the first `run`.
 """
 
 import importlib
@@ -15,6 +15,7 @@ _MODULE_OF = {
     "device": "spawn",
     "RankError": "spawn",
     "expect_failure": "spawn",
+    "warm_up": "spawn",
     "check": "exercises",
     "hint": "exercises",
     "solution": "exercises",
@@ -23,17 +24,25 @@ _MODULE_OF = {
 _PACKAGES = {"bench", "demos", "dryrun", "exercises", "measure", "parallel", "predict", "show",
              "spawn", "workloads"}
 
+_PRELOAD = (  # what ranks of the course ask for: small each, and as long as their start together
+    "dplab.measure", "dplab.parallel", "dplab.predict.memory", "dplab.workloads.digits",
+    "dplab.exercises",
+)
+
 __all__ = [*_MODULE_OF, "load_ipython_extension"]
 
 
 def __getattr__(name):
+    if name == "spawn":
+        return _launcher()
     if name in _PACKAGES:
         return importlib.import_module(f"dplab.{name}")
     if name in _MODULE_OF:
         needs.check_torch()
+        if _MODULE_OF[name] == "spawn":
+            _launcher()
         value = getattr(importlib.import_module(f"dplab.{_MODULE_OF[name]}"), name)
         globals()[name] = value
-        importlib.import_module("dplab.spawn").warm_up()
         return value
     raise AttributeError(f"module 'dplab' has no attribute {name!r}")
 
@@ -45,6 +54,13 @@ def __dir__():
 def load_ipython_extension(shell):
     """``%load_ext dplab``: adds the ``%%ranks`` cell magic and warms the fork server up."""
     needs.check_torch()
-    from dplab.spawn.magic import register
+    _launcher().register_magic(shell)
 
-    register(shell)
+
+def _launcher():
+    """`dplab.spawn`, which knows nothing of the course, with what the course hands in."""
+    from dplab.show.palette import rank_color
+
+    spawn = importlib.import_module("dplab.spawn")
+    spawn.configure(preload=_PRELOAD, rank_color=rank_color)
+    return spawn

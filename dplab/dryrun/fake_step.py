@@ -32,7 +32,8 @@ from dplab.dryrun.units import UnknownUnits, blocks_of, checkpointed, shard, uni
 from dplab.predict import shards
 from dplab.predict.memory import States
 from dplab.predict.transformer_config import TransformerConfig
-from dplab.spawn import recording, sources
+from dplab.spawn.between.calls import is_learners
+from dplab.spawn.rank import recording
 from dplab.workloads.transformer import Transformer
 
 _VALUES_NEEDED = (fake_tensor.DataDependentOutputException,
@@ -281,7 +282,7 @@ def _words(error):
     """Which operator needs values, and the reader's line that asks for it."""
     operator = getattr(error, "func", None) or error
     where = [frame for frame in traceback.extract_tb(error.__traceback__)
-             if sources.is_learners(frame.filename)]
+             if is_learners(frame.filename)]
     text = (f"{operator} needs the values of a tensor, or has no rule for shapes alone, and a dry "
             "run has no values")
     if where:

@@ -118,8 +118,8 @@ def _run(strategy, model, world_size, *, batch, sequence, precision, checkpointi
     if not callable(optimizer):
         raise TypeError(f"the optimizer is a class or a function, not {optimizer!r}")
 
+    from dplab import run
     from dplab.dryrun.fake_step import Setup, dry_run
-    from dplab.spawn import run
 
     setup = Setup(strategy, model, world_size, batch=batch, sequence=sequence, precision=precision,
               checkpointing=bool(checkpointing), optimizer=optimizer, inputs=inputs, loss=loss,
@@ -162,7 +162,7 @@ def _bar(path, title, wanted):
 
 def _watched():
     """Whether a bar has a notebook or a terminal to be seen in, and not only a file."""
-    from dplab.spawn.output import in_notebook
+    from dplab.spawn.parent.output import in_notebook
 
     terminal = sys.stderr is not None and sys.stderr.isatty()
     return os.environ.get("DPLAB_LIVE") != "0" and (terminal or in_notebook())

@@ -6,7 +6,7 @@ import itertools
 from dplab.exercises import record
 from dplab.exercises.exercise import CRASHED, NOT_ATTEMPTED, PASSED, WRONG
 from dplab.exercises.titles import TITLES
-from dplab.spawn.output import in_notebook
+from dplab.spawn.parent.output import in_notebook
 
 _COLORS = {PASSED: "#12894D", WRONG: "#C05600", CRASHED: "#D0453C", NOT_ATTEMPTED: "#6B7680"}
 

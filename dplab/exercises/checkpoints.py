@@ -14,11 +14,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.utils import parameters_to_vector
 
+from dplab import RankError, run
 from dplab.exercises.compare import COMMUNICATED
 from dplab.exercises.exercise import Mistake
 from dplab.exercises.facts import of_cases
 from dplab.exercises.first_fault import FirstFault
-from dplab.spawn import RankError, run
 
 SAVED, KILLED, END, BATCH = 3, 5, 8, 12
 RANKS_OF_LAST_JOB = {1: 2, 2: 3, 3: 1, 4: 2}

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from dplab.spawn import RankError
+from dplab import RankError
 
 _NONE = "it is None"
 COMMUNICATED = "a collective was called"  # a fact of every attempt, known by its call log

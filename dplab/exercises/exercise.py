@@ -15,10 +15,10 @@ import types
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from dplab import RankError, run
 from dplab.exercises.compare import COMMUNICATED, first_difference, same_outcome
 from dplab.exercises.evidence import explained
 from dplab.measure import CallLog
-from dplab.spawn import RankError, run
 
 NOT_ATTEMPTED, PASSED, WRONG, CRASHED = "not attempted", "passed", "wrong", "crashed"
 

@@ -3,10 +3,9 @@
 import torch
 from torch import nn
 
-from dplab import dryrun
+from dplab import RankError, dryrun
 from dplab.exercises.compare import COMMUNICATED, AtMost
 from dplab.exercises.exercise import Exercise, Mistake
-from dplab.spawn import RankError
 
 BLOCKS, WIDTH = 6, 128
 BYTES_BEYOND_SHARDS, MOST_COLLECTIVES = 5_500_000, 15

@@ -1,14 +1,14 @@
 """What this rank called: the collectives, sends and receives that Python code launched."""
 
 from dplab.predict import cost
-from dplab.spawn import recording
-from dplab.spawn.calls import Call
+from dplab.spawn.between.calls import Call
+from dplab.spawn.rank import recording
 
 
 class CallLog:
     """Collects this rank's calls during a ``with`` block, in order of launch.
 
-    ``calls`` is a list of `dplab.spawn.calls.Call`: operation, number, shape, dtype, reduce
+    ``calls`` is a list of `dplab.spawn.between.calls.Call`: operation, number, shape, dtype, reduce
     operation, bytes and time of launch. Calls that C++ code makes on its own, such as the
     all-reduces of DistributedDataParallel, are not among them.
     """

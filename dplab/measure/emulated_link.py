@@ -21,7 +21,8 @@ import torch.distributed as dist
 
 from dplab.predict import catalogue, cost
 from dplab.predict.checks import one_of
-from dplab.spawn import calls, recording
+from dplab.spawn.between import calls
+from dplab.spawn.rank import recording
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from dplab.predict.step import COMMUNICATION, COMPUTE, WAITING, Span
-from dplab.spawn import recording
+from dplab.spawn.rank import recording
 
 
 class Trace:

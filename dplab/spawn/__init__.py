@@ -1,8 +1,41 @@
-"""Starts N ranks, runs a function on each, and brings back their values or a diagnosis."""
+"""Starts N ranks, runs a function on each, and brings back their values or a diagnosis.
 
-from dplab.spawn.backend import device
-from dplab.spawn.errors import RankError, expect_failure
-from dplab.spawn.launch import run
-from dplab.spawn.start import warm_up
+Four rooms. Each imports from those below it in this list, and none imports anything else of the
+package that this one is a part of: it can be lifted out as a library.
 
-__all__ = ["RankError", "device", "expect_failure", "run", "warm_up"]
+``parent``   the notebook's side. `run` sends a function to ranks, `supervise` watches them from the
+             first fork to the last process gone, `ranks` talks with them, `stages` has what may
+             become of them, `matching` finds calls that do not fit, `report` puts a failure into
+             words, `output` shows what ranks print.
+``server``   the process that ranks are forked from: `start` starts it and asks it for ranks,
+             `forkserver` is what it runs.
+``rank``     `life` of a rank from start to exit, `recording` of what it calls, its `device`.
+``between``  what both sides know: `messages` and where a run's files lie, `values` as bytes,
+             `calls` and the log of them, `errors`.
+
+A run: the parent makes a private folder, a socket and a pipe for each rank, and sends their ends to
+the server. The server forks the ranks. Each joins the process group, waits until all have, runs the
+function, answers, and stays alive. The parent reads answers, output and call logs until every rank
+has returned or the run has failed; then the server ends the ranks with their children.
+`parent.stages` names the stages of a run and of a rank, and what may follow what.
+"""
+
+from dplab.spawn.between.errors import RankError, expect_failure
+from dplab.spawn.parent import output
+from dplab.spawn.parent.run import register_magic, run
+from dplab.spawn.rank.device import device
+from dplab.spawn.server import start
+from dplab.spawn.server.start import warm_up
+
+__all__ = ["RankError", "configure", "device", "expect_failure", "register_magic", "run", "warm_up"]
+
+
+def configure(*, preload: tuple[str, ...] = (), rank_color=None) -> None:
+    """What the package around this one hands in, before the server starts.
+
+    ``preload``: modules that ranks will need beside torch's, which the server imports once.
+    ``rank_color``: a function from a rank's number to a colour (``"#RRGGBB"``) for its label.
+    """
+    start.preload = tuple(preload)
+    if rank_color is not None:
+        output.rank_color = rank_color

@@ -129,7 +129,7 @@ def descendants(process, below_server=False):
 def is_server(process):
     with contextlib.suppress(psutil.Error):
         return process.status() != psutil.STATUS_ZOMBIE and (
-            "dplab.spawn.forkserver" in process.cmdline())
+            "dplab.spawn.server.forkserver" in process.cmdline())
     return False
 
 

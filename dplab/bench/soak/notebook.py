@@ -69,7 +69,7 @@ class Notebook:
         with contextlib.suppress(psutil.Error):
             return next((child for child in self.process.children()
                          if child.status() != psutil.STATUS_ZOMBIE
-                         and "dplab.spawn.forkserver" in child.cmdline()), None)
+                         and "dplab.spawn.server.forkserver" in child.cmdline()), None)
         return None
 
     def ranks(self) -> list[psutil.Process]:
@@ -136,7 +136,7 @@ def _serve(connection):
     import torch.distributed as dist
 
     from dplab import RankError, run
-    from dplab.spawn.errors import Interrupted
+    from dplab.spawn.between.errors import Interrupted
 
     tempfile.gettempdir()  # chosen once; when it is full by then, Python chooses another
     made = []

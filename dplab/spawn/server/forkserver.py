@@ -1,17 +1,19 @@
 """The process that ranks are forked from: torch preloaded, one thread, no CUDA.
 
-Started as ``python -m dplab.spawn.forkserver FD PARENT``. On the socket FD come requests: a JSON
-object with the run's folder, and with it the descriptors ``[run socket, rank 0's connection, its
-output, rank 1's connection, ...]``. On the run's socket the server reports how each rank ended
-(rank, and its exit code or minus its signal, two integers); when the other side closes it, the
-server ends what is left of the ranks, with their children, removes the run's folder and closes its
-own end. A byte that the server sends on FD says that it has loaded. The kernel's death closes all
-these sockets.
+Started with ``FD PARENT [MODULE ...]``: a socket, the parent's process id, and what to load beside
+torch. On the socket come requests: a JSON object with the run's folder, and with it the
+descriptors ``[run socket, rank 0's connection, its output, rank 1's connection, ...]``. On the
+run's socket the server reports how each rank ended (rank, and its exit code or minus its signal,
+two integers); when the other side closes it, the server ends what is left of the ranks, with their
+children, removes the run's folder and closes its own end. A byte that the server sends on FD says
+that it has loaded. The parent's death closes all these sockets.
 """
 
 import contextlib
 import ctypes
+import enum
 import gc
+import importlib
 import json
 import os
 import select
@@ -22,17 +24,15 @@ import struct
 import sys
 import time
 
+from dplab.spawn.rank import life, recording
+
 EXIT_RECORD = struct.Struct("ii")
-_PRELOAD = (
+_TORCH = (
     "torch", "torch.distributed", "numpy",
     # the first torch.optim or DDP constructor imports _dynamo: two seconds in every rank
     "torch._dynamo", "torch.optim", "torch.nn.parallel", "torch.distributed.fsdp",
     "torch.distributed.tensor", "torch.distributed.optim", "torch.distributed.algorithms.join",
     "torch.utils.data", "torch.utils.data.distributed",
-    "dplab.spawn.rank",
-    # what ranks of the course ask for: small each, and as long as the start of a rank together
-    "dplab.measure", "dplab.parallel", "dplab.predict.memory", "dplab.workloads.digits",
-    "dplab.exercises",
 )
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _PATIENCE = 5.0  # seconds that ranks have to be gone after their parent
@@ -49,8 +49,16 @@ def prctl(option, value):
 _libc = ctypes.CDLL(None)
 
 
+class _Stage(enum.Enum):
+    """Of the ranks of one run, in this order."""
+
+    AT_WORK = "they run, and the server reports who has ended"
+    ENDING = "the parent has closed the run's socket: all are killed, and reaped as they go"
+    GONE = "no process is left: the folder is removed, and the socket closed"
+
+
 class _Run:
-    """The ranks of one `dplab.run`. Each leads a process group, which its children belong to.
+    """The ranks of one run. Each leads a process group, which its children belong to.
 
     A rank is reaped only at the end, so that its number cannot pass to a process of someone else's.
     """
@@ -59,7 +67,7 @@ class _Run:
         self.channel, self.folder = channel, folder
         self.ranks = {}  # process id: rank, while it lives
         self.pids = []
-        self.ending = False
+        self.stage = _Stage.AT_WORK
 
     def report_exits(self):
         for pid in list(self.ranks):
@@ -70,7 +78,7 @@ class _Run:
                     self.channel.send(EXIT_RECORD.pack(self.ranks.pop(pid), code))
 
     def kill(self):
-        self.ending = True
+        self.stage = _Stage.ENDING
         for pid in self.pids:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)  # should it have left its group
@@ -160,7 +168,7 @@ def serve(requests: socket.socket, parent: int) -> None:
         if wake in readable:
             os.read(wake, 4096)
         for run in list(runs.values()):
-            if not run.ending:
+            if run.stage is _Stage.AT_WORK:
                 run.report_exits()
             elif run.reaped() and (len(runs) > 1 or _no_strays()):
                 _forget(runs, run)
@@ -175,6 +183,7 @@ def serve(requests: socket.socket, parent: int) -> None:
 
 
 def _forget(runs, run):
+    run.stage = _Stage.GONE
     shutil.rmtree(run.folder, ignore_errors=True)
     del runs[run.channel]
     run.channel.close()
@@ -196,9 +205,7 @@ def _fork_ranks(run, descriptors, sockets, wakeup):
                 for fd in [*others, *wakeup, run.channel.fileno(),
                            *(sock.fileno() for sock in sockets)]:
                     os.close(fd)
-                from dplab.spawn.rank import main
-
-                status = main(connection, output)
+                status = life.main(connection, output)
             finally:
                 os._exit(status)
         with contextlib.suppress(OSError):
@@ -212,10 +219,8 @@ def _fork_ranks(run, descriptors, sockets, wakeup):
 def _main():
     requests = socket.socket(fileno=int(sys.argv[1]))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    for name in _PRELOAD:
-        __import__(name)
-    from dplab.spawn import recording
-
+    for name in (*_TORCH, *sys.argv[3:]):
+        importlib.import_module(name)
     recording.install()
     gc.collect()
     gc.freeze()

@@ -2,11 +2,52 @@
 
 import functools
 import mmap
+import threading
+import time
 
-from dplab.spawn.calls import COLLECTIVES, POINT_TO_POINT
-from dplab.spawn.log import LOG_BYTES, CallRecorder
+from dplab.spawn.between.calls import (
+    COLLECTIVES,
+    LOG_BYTES,
+    POINT_TO_POINT,
+    Call,
+    CallWriter,
+    learner_line,
+)
 
 WAIT = "wait_for_others"
+
+
+class CallRecorder:
+    """Notes this rank's calls in ``memory`` (`LOG_BYTES` of it), and tells every listener.
+
+    A listener takes the call before it is launched, a work listener the call and its work after.
+    """
+
+    def __init__(self, memory):
+        self.listeners = []
+        self.work_listeners = []
+        self._log = CallWriter(memory)
+        self._numbers = {}
+        self._lock = threading.Lock()
+
+    def record(self, group, operation, tensors, reduce_operation, peer):
+        kind = (group.group_name, operation in ("send", "recv"))
+        first = tensors[0] if tensors else None
+        file, line = learner_line(depth=2)  # who called the recorded method
+        with self._lock:
+            number = self._numbers[kind] = self._numbers.get(kind, 0) + 1
+            call = Call(
+                operation, number, kind[0], group.size(),
+                tuple(first.shape) if first is not None else (),
+                str(first.dtype).removeprefix("torch.") if first is not None else "",
+                reduce_operation,
+                sum(tensor.numel() * tensor.element_size() for tensor in tensors),
+                peer, time.monotonic(), file, line)
+            self._log.write(call)
+        for listener in self.listeners:
+            listener(call)
+        return call
+
 
 recorder: CallRecorder | None = None
 

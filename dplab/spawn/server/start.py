@@ -16,13 +16,16 @@ import subprocess
 import sys
 import threading
 
-from dplab.spawn import backend, limits
-from dplab.spawn.errors import ServerEnded
-from dplab.spawn.forkserver import EXIT_RECORD
+from dplab.spawn.between.errors import ServerEnded, advice_on
+from dplab.spawn.rank import device, life
+from dplab.spawn.server import forkserver
+from dplab.spawn.server.forkserver import EXIT_RECORD
+
+preload: tuple[str, ...] = ()  # see `configure`
 
 MOST_RANKS = 120  # a message between processes carries at most 253 descriptors, a rank needs two
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TORCH_FR_BUFFER_SIZE": "256", "DPLAB_INSIDE": "1"}
-_RANK = "import sys; from dplab.spawn.rank import main; sys.exit(main(*map(int, sys.argv[1:])))"
+_RANK = f"import sys; from {life.__name__} import main; sys.exit(main(*map(int, sys.argv[1:])))"
 _PATIENCE, _WHILE_LOADING = 10.0, 0.3  # seconds that the server has to end a run's ranks
 _lock = threading.Lock()
 _server = None
@@ -36,8 +39,8 @@ def forks() -> bool:
 def warm_up() -> None:
     """Starts the fork server in the background, unless it runs or this process is itself a rank."""
     global _server
-    if (not forks() or "DPLAB_INSIDE" in os.environ or backend.in_rank()
-            or backend.under_torchrun()):
+    if (not forks() or "DPLAB_INSIDE" in os.environ or device.in_rank()
+            or device.under_torchrun()):
         return
     with _lock:
         if _server is not None and not _server.alive():
@@ -71,8 +74,8 @@ class _Server:
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-W", "ignore::RuntimeWarning:runpy", "-m",
-                 "dplab.spawn.forkserver", str(theirs.fileno()), str(os.getpid())],
-                env={**os.environ, **_ENVIRONMENT, "PYTHONPATH": _with_dplab()},
+                 forkserver.__name__, str(theirs.fileno()), str(os.getpid()), *preload],
+                env={**os.environ, **_ENVIRONMENT, "PYTHONPATH": _with_this_package()},
                 pass_fds=[theirs.fileno()], start_new_session=True,
                 stdin=subprocess.DEVNULL, stdout=self._errors, stderr=self._errors)
         self._owner = os.getpid()
@@ -102,7 +105,7 @@ class _Server:
                 self._process.wait(1.0)
             self._errors.seek(0)
             words = self._errors.read().decode(errors="replace").strip()[-2000:]
-            self._words = limits.advice_on(words) or words or (
+            self._words = advice_on(words) or words or (
                 "without a word. Run the cell again: another one is started")
         return f"the process that ranks are forked from has ended: {self._words}"
 
@@ -166,7 +169,7 @@ class _Spawned:
             for pair in pairs:
                 self._ranks.append(subprocess.Popen(
                     [sys.executable, "-c", _RANK, *map(str, pair)],
-                    env={**os.environ, **_ENVIRONMENT, "PYTHONPATH": _with_dplab()},
+                    env={**os.environ, **_ENVIRONMENT, "PYTHONPATH": _with_this_package()},
                     pass_fds=pair, start_new_session=True))
         except BaseException:
             self.end()
@@ -203,7 +206,9 @@ def _exit_code(process):
     return info.si_status if info.si_code == os.CLD_EXITED else -info.si_status
 
 
-def _with_dplab():
-    """PYTHONPATH by which a fresh Python finds this very dplab."""
-    here = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+def _with_this_package():
+    """PYTHONPATH by which a fresh Python finds the very modules that run here."""
+    here = os.path.abspath(__file__)
+    for _ in __name__.split("."):
+        here = os.path.dirname(here)
     return os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH")]))

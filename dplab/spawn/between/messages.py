@@ -1,14 +1,76 @@
-"""The parent's end of a connection to a rank. Nothing here waits, whatever the rank does: one that
-is stopped in the middle of a message, or reads none, does not stop the parent.
+"""What the parent and a rank say to each other, and where the files of a run lie.
+
+Both ends speak as `multiprocessing.connection` does. The rank has a `Connection`. The parent has a
+`Mailbox` instead, in which nothing ever waits: a `Connection` that has begun to read or to write a
+message goes on until it is whole, and a rank that is stopped in the middle would stop the parent.
 """
 
 import collections
+import os
 import pickle
 import socket
 import struct
+from dataclasses import dataclass, field
 
 _READS = 16  # at most, before the other ranks get their turn
 _LENGTH, _LONG = struct.Struct("!i"), struct.Struct("!Q")  # as multiprocessing.connection has them
+
+
+@dataclass
+class Task:
+    """What the parent tells every rank; the function and its arguments follow as bytes."""
+
+    rank: int
+    world_size: int
+    backend: str
+    seed: int
+    folder: str
+    timeout: float
+    environment: dict
+    directory: str
+    path: list
+    sources: dict = field(repr=False, default_factory=dict)
+
+
+@dataclass
+class Frame:
+    """One line of a traceback or of a stack, outermost first."""
+
+    file: str
+    line: int
+    function: str
+    first: int = 1  # the first line of the function
+
+
+@dataclass
+class Answer:
+    """What a rank says, by ``state``: it is "ready" (has joined); "where" it is; "done" (the value
+    follows as bytes), or it "raised", "exited" or is "unpicklable".
+
+    ``time`` is `time.monotonic`; ``launched`` is the number of the last collective in the default
+    group, and ``waiting`` those launched and not complete, as (number, words); the number is 0
+    outside the default group.
+    """
+
+    state: str
+    time: float
+    text: str = ""
+    kind: str = ""
+    frames: list[Frame] = field(default_factory=list)
+    launched: int = 0
+    waiting: list[tuple[int, str]] = field(default_factory=list)
+
+
+def log_file(folder: str, rank: int) -> str:
+    return os.path.join(folder, f"calls-{rank}")
+
+
+def store_file(folder: str) -> str:
+    return os.path.join(folder, "store")
+
+
+def crash_file(folder: str, rank: int) -> str:
+    return os.path.join(folder, f"crash-{rank}")
 
 
 class Mailbox:

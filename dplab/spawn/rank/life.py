@@ -1,7 +1,8 @@
-"""What a rank does, from its first breath to its last.
+"""The life of a rank, from start to exit.
 
-It takes a job from the kernel, joins the process group, runs the function, answers, and then stays:
-a rank that left at once would close connections that its peers still need. The kernel ends it.
+It takes a task from the parent, joins the process group, runs the function, answers, and then
+stays: a rank that left at once would close connections that its peers still need. The parent ends
+it.
 """
 
 import contextlib
@@ -22,60 +23,19 @@ import threading
 import time
 import traceback
 import types
-from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 
-from dplab.spawn import backend, calls, log, recording, transport
+from dplab.spawn.between import values
+from dplab.spawn.between.calls import DEFAULT_GROUP, map_log
+from dplab.spawn.between.messages import Answer, Frame, Task, crash_file, log_file, store_file
+from dplab.spawn.rank import device as devices
+from dplab.spawn.rank import recording
 
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
 
-@dataclass
-class Job:
-    """What the kernel tells every rank; the function and its arguments follow as bytes."""
-
-    rank: int
-    world_size: int
-    backend: str
-    seed: int
-    folder: str
-    timeout: float
-    environment: dict
-    directory: str
-    path: list
-    sources: dict = field(repr=False, default_factory=dict)
-
-
-@dataclass
-class Frame:
-    """One line of a traceback or of a stack, outermost first."""
-
-    file: str
-    line: int
-    function: str
-    first: int = 1  # the first line of the function
-
-
-@dataclass
-class Answer:
-    """What a rank says: ``state`` is "ready", "done", "raised", "unpicklable" or "where".
-
-    ``time`` is `time.monotonic`; ``launched`` is the number of the last collective in the default
-    group, and ``waiting`` those launched and not complete, as (number, words); the number is 0
-    outside the default group.
-    """
-
-    state: str
-    time: float
-    text: str = ""
-    kind: str = ""
-    frames: list[Frame] = field(default_factory=list)
-    launched: int = 0
-    waiting: list[tuple[int, str]] = field(default_factory=list)
-
-
 def main(connection: int, output: int) -> int:
-    """Serves one job, given the descriptors of the connection to the kernel and of the output."""
+    """Serves one task, given the descriptors of the connection to the parent and of the output."""
     os.dup2(output, 1)
     os.dup2(output, 2)
     os.close(output)
@@ -87,19 +47,19 @@ def main(connection: int, output: int) -> int:
             errors="backslashreplace", line_buffering=True, write_through=True)
         setattr(sys, name, stream)
     wire = _Wire(Connection(connection))
-    job = pickle.loads(wire.receive())
+    task: Task = pickle.loads(wire.receive())
     payload = wire.receive()
-    threading.Thread(target=wire.listen, args=[job.folder], daemon=True).start()
+    threading.Thread(target=wire.listen, args=[task.folder], daemon=True).start()
     try:
-        wire.say(*_work(job, payload, wire))
-    except OSError:  # the kernel has gone
+        wire.say(*_work(task, payload, wire))
+    except OSError:  # the parent has gone
         return 1
     while True:
         signal.pause()
 
 
 class _Wire:
-    """The connection to the kernel. A thread listens on it for questions and for the end."""
+    """The connection to the parent. A thread listens on it for questions and for the end."""
 
     def __init__(self, connection):
         self._connection = connection
@@ -121,7 +81,7 @@ class _Wire:
         self._everyone_is_ready.wait()
 
     def listen(self, folder):
-        """Answers where the main thread is. Ends the rank and its children with the kernel."""
+        """Answers where the main thread is. Ends the rank and its children with the parent."""
         try:
             while True:
                 if self._connection.recv() == "go":
@@ -133,22 +93,22 @@ class _Wire:
             os.killpg(0, signal.SIGKILL)
 
 
-def _work(job, payload, wire):
-    """Runs the job. Returns the last answer, and with "done" the value as bytes."""
+def _work(task, payload, wire):
+    """Runs the task. Returns the last answer, and with "done" the value as bytes."""
     try:
-        _settle(job)
+        _settle(task)
         try:
-            function, args, kwargs, link = transport.loads(payload)
+            function, args, kwargs, link = values.loads(payload)
         except Exception as error:
             return Answer("unpicklable", time.monotonic(), "what was sent to the rank could not be "
                           f"loaded there ({_only(error)})"), None
-        _join_process_group(job, link)
+        _join_process_group(task, link)
         _fill_main(function)
         wire.wait_for_the_others()
         value = function(*args, **kwargs)
         _flush()
-        return Answer("done", time.monotonic(), launched=_flight()[0]), transport.dumps(value)
-    except transport.Unpicklable as error:
+        return Answer("done", time.monotonic(), launched=_flight()[0]), values.dumps(value)
+    except values.Unpicklable as error:
         text = str(error).replace("the value", "the returned value", 1)
         return Answer("unpicklable", time.monotonic(), text), None
     except SystemExit as error:
@@ -161,16 +121,16 @@ def _work(job, payload, wire):
         _flush()
 
 
-def _settle(job):
-    """Makes this process look like the kernel: environment, folder, path, sources of cells."""
-    faulthandler.enable(open(crash_file(job.folder, job.rank), "w"), all_threads=False)
+def _settle(task):
+    """Makes this process look like the parent: environment, folder, path, sources of cells."""
+    faulthandler.enable(open(crash_file(task.folder, task.rank), "w"), all_threads=False)
     os.environ.clear()
-    os.environ.update(job.environment)
-    threads = int(job.environment.get("OMP_NUM_THREADS") or 1)
+    os.environ.update(task.environment)
+    threads = int(task.environment.get("OMP_NUM_THREADS") or 1)
     os.environ["OMP_NUM_THREADS"] = str(threads)
-    os.chdir(job.directory)
-    sys.path[:] = job.path
-    for file, text in job.sources.items():
+    os.chdir(task.directory)
+    sys.path[:] = task.path
+    for file, text in task.sources.items():
         linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
     if sys.platform == "linux":
         # a DataLoader's workers inherit a Dataset that was defined in the notebook
@@ -179,8 +139,8 @@ def _settle(job):
     import torch
 
     torch.set_num_threads(threads)
-    backend.become_rank(job.backend, job.rank)
-    seed_everything(job.seed, job.rank)
+    devices.become_rank(task.backend, task.rank)
+    seed_everything(task.seed, task.rank)
 
 
 def seed_everything(seed: int, rank: int) -> None:
@@ -194,24 +154,24 @@ def seed_everything(seed: int, rank: int) -> None:
     torch.manual_seed(number)
 
 
-def _join_process_group(job, link):
+def _join_process_group(task, link):
     import torch.distributed as dist
 
     os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = LOOPBACK
-    recording.record_into(log.create_log(log_file(job.folder, job.rank)))
-    name = job.backend if link is None else link.install(job.backend)
-    device = backend.device()
+    recording.record_into(map_log(log_file(task.folder, task.rank)))
+    name = task.backend if link is None else link.install(task.backend)
+    device = devices.device()
     dist.init_process_group(
-        name, rank=job.rank, world_size=job.world_size,
-        store=dist.FileStore(store_file(job.folder), job.world_size),
-        timeout=datetime.timedelta(seconds=min(job.timeout + 60, 7 * 86400)),
+        name, rank=task.rank, world_size=task.world_size,
+        store=dist.FileStore(store_file(task.folder), task.world_size),
+        timeout=datetime.timedelta(seconds=min(task.timeout + 60, 7 * 86400)),
         device_id=None if device.type == "cpu" else device)
 
 
 def _fill_main(function):
     """Lets plain pickle (torch.save, a DataLoader's queue) find the notebook's classes."""
     main = types.ModuleType("__main__")
-    main.__dict__.update({cls.__name__: cls for cls in transport.classes_by_value()})
+    main.__dict__.update({cls.__name__: cls for cls in values.classes_by_value()})
     names = getattr(function, "__globals__", {})
     main.__dict__.update({name: value for name, value in names.items() if name[:2] != "__"})
     sys.modules["__main__"] = main
@@ -229,7 +189,7 @@ def _flight():
     from torch._C import _distributed_c10d as c10d
 
     trace = json.loads(c10d._dump_fr_trace_json())
-    status = trace.get("pg_status", {}).get(calls.DEFAULT_GROUP, {})
+    status = trace.get("pg_status", {}).get(DEFAULT_GROUP, {})
     waiting = [_in_flight(entry) for entry in trace.get("entries", []) if not entry["retired"]]
     return int(status.get("last_enqueued_collective", 0)), waiting
 
@@ -246,7 +206,7 @@ def _in_flight(entry):
     if entry["input_dtypes"] and name != "barrier":
         dtype = entry["input_dtypes"][0]
         words += f" of {_DTYPES.get(dtype, dtype.lower())}{(entry['input_sizes'] or [[]])[0]}"
-    in_default_group = (entry["process_group"][0] == calls.DEFAULT_GROUP
+    in_default_group = (entry["process_group"][0] == DEFAULT_GROUP
                         and not entry["is_p2p"])
     return (number if in_default_group else 0), words
 
@@ -269,15 +229,3 @@ def _flush():
         with contextlib.suppress(Exception):  # it may be closed, None, or the learner's own
             stream.flush()
     ctypes.CDLL(None).fflush(None)
-
-
-def log_file(folder, rank):
-    return os.path.join(folder, f"calls-{rank}")
-
-
-def store_file(folder):
-    return os.path.join(folder, "store")
-
-
-def crash_file(folder, rank):
-    return os.path.join(folder, f"crash-{rank}")

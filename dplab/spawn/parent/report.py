@@ -1,15 +1,19 @@
-"""From what the ranks did to words: the text of a RankError."""
+"""What became of the ranks, in words: the text of a RankError."""
 
 import linecache
+import os
 import re
 import signal
 
-from dplab.spawn import limits
-from dplab.spawn.deadlock import is_waiting
-from dplab.spawn.errors import RankError
-from dplab.spawn.rank import Frame, crash_file
-from dplab.spawn.sources import learners, place, spot
+from dplab.spawn.between.calls import is_learners
+from dplab.spawn.between.errors import RankError, advice_on
+from dplab.spawn.between.messages import Frame, crash_file
+from dplab.spawn.parent.matching import is_waiting
+from dplab.spawn.parent.output import ipython
+from dplab.spawn.parent.stages import RankStage
 
+_LAUNCHER = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
+_PACKAGE = os.path.join(os.path.dirname(os.path.dirname(_LAUNCHER)), "")
 _SIGNALS = {
     signal.SIGKILL: "was killed (SIGKILL): by a kill -9, or by the system when memory runs out",
     signal.SIGABRT: "aborted (SIGABRT): C++ code gave up; its last words stand in the output",
@@ -40,7 +44,7 @@ def of_mismatch(mismatch, states) -> RankError:
     odd = _odd_one_out(calls)
     head = (f"collective number {number} is not the same on every rank: "
             f"the {what}s do not agree")
-    lines = [f"  rank {rank} called {call}\n         {spot(call.file, call.line)}"
+    lines = [f"  rank {rank} called {call}\n         {_spot(call.file, call.line)}"
              for rank, call in calls.items()]
     others = [state for state in states if state.rank not in calls]
     return _error(head, "\n".join([*lines, "", _WHY[what]]), others, rank=odd, kind="mismatched")
@@ -60,11 +64,11 @@ def of_failure(states, folder) -> RankError:
     own = [state for state in failed
            if not (state.answer and _PEER_LOST.search(state.answer.text))]
     first = (own or failed)[0]
-    advice = next(filter(None, (limits.advice_on(state.answer.text) for state in failed
+    advice = next(filter(None, (advice_on(state.answer.text) for state in failed
                                 if state.answer)), "")
-    if first.answer and first.answer.state == "unpicklable":
+    if first.stage is RankStage.UNPICKLABLE:
         return of_unpicklable(first, states)
-    if first.answer and first.answer.state == "raised":
+    if first.stage is RankStage.RAISED:
         head = f"rank {first.rank} of {len(states)} raised {first.answer.text}"
         return _error(head, _excerpt(first.answer.frames), _others(states, first),
                       rank=first.rank, error=first.answer.kind, after=advice)
@@ -77,7 +81,7 @@ def of_failure(states, folder) -> RankError:
     body = _excerpt(frames)
     if not body and first.last_call:
         call = first.last_call
-        body = f"  Its last call was {call}\n         {spot(call.file, call.line)}"
+        body = f"  Its last call was {call}\n         {_spot(call.file, call.line)}"
     return _error(head, body, _others(states, first), rank=first.rank, kind="died", after=advice)
 
 
@@ -105,8 +109,8 @@ def of_stuck(states, seconds) -> RankError:
 
 def of_slow_start(states, seconds) -> RankError:
     """Ranks that have not all joined the process group; those who do not answer hold it up."""
-    silent = [state for state in states if not state.joined and state.where is None]
-    late = silent or [state for state in states if not state.joined]
+    late = [state for state in states if state.stage is RankStage.STARTING]
+    late = [state for state in late if state.where is None] or late
     return _error(f"{_names(late)} did not start within {seconds:g} s", "", states,
                   rank=late[0].rank if len(late) == 1 else None, kind="stuck")
 
@@ -160,24 +164,25 @@ def _others(states, first):
 def _line(state) -> str:
     """One rank's whereabouts in a line or two."""
     label = f"  rank {state.rank} "
-    answer = state.answer
-    if answer and answer.state == "done":
+    if state.finished:
         return label + "had returned"
-    if answer and answer.state in ("raised", "exited", "unpicklable"):
-        if _PEER_LOST.search(answer.text):
-            return label + "lost its connection" + _at(answer.frames)
-        verb = {"raised": "raised ", "unpicklable": "gave no value: "}.get(answer.state, "")
-        return label + verb + (answer.text.splitlines() or [""])[0][:160] + _at(answer.frames)
     if state.died:
         return label + _how_it_ended(state)
-    if state.coming:
+    if state.failed:
+        text, frames = state.answer.text, state.answer.frames
+        if _PEER_LOST.search(text):
+            return label + "lost its connection" + _at(frames)
+        verb = {RankStage.RAISED: "raised ", RankStage.UNPICKLABLE: "gave no value: "}
+        return (label + verb.get(state.stage, "") + (text.splitlines() or [""])[0][:160]
+                + _at(frames))
+    if state.stage is RankStage.RETURNING:
         return label + "had returned, and its value was on its way"
-    if not state.ready:
+    if state.is_starting:
         return label + "was still starting"
     if state.where is None:
         call = state.last_call
         return label + "does not answer: it is stopped, or inside C code" + (
-            f"; its last call was {call}: {spot(call.file, call.line)}" if call else "")
+            f"; its last call was {call}: {_spot(call.file, call.line)}" if call else "")
     if state.where.waiting:
         return label + f"waits in {state.where.waiting[0][1]}" + _at(state.where.frames)
     if is_waiting(state) and state.last_call:
@@ -212,7 +217,7 @@ def _crash_frames(path) -> list[Frame]:
 
 def _excerpt(frames) -> str:
     """The learner's frames with their lines; the innermost with the lines before it."""
-    kept = learners(frames)
+    kept = _learners(frames)
     if len(kept) > 6:
         kept = kept[:2] + kept[-4:]
     blocks = []
@@ -221,13 +226,13 @@ def _excerpt(frames) -> str:
         shown = [f"  {'→' if number == frame.line else ' '} {number:3d} "
                  + linecache.getline(frame.file, number).rstrip("\n")
                  for number in range(first, frame.line + 1)]
-        blocks.append("\n".join([f"  {place(frame.file)}, in {frame.function}", *shown]))
+        blocks.append("\n".join([f"  {_place(frame.file)}, in {frame.function}", *shown]))
     return "\n".join(blocks)
 
 
 def _at(frames):
-    kept = learners(frames)
-    return f": {spot(kept[-1].file, kept[-1].line)}" if kept else ""
+    kept = _learners(frames)
+    return f": {_spot(kept[-1].file, kept[-1].line)}" if kept else ""
 
 
 def _odd_one_out(calls):
@@ -249,3 +254,38 @@ def _names(states):
 
 def _verb(states, one, many):
     return one if len(states) == 1 else many
+
+
+def _learners(frames):
+    """The learner's frames; where there are none, those of the package around this launcher."""
+    mine = [frame for frame in frames if is_learners(frame.file)]
+    return mine or [frame for frame in frames
+                    if frame.file.startswith(_PACKAGE) and not frame.file.startswith(_LAUNCHER)]
+
+
+def _spot(file: str, line: int) -> str:
+    """A line as the reader knows it, with its text where that is to be had."""
+    text = linecache.getline(_whole_name(file), line).strip()
+    return f"{_place(file)}, line {line}" + (f": {text}" if text else "")
+
+
+def _whole_name(file):
+    """The file's full name, where a call log kept only its end."""
+    if file in linecache.cache or os.path.exists(file):
+        return file
+    return next((name for name in linecache.cache if name.endswith(file)), file)
+
+
+def _place(file: str) -> str:
+    """A source file as the reader knows it: the cell's number, or the file's name."""
+    cells = getattr(getattr(ipython(), "compile", None), "_filename_map", {})
+    for name, number in cells.items():
+        if name == file or (len(file) >= 40 and name.endswith(file)):
+            return f"cell In[{number}]"
+    return os.path.basename(file)
+
+
+def sources_of_cells() -> dict[str, str]:
+    """The sources of the notebook's cells, which exist in no file."""
+    return {name: "".join(entry[2]) for name, entry in list(linecache.cache.items())
+            if len(entry) == 4 and entry[1] is None and not os.path.exists(name)}

@@ -7,8 +7,6 @@ import re
 import sys
 import time
 
-from dplab.show.palette import rank_color
-
 KEPT = 16_000  # bytes kept of a rank's output, from its start and again from its end
 _KEPT_IN_STREAM = 1_000_000  # bytes from a rank's start that a terminal or a file shows
 _REFRESH = 0.2  # seconds between two live refreshes
@@ -17,6 +15,11 @@ _GLOO_WORDS = re.compile(
     r"terminate called after throwing an instance of '(gloo|$)"  # $: it was cut off there
     r"|\s*what\(\):\s*(\[enforce fail at|$)|\[[EW]\d{4} .*ProcessGroupGloo")
 _CURSOR = re.compile(r"\x1b\[[0-9;?]*[A-HJKSTfhlsu]")
+
+
+def rank_color(rank: int) -> str:
+    """The background of a rank's label, ``#RRGGBB``; `configure` puts another in its place."""
+    return ("#1F4E79", "#7A3B00")[rank % 2]
 
 
 class RankText:

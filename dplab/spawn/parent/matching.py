@@ -1,12 +1,37 @@
-"""Finds ranks that wait for one another in sends and receives, so that none can ever go on.
+"""Whether the ranks' calls fit together: collectives that differ, sends that nobody receives.
 
-From the call logs the parent knows which send meets which receive. A rank that waits, and has a
+A mismatch is no error to gloo: different dtypes, or SUM against MAX, give garbage, and different
+shapes abort a rank. Only a comparison of what the ranks called finds them.
+
+Of sends and receives the parent knows from the logs which meets which. A rank that waits, and has a
 send or receive without a counterpart, needs another rank to come; where that one has returned, or
 waits in the same way, nobody comes.
 """
 
-from dplab.spawn.calls import DEFAULT_GROUP, Call
-from dplab.spawn.recording import WAIT
+from dplab.spawn.between.calls import DEFAULT_GROUP, Call
+from dplab.spawn.rank.recording import WAIT
+
+
+class CallComparison:
+    """Compares the ranks' collectives, place by place, as they come in."""
+
+    def __init__(self):
+        self._places = {}
+
+    def add(self, rank: int, calls: list[Call]):
+        """A first mismatch as ``(what differs, {rank: call})``, or None."""
+        found = None
+        for call in calls:
+            if call.is_point_to_point:
+                continue
+            place = self._places.setdefault((call.group, call.number), {})
+            place[rank] = call
+            what = call.disagrees_with(next(iter(place.values())))
+            if what:
+                found = found or (what, place)
+            elif len(place) == call.group_size:
+                del self._places[call.group, call.number]
+        return found
 
 
 class Meetings:

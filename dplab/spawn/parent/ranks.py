@@ -1,4 +1,4 @@
-"""The ranks of one run as the parent has them: starts them, talks with them, ends them."""
+"""The ranks of one run as the parent has them: it starts them, talks with them, and ends them."""
 
 import contextlib
 import os
@@ -11,15 +11,18 @@ import tempfile
 import time
 from typing import Any
 
-from dplab.spawn import limits, output, sources
-from dplab.spawn.log import LOG_BYTES, CallReader
-from dplab.spawn.mailbox import Mailbox
-from dplab.spawn.rank import Job, log_file, store_file
-from dplab.spawn.start import start_ranks
-from dplab.spawn.state import RankState
+from dplab.spawn.between.calls import LOG_BYTES, CallReader
+from dplab.spawn.between.errors import SHARED_MEMORY, with_advice
+from dplab.spawn.between.messages import Mailbox, Task, log_file, store_file
+from dplab.spawn.parent import output, report
+from dplab.spawn.parent.stages import RankStage, RankState
+from dplab.spawn.server.start import start_ranks
 
 _ANSWER = 0.5  # seconds that a rank has to say where it is
 _NEWS = 0.05  # seconds by which the news of a death may come after the errors that it causes
+_MARGIN = 4 << 20  # bytes beside the call logs: the ranks' meeting place, what a crash leaves
+_LAST_WORDS = {"raised": RankStage.RAISED, "exited": RankStage.EXITED,
+               "unpicklable": RankStage.UNPICKLABLE}
 
 
 class Ranks:
@@ -35,8 +38,8 @@ class Ranks:
         self._handle: Any = None
         self._store: Any = None
 
-    def start(self, payload: memoryview, **job) -> None:
-        """Starts them and hands each its `Job` and the payload. OSError where the machine lacks
+    def start(self, payload: memoryview, **task) -> None:
+        """Starts them and hands each its `Task` and the payload. OSError where the machine lacks
         something; `stop` is due in any case."""
         nbytes = len(self.states) * LOG_BYTES
         try:
@@ -44,13 +47,13 @@ class Ranks:
             self._store = open(store_file(self.folder), "x")
             self._start()
         except OSError as error:
-            raise limits.explained(error, len(self.states), nbytes) from None
+            raise with_advice(error, len(self.states), nbytes) from None
         common = {
             "world_size": len(self.states), "folder": self.folder,
             "environment": dict(os.environ), "directory": os.getcwd(), "path": list(sys.path),
-            "sources": sources.of_cells(), **job}
+            "sources": report.sources_of_cells(), **task}
         for state, mailbox in zip(self.states, self._mailboxes, strict=True):
-            mailbox.send(Job(rank=state.rank, **common))
+            mailbox.send(Task(rank=state.rank, **common))
             mailbox.send_bytes(payload)
             self._listen_to(state)
 
@@ -80,14 +83,13 @@ class Ranks:
 
     def ask_where(self) -> None:
         """Asks every rank that is at work where it is, and waits a little for answers."""
-        asked = [state for state in self.states
-                 if state.answer is None and state.exit_code is None]
+        asked = [state for state in self.states if state.at_work]
         for state in asked:
             state.where = None
             self._say(state, "where")
         deadline = time.monotonic() + _ANSWER
         while time.monotonic() < deadline and any(
-                state.where is None and not (state.answer or state.died) for state in asked):
+                state.where is None and state.at_work for state in asked):
             self.listen(0.02)
 
     def listen(self, seconds: float) -> None:
@@ -112,23 +114,26 @@ class Ranks:
     def _take(self, state, message):
         if state.coming is not None:
             state.value, state.answer, state.coming = message, state.coming, None
+            state.advance(RankStage.RETURNED)
             return
         answer = pickle.loads(message)
-        if answer.state == "ready":
-            state.joined = True
-            if all(state.joined for state in self.states):
-                self._go()
-        elif answer.state == "where":
+        if answer.state == "where":
             state.where = answer
         elif answer.state == "done":
             state.coming = answer
-        else:
+            if not state.died:
+                state.advance(RankStage.RETURNING)
+        elif answer.state != "ready":
             state.answer = answer
-            state.ready = True
+            state.advance(_LAST_WORDS[answer.state])
+        elif not state.died:
+            state.advance(RankStage.JOINED)
+            if all(state.stage is RankStage.JOINED for state in self.states):
+                self._go()
 
     def _go(self):
         for state in self.states:
-            state.ready = True
+            state.advance(RankStage.RUNNING)
             self._say(state, "go")
 
     def _say(self, state, word):
@@ -153,8 +158,10 @@ class Ranks:
 
     def _exits(self):
         for rank, code in self._handle.exits():
-            self.states[rank].exit_code = code
-            self.states[rank].ended_at = time.monotonic() - _NEWS
+            state = self.states[rank]
+            state.exit_code, state.ended_at = code, time.monotonic() - _NEWS
+            if state.at_work:
+                state.advance(RankStage.DIED)
 
     def stop(self) -> None:
         """Ends the ranks, then reads what they still had to say."""
@@ -193,7 +200,7 @@ class Ranks:
 
 def _folder_with_logs(world_size, nbytes):
     """A private folder for the run, and the ranks' call logs in it."""
-    folder, logs = tempfile.mkdtemp(prefix="dplab-", dir=limits.folder_with_room(nbytes)), []
+    folder, logs = tempfile.mkdtemp(prefix="dplab-", dir=_folder_with_room(nbytes)), []
     try:
         for rank in range(world_size):
             logs.append(CallReader(log_file(folder, rank)))
@@ -203,3 +210,15 @@ def _folder_with_logs(world_size, nbytes):
         shutil.rmtree(folder, ignore_errors=True)
         raise
     return folder, logs
+
+
+def _folder_with_room(nbytes):
+    """Where a run's files lie: in shared memory if there is room, else (None) as tempfile has it.
+
+    Docker gives a container 64 MB of shared memory, and some sandboxes none.
+    """
+    with contextlib.suppress(OSError):
+        if (os.access(SHARED_MEMORY, os.W_OK)
+                and shutil.disk_usage(SHARED_MEMORY).free > nbytes + _MARGIN):
+            return SHARED_MEMORY
+    return None

@@ -1,0 +1,1 @@
+"""What the parent and its ranks both know. Imports nothing of the other rooms."""

@@ -1,0 +1,222 @@
+"""The ways to ranks: `run`, from a notebook, a script or inside a torchrun job, and ``%%ranks``."""
+
+import argparse
+import ast
+import atexit
+import datetime
+import functools
+import inspect
+import math
+import numbers
+import os
+import time
+
+from dplab.spawn.between import values
+from dplab.spawn.between.errors import RankError, ServerEnded, expect_failure
+from dplab.spawn.parent.supervise import Supervisor
+from dplab.spawn.rank import device as devices
+from dplab.spawn.rank import life
+from dplab.spawn.server.start import MOST_RANKS, warm_up
+
+_LARGEST_SEED = 2**32
+_OPTIONS = ("timeout", "backend", "link", "seed")
+
+
+def _options_belong_to_run(run):
+    """Refuses an option that is a parameter of the function too: nobody could tell whose it is."""
+
+    @functools.wraps(run)
+    def checked(fn, world_size, *args, **kwargs):
+        for option in _OPTIONS:
+            if option in kwargs and _has_open(option, fn, args):
+                name = getattr(fn, "__name__", "the function")
+                raise TypeError(
+                    f"{option}= is an option of run(), and {name}() has a parameter of that name: "
+                    f"give the function's by position, or in a function of its own, "
+                    f"run(lambda: {name}(…, {option}=…), {world_size}); or rename the parameter")
+        return run(fn, world_size, *args, **kwargs)
+
+    return checked
+
+
+def _has_open(option, fn, args):
+    """Whether ``fn(*args)`` leaves a parameter of that name to be given by keyword."""
+    try:
+        signature = inspect.signature(fn)
+        given = signature.bind_partial(*args).arguments
+    except (TypeError, ValueError):  # what is wrong there is said elsewhere
+        return False
+    parameter = signature.parameters.get(option)
+    return (parameter is not None and option not in given
+            and option not in getattr(fn, "keywords", ())  # functools.partial has given it
+            and parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY))
+
+
+@_options_belong_to_run
+def run(fn, world_size, *args, timeout=60.0, backend=None, link=None, seed=0, **kwargs) -> list:
+    """Runs ``fn(*args, **kwargs)`` on ``world_size`` ranks; returns their values in rank order.
+
+    On each rank the default process group is initialised and ``dplab.device()`` is the rank's
+    device; ``fn`` is ordinary torch.distributed code. It is sent by value, with what it uses of the
+    notebook. Each call starts fresh processes, so nothing leaks from one to the next. Values may be
+    any picklable objects; tensors come back on the CPU.
+
+    timeout: seconds that ``fn`` may take on all ranks together.
+    backend: ``"nccl"`` where every rank can have a GPU of its own (on AMD GPUs the same name stands
+        for RCCL), ``"xccl"`` likewise on Intel GPUs, else ``"gloo"``; a name forces it.
+    link: an emulated link, or any object whose ``install(backend)`` is called on each rank
+        before the process group starts, and returns the name of the backend to use. With a link,
+        ``backend`` is ``"gloo"`` unless it is named.
+    seed: rank r seeds torch, NumPy and `random` with ``1000 * seed + r``.
+
+    These four are `run`'s own, and never reach ``fn``: where ``fn`` has a parameter of the same
+    name that ``args`` leave open, naming it is a TypeError.
+
+    Under torchrun nothing is started: the call joins that job, and every rank gets the whole list.
+
+    Raises TypeError for a non-callable, and for a world size that is no integer; ValueError for one
+    below 1, above 120, or not torchrun's, for a timeout, seed or backend that cannot be, and for a
+    link under torchrun; RuntimeError inside a rank; OSError where the machine has no room for so
+    many ranks; `RankError` when a rank fails, `ServerEnded` when what they are forked from was
+    killed with them. The ■ button and Ctrl-C end the ranks, and raise
+    KeyboardInterrupt with a line on where each was.
+    """
+    _validate(fn, world_size, timeout, backend, seed)
+    if devices.under_torchrun():
+        if link is not None:
+            raise ValueError("under torchrun the job's own link is there, and no other is emulated")
+        return _join_torchrun(fn, world_size, args, kwargs, timeout, backend, seed)
+    if devices.in_rank():
+        raise RuntimeError("this process is a rank already: run() starts ranks from the notebook, "
+                           "not from inside a rank")
+    try:
+        payload = values.dumps((fn, args, kwargs, link))
+    except values.Unpicklable as error:
+        text = str(error)
+        for index, name in enumerate(("the function", "args", "kwargs", "link")):
+            text = text.replace(f"the value[{index}]", name, 1)
+        raise RankError(f"{text}, so it cannot be sent to the ranks.\nMake it inside the function "
+                        "instead, or pass what it is made from.", kind="unpicklable") from None
+    name = devices.choose_backend(world_size, backend or (link and "gloo"))
+
+    def supervisor():
+        return Supervisor(payload, world_size, timeout=timeout, seed=seed, backend=name)
+
+    first = supervisor()
+    try:
+        return first.run()
+    except ServerEnded:
+        if first.has_begun:
+            raise
+    return supervisor().run()  # with another server
+
+
+def _validate(fn, world_size, timeout, backend, seed):
+    if not callable(fn):
+        raise TypeError(f"the first argument must be a function, not {type(fn).__name__}: "
+                        "write run(fn, 4), not run(fn(), 4)")
+    if isinstance(world_size, bool) or not isinstance(world_size, numbers.Integral):
+        raise TypeError(f"world_size must be an integer, not {world_size!r}")
+    if not 1 <= world_size <= MOST_RANKS:
+        raise ValueError(f"world_size must be 1 to {MOST_RANKS}, not {world_size}; more "
+                         "ranks than that are for a dry run, or a prediction")
+    if (isinstance(timeout, bool) or not isinstance(timeout, numbers.Real)
+            or math.isnan(timeout) or timeout <= 0):
+        raise ValueError(f"timeout must be a positive number of seconds, not {timeout!r}")
+    if (isinstance(seed, bool) or not isinstance(seed, numbers.Integral)
+            or not 0 <= seed <= _LARGEST_SEED):
+        raise ValueError(f"seed must be an integer from 0 to {_LARGEST_SEED}, not {seed!r}")
+    if backend is not None:
+        devices.validate(backend, world_size)
+
+
+def _join_torchrun(fn, world_size, args, kwargs, timeout, backend, seed) -> list:
+    """Calls ``fn`` on this rank and gathers every rank's value. ValueError for another size."""
+    import torch.distributed as dist
+
+    job_size = int(os.environ["WORLD_SIZE"])
+    if job_size != world_size:
+        raise ValueError(f"this torchrun job has {job_size} ranks, and the code asks for "
+                         f"{world_size}: start it with nodes × --nproc-per-node = {world_size}")
+    if not dist.is_initialized():
+        local_rank = int(os.environ.get("LOCAL_RANK", 0))
+        local_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+        name = devices.choose_backend(local_size, backend)
+        devices.become_rank(name, local_rank)
+        dist.init_process_group(name, timeout=datetime.timedelta(seconds=timeout))
+    life.seed_everything(seed, dist.get_rank())
+    value = fn(*args, **kwargs)
+    gathered: list = [None] * world_size
+    dist.all_gather_object(gathered, bytes(values.dumps(value)))
+    _let_threads_finish_at_exit()
+    return [values.loads(each) for each in gathered]
+
+
+@functools.cache
+def _let_threads_finish_at_exit():
+    """gloo's threads let go of a collective a moment after its wait(), and need Python for it.
+
+    A thread that comes too late, when Python is ending, aborts the process ("terminate called
+    without an active exception"). `destroy_process_group` waits for the threads, but not where
+    something keeps the group alive, as `fully_shard` does. So all get their turn before the end.
+    """
+    atexit.register(time.sleep, 0.1)
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message):
+        raise ValueError(f"%%ranks N [--timeout S] [--fails]: {message}")
+
+
+def register_magic(shell) -> None:
+    """Adds ``%%ranks`` to an IPython shell, and starts the fork server in the background."""
+    from IPython.core.magic import register_cell_magic
+
+    warm_up()
+    parser = _Parser(prog="%%ranks", add_help=False)
+    parser.add_argument("world_size", type=int, metavar="N")
+    parser.add_argument("--timeout", type=float, default=60.0)
+    parser.add_argument("--fails", action="store_true")
+
+    def ranks(line, cell):
+        """``%%ranks N [--timeout S] [--fails]``: runs the cell's body on N ranks.
+
+        Names of the notebook are visible, none come back. The value of a last expression comes
+        back as the list ``_``. ``--fails``: the failure is meant; it is shown without raising, and
+        kept under the name ``failure``.
+        """
+        options = parser.parse_args(line.split())
+        body = _Body(shell, line, cell)
+        if options.fails:
+            with expect_failure() as shell.user_ns["failure"]:
+                run(body, options.world_size, timeout=options.timeout)
+            return None
+        values = run(body, options.world_size, timeout=options.timeout)
+        return None if all(value is None for value in values) else values
+
+    register_cell_magic(ranks)
+
+
+class _Body:
+    """A cell's code with the names of the notebook that it uses, to be called on a rank."""
+
+    def __init__(self, shell, line, cell):
+        source = f"%%ranks {line}\n{cell}"
+        self.file = shell.compile.cache(source, len(shell.user_ns["In"]) - 1, raw_code=source)
+        tree = ast.parse("\n" + cell, self.file)  # the magic's own line is the cell's first
+        last = tree.body[-1] if tree.body else None
+        hidden = cell.rstrip().endswith(";")
+        self.result = None
+        if isinstance(last, ast.Expr) and not hidden:
+            tree.body.pop()
+            self.result = compile(ast.Expression(last.value), self.file, "eval")
+        self.code = compile(tree, self.file, "exec")
+        used = values.global_names(self.code)
+        if self.result:
+            used |= values.global_names(self.result)
+        self.names = {name: shell.user_ns[name] for name in used if name in shell.user_ns}
+
+    def __call__(self):
+        names = {"__name__": "__main__", **self.names}
+        exec(self.code, names)
+        return eval(self.result, names) if self.result else None

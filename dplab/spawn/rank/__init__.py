@@ -1,0 +1,1 @@
+"""What runs in each rank: its life, the recording of what it calls, its device."""
