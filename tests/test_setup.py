@@ -20,8 +20,9 @@ import torch.distributed as dist
 
 from dplab import RankError, needs, run
 from dplab.exercises import record
-from dplab.spawn import limits
-from dplab.spawn.log import LOG_BYTES
+from dplab.spawn.between.calls import LOG_BYTES
+from dplab.spawn.between.errors import advice_on
+from dplab.spawn.parent import ranks
 
 # functions of this file travel as those of a notebook do: by value
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -101,13 +102,13 @@ def test_torch_is_looked_for_at_the_first_use_and_not_before():
 
 
 def test_shared_memory_is_used_where_there_is_room(monkeypatch, tmp_path):
-    monkeypatch.setattr(limits, "_SHARED_MEMORY", str(tmp_path))
+    monkeypatch.setattr(ranks, "SHARED_MEMORY", str(tmp_path))
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=64 << 20))
-    assert limits.folder_with_room(32 * LOG_BYTES) == str(tmp_path)
-    assert limits.folder_with_room(120 * LOG_BYTES) is None
-    monkeypatch.setattr(limits, "_SHARED_MEMORY", str(tmp_path / "missing"))
-    assert limits.folder_with_room(1) is None
+    assert ranks._folder_with_room(32 * LOG_BYTES) == str(tmp_path)
+    assert ranks._folder_with_room(120 * LOG_BYTES) is None
+    monkeypatch.setattr(ranks, "SHARED_MEMORY", str(tmp_path / "missing"))
+    assert ranks._folder_with_room(1) is None
 
 
 @pytest.fixture
@@ -153,7 +154,7 @@ def test_a_limit_on_files_is_named(limited):
     ("ValueError: x", ""),
 ])
 def test_advice_on_the_errors_of_ranks(text, said):
-    advice = limits.advice_on(text)
+    advice = advice_on(text)
     assert said in advice and bool(advice) == bool(said)
 
 

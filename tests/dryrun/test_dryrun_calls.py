@@ -46,7 +46,7 @@ def test_an_interrupt_leaves_no_thread_behind(monkeypatch):
     def interrupted(*args, **kwargs):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("dplab.spawn.run", interrupted)
+    monkeypatch.setattr("dplab.run", interrupted)
     before = {thread.name for thread in threading.enumerate()}
     with pytest.raises(KeyboardInterrupt):
         dryrun.fully_shard(GPT, 3)

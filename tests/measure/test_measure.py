@@ -8,7 +8,8 @@ from ranks import MIB, least_on_the_wire, several
 
 from dplab import RankError, run
 from dplab.measure import CallLog, WireMeter, sent_bytes
-from dplab.spawn import log, recording
+from dplab.spawn.between import calls
+from dplab.spawn.rank import recording
 
 
 def metered_all_reduce(nbytes):
@@ -126,8 +127,8 @@ def test_bytes_sent_for_a_call_are_what_all_ranks_send_over_their_number(world_s
 
 
 def a_log_that_is_written_faster_than_read(folder):
-    recording.record_into(log.create_log(f"{folder}/log"))
-    reader = log.CallReader(f"{folder}/log")
+    recording.record_into(calls.map_log(f"{folder}/log"))
+    reader = calls.CallReader(f"{folder}/log")
     numbers = []
     for burst in (3, 1, 5000):
         for _ in range(burst):

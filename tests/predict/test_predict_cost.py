@@ -6,7 +6,7 @@ import pytest
 
 from dplab.predict import catalogue, cost
 from dplab.predict.cost import Link, Measurement
-from dplab.spawn import calls
+from dplab.spawn.between import calls
 
 M = 12_000_000  # bytes
 ALL_REDUCES = ["naive all-reduce", "tree all-reduce", "ring all-reduce"]

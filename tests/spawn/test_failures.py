@@ -20,8 +20,8 @@ from kernel import no_ranks_left, server_of, wait_for
 
 import dplab
 from dplab import RankError, run
-from dplab.spawn import ranks as parents_ranks
-from dplab.spawn import supervise
+from dplab.spawn.parent import ranks as parents_ranks
+from dplab.spawn.parent import supervise
 
 # functions of this file travel as those of a notebook do: by value
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -31,7 +31,7 @@ def only_learners_frames(error):
     text = str(error)
     assert os.path.basename(__file__) in text
     for line in text.splitlines():
-        assert not line.strip().startswith(("launch.py", "rank.py", "supervise.py", "calls.py",
+        assert not line.strip().startswith(("run.py", "life.py", "supervise.py", "recording.py",
                                             "distributed_c10d.py", "c10d_logger.py")), text
 
 

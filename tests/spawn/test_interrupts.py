@@ -16,8 +16,9 @@ import torch.distributed as dist
 from kernel import kill_server, no_ranks_left, server_of, wait_for
 
 from dplab import run
-from dplab.spawn import ranks, start
-from dplab.spawn.errors import Interrupted
+from dplab.spawn.between.errors import Interrupted
+from dplab.spawn.parent import ranks
+from dplab.spawn.server import start
 
 # functions of this file travel as those of a notebook do: by value
 cloudpickle.register_pickle_by_value(sys.modules[__name__])

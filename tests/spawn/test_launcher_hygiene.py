@@ -30,7 +30,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from dplab import RankError, run
-from dplab.spawn import log, start
+from dplab.spawn.between import calls
+from dplab.spawn.rank.recording import CallRecorder
+from dplab.spawn.server import start
 
 # functions of this file travel as those of a notebook do: by value
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -201,11 +203,11 @@ def test_no_room_for_the_second_log_leaves_no_folder(monkeypatch, tmp_path):
         if made:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         made.append(path)
-        return create_log(path)
+        return map_log(path)
 
     run(int, 2, "7")
-    create_log, before = log.create_log, psutil.Process().num_fds()
-    monkeypatch.setattr(log, "create_log", create)
+    map_log, before = calls.map_log, psutil.Process().num_fds()
+    monkeypatch.setattr(calls, "map_log", create)
     with pytest.raises(OSError, match="No space left on device") as kept:
         run(int, 2, "7")
     assert not os.path.exists(os.path.dirname(made[0])), kept
@@ -250,8 +252,8 @@ def test_a_server_that_cannot_start_says_why(tmp_path):
 import os, torch
 from dplab.spawn import run
 os.environ["PYTHONPATH"] = {str(tmp_path)!r}
-import dplab.spawn.start as start
-start._with_dplab = lambda: os.environ["PYTHONPATH"]
+import dplab.spawn.server.start as start
+start._with_this_package = lambda: os.environ["PYTHONPATH"]
 run(print, 2)""")
     assert done.returncode == 1
     assert "ServerEnded: the process that ranks are forked from has ended" in done.stderr
@@ -259,10 +261,11 @@ run(print, 2)""")
 
 
 @pytest.mark.parametrize(("code", "started", "environment"), [
-    ("import dplab", 0, {}), ("import dplab.predict", 0, {}), ("import dplab.spawn", 0, {}),
-    ("from dplab import run", 1, {}), ("import dplab; dplab.device", 1, {}),
-    ("from dplab import run", 0, {"TORCHELASTIC_RUN_ID": "job"}),
-    ("from dplab import run", 0, {"DPLAB_START": "spawn"}),
+    ("import dplab.predict", 0, {}), ("import dplab.spawn", 0, {}),
+    ("from dplab import RankError, device, run", 0, {}),
+    ("from dplab import run; run(int, 1)", 1, {}), ("from dplab import warm_up; warm_up()", 1, {}),
+    ("from dplab import warm_up; warm_up()", 0, {"TORCHELASTIC_RUN_ID": "job"}),
+    ("from dplab import warm_up; warm_up()", 0, {"DPLAB_START": "spawn"}),
 ])
 def test_what_starts_the_server(code, started, environment):
     done = python(f"{code}\nimport psutil\nprint(len(psutil.Process().children()))", **environment)
@@ -295,7 +298,7 @@ run(lambda: (open({str(tmp_path / 'sign')!r}, "w").close(), time.sleep(1000)), 3
 def test_the_call_log_holds_any_call(tmp_path):
     group = type("Group", (), {"group_name": "a" * 64, "size": lambda self: 1000})()
     path = str(tmp_path / "calls")
-    recorder, reader = log.CallRecorder(log.create_log(path)), log.CallReader(path)
+    recorder, reader = CallRecorder(calls.map_log(path)), calls.CallReader(path)
     tensor = torch.empty((10**4,) * 2 + (1,) * 7, device="meta", dtype=torch.complex128)
     name = str(tmp_path / ("漢字" * 60 + ".py"))
     code = compile("all_reduce(group, 'reduce_scatter', [tensor] * 9, 'PREMUL_SUM', 999)",

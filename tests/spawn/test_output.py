@@ -15,7 +15,7 @@ from kernel import no_ranks_left
 from tqdm import tqdm
 
 from dplab import RankError, run
-from dplab.spawn.output import KEPT, RankText
+from dplab.spawn.parent.output import KEPT, RankText
 
 # functions of this file travel as those of a notebook do: by value
 cloudpickle.register_pickle_by_value(sys.modules[__name__])

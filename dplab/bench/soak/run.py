@@ -21,7 +21,8 @@ class Place:
         self._folder = Path(tempfile.mkdtemp(prefix="dplab-soak-"))
         self._notebooks = {}
         self._process = subprocess.Popen(
-            [sys.executable, "-c", "import sys; sys.stdin.read()", "-m", "dplab.spawn.server.forkserver"],
+            [sys.executable, "-c", "import sys; sys.stdin.read()", "-m",
+             "dplab.spawn.server.forkserver"],
             start_new_session=True, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
         self._files = [Path(tempfile.mkdtemp(prefix="dplab-", dir=folder)) / "calls-0"
                        for folder in (self._folder, "/dev/shm")]
