@@ -191,8 +191,8 @@ def register_magic(shell) -> None:
             with expect_failure() as shell.user_ns["failure"]:
                 run(body, options.world_size, timeout=options.timeout)
             return None
-        values = run(body, options.world_size, timeout=options.timeout)
-        return None if all(value is None for value in values) else values
+        returned = run(body, options.world_size, timeout=options.timeout)
+        return None if all(value is None for value in returned) else returned
 
     register_cell_magic(ranks)
 
