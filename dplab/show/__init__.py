@@ -21,7 +21,7 @@ _MODULE_OF = {
     "time_shares": "shares",
     "timeline": "step_in_time",
     "ring_step": "ring",
-    "memory_over_step": "memory",
+    "memory_over_step": "memory_areas",
     "heat_maps": "gradient_maps",
     "Bar": "scaling",
     "Beside": "scaling",
