@@ -108,7 +108,7 @@ class _Row:
                           f"and {abs(sent - bare):,.{digits}f} {unit} hidden")
 
 
-class _Rows(shares.Bars):
+class _Rows(shares.LabelledBars):
     """Draws rows. In its axes x is in the unit of time, y in points, downwards."""
 
     def names(self, doing, parts, y):
