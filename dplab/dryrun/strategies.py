@@ -17,7 +17,6 @@ from dplab.dryrun.units import POLICIES
 from dplab.predict.checks import one_of, whole
 from dplab.predict.transformer_config import TransformerConfig
 
-PRECISIONS = ("fp32", "mixed", "bf16")
 _DELAY = 2  # seconds until there is a bar
 
 
@@ -100,7 +99,7 @@ def zero_1(model: TransformerConfig | Callable[[], nn.Module], world_size: int, 
 def _run(strategy, model, world_size, *, batch, sequence, precision, checkpointing, optimizer,
          inputs, loss, progress, **more):
     world_size = whole(world_size, "the world size")
-    one_of(precision, PRECISIONS, "precision")
+    one_of(precision, ("fp32", "mixed", "bf16"), "precision")
     if isinstance(model, TransformerConfig):
         if inputs is not None or loss is not None:
             raise TypeError("inputs and loss are for a model of your own, not for a configuration")

@@ -18,7 +18,7 @@ from dplab.predict import memory, step
 from dplab.predict.activations import activations
 from dplab.predict.checks import one_of, whole
 from dplab.predict.cluster import (
-    RECOMPUTE,
+    BLOCK_RECOMPUTE,
     RESOURCES,
     Cluster,
     Job,
@@ -31,7 +31,7 @@ from dplab.predict.memory import PRECISIONS, Budget, readable
 from dplab.predict.step import COMMUNICATION, Span
 from dplab.predict.transformer_config import TransformerConfig
 
-STRATEGIES = {
+CHOICES = {
     "DDP": "everything on every rank",
     "ZeRO-1": "the optimizer's state sharded: DDP with ZeroRedundancyOptimizer",
     "FSDP": "all sharded among all ranks",
@@ -233,14 +233,14 @@ def recommend(model: TransformerConfig, cluster: Cluster, *, batch: int = 1, seq
     return Recommendation(_options(model, cluster, batch, sequence, 1 - free), most_tokens)
 
 
-def budget(strategy: str, model: TransformerConfig, cluster: Cluster, *, batch: int, sequence: int,
-           recompute: str = "none") -> Budget:
+def strategy_budget(strategy: str, model: TransformerConfig, cluster: Cluster, *, batch: int,
+                    sequence: int, recompute: str = "none") -> Budget:
     """What a rank holds with these `settings`, by `memory.budget`.
 
     Under autocast DDP's parameters have copies in bf16 as well; fully_shard reduces in fp32. Raises
     ValueError for an unknown strategy.
     """
-    one_of(strategy, STRATEGIES, "strategy")
+    one_of(strategy, CHOICES, "strategy")
     is_replicated = strategy in ("DDP", "ZeRO-1")
     ranks = cluster.per_node if strategy == "HSDP" else cluster.ranks
     found = memory.budget(model, ranks, cluster.gpu.memory_bytes, precision=PRECISION,
@@ -259,12 +259,12 @@ def budget(strategy: str, model: TransformerConfig, cluster: Cluster, *, batch: 
 def _options(model, cluster, batch, sequence, share):
     limit = share * cluster.gpu.memory_bytes
     found = []
-    for strategy in STRATEGIES:
+    for strategy in CHOICES:
         if strategy == "HSDP" and cluster.nodes == 1:
             continue  # the same as FSDP
-        for recompute in RECOMPUTE:
-            held = budget(strategy, model, cluster, batch=batch, sequence=sequence,
-                          recompute=recompute)
+        for recompute in BLOCK_RECOMPUTE:
+            held = strategy_budget(strategy, model, cluster, batch=batch, sequence=sequence,
+                                   recompute=recompute)
             if held.total <= limit:
                 break
         job = Job(model, batch, sequence, strategy="HSDP" if strategy == "HSDP" else

@@ -16,7 +16,7 @@ from torch import nn
 from dplab import run
 from dplab.measure import CallLog
 from dplab.parallel import BucketedDDP, OverlappedDDP
-from dplab.parallel.bucketed_ddp import MIB, fill_buckets
+from dplab.parallel.bucketed_ddp import MIB, bucket_parameters
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -40,7 +40,7 @@ def sizes_in(buckets):
     (1000, [[5, 4, 3, 2, 1]]),
 ])
 def test_buckets_hold_parameters_in_reverse_and_close_at_their_size(limit, expected):
-    assert sizes_in(fill_buckets(layers(1, 2, 3, 4, 5), 4 * limit / MIB)) == expected
+    assert sizes_in(bucket_parameters(layers(1, 2, 3, 4, 5), 4 * limit / MIB)) == expected
 
 
 def test_a_bucket_has_one_dtype_and_tied_and_frozen_parameters_no_second_place():
@@ -48,7 +48,7 @@ def test_a_bucket_has_one_dtype_and_tied_and_frozen_parameters_no_second_place()
     module.append(nn.Parameter(torch.zeros(6, dtype=torch.float64)))
     module[1].requires_grad_(False)
     module.append(module[2])
-    buckets = fill_buckets(module, 1)
+    buckets = bucket_parameters(module, 1)
     assert sizes_in(buckets) == [[6], [4, 3]] or sizes_in(buckets) == [[4, 3], [6]]
     for bucket in buckets:
         assert {parameter.dtype for parameter in bucket.parameters} == {bucket.flat.dtype}
