@@ -77,8 +77,7 @@ def shard(model: nn.Module, units: Sequence[Wrapped], setup) -> None:
     """Wraps each unit, and then the model, as a `fake_step.Setup` says."""
     policy = fsdp.MixedPrecisionPolicy()
     if setup.precision == "mixed":
-        reduce_dtype = torch.float32 if setup.reduce_dtype == "fp32" else torch.bfloat16
-        policy = fsdp.MixedPrecisionPolicy(torch.bfloat16, reduce_dtype)
+        policy = fsdp.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     mesh = init_device_mesh("cpu", (setup.world_size,))
     for unit in [*units, model]:
         fsdp.fully_shard(unit, mesh=mesh, mp_policy=policy,
