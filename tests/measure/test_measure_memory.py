@@ -275,16 +275,6 @@ def test_optimizer_state_and_that_of_an_optimizer_inside_are_told_from_the_rest(
     assert state_bytes(model, optimizer) == States(4 * count, 12 * count, masters + moments + steps)
 
 
-def test_only_the_wanted_type_of_device_counts():
-    model = layers([4, 4])
-    with MemoryTimeline(model, device="cuda") as memory:
-        model(torch.ones(3, 4))
-    assert memory.peak == 0
-    with MemoryTimeline(model, device="cpu") as memory:
-        model(torch.ones(3, 4))
-    assert memory.peak == 80 + 2 * 48
-
-
 def test_what_other_threads_do_is_left_alone():
     with MemoryTimeline(layers([4, 4])) as memory:
         thread = threading.Thread(target=lambda: torch.zeros(10_000).sum())
