@@ -478,14 +478,14 @@ def efficiency(curve: Sequence[tuple[int, float]]) -> list[float]:
     return [ranks * each / (rate * count) for count, each in curve]
 
 
-def stops_paying(curve: Sequence[tuple[int, float]], least: float = 0.5) -> int | None:
+def stops_paying(curve: Sequence[tuple[int, float]]) -> int | None:
     """The number of ranks from which adding ranks no longer pays, or None if it does to the end.
 
     ``curve``: (ranks, rate), such as tokens per second, in rising ranks. Adding pays while each
-    rank that the next point adds brings ``least`` of what a rank brings at the first point.
+    rank that the next point adds brings half of what a rank brings at the first point.
     """
     first_ranks, first_rate = curve[0]
     for (ranks, rate), (more, higher) in itertools.pairwise(curve):
-        if (higher - rate) / (more - ranks) < least * first_rate / first_ranks:
+        if (higher - rate) / (more - ranks) < first_rate / first_ranks / 2:
             return ranks
     return None

@@ -265,7 +265,6 @@ def test_efficiency_and_where_adding_ranks_stops_paying():
     assert cluster.efficiency(curve) == pytest.approx([1, 0.95, 0.75, 0.5625, 340 / 1280])
     # each rank of 16 → 32 brings 5.5 of 10, of 32 → 64 only 3.75
     assert cluster.stops_paying(curve) == 32
-    assert cluster.stops_paying(curve, least=0.6) == 16
     assert cluster.stops_paying(curve[:3]) is None
 
 
