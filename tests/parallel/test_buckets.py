@@ -11,6 +11,7 @@ import cloudpickle
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import run_each
 from torch import nn
 
 from dplab import run
@@ -88,7 +89,7 @@ def step_and_look(wrap):
 @pytest.mark.parametrize("wrap", WRAPPERS)
 def test_one_all_reduce_for_each_bucket_and_gradients_are_views(wrap, ranks):
     mean = sum(range(1, ranks + 1)) / ranks
-    for sent, inside, gradients, again in run(step_and_look, ranks, wrap):
+    for sent, inside, gradients, again in run_each(step_and_look, tuple(WRAPPERS), ranks)[wrap]:
         assert sent == [4 * (9 + 2), 4 * (6 + 3)]  # gradients, and a flag for each
         assert all(inside) and again
         for gradient in gradients:

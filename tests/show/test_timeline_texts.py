@@ -52,10 +52,11 @@ def test_texts_are_apart_and_on_nothing_else(case, width, monkeypatch):
                            title="A finding that needs more than one line " * 3,
                            note="A note that has to be wrapped as well " * 4)
     assert_readable(figure)
+    bars = [(bar.get_label(), bar.get_window_extent().padded(-0.5))
+            for bar in figure.axes[0].patches]
     for text in (*figure.texts, *figure.axes[0].texts):
         box = text.get_window_extent()
-        under = {bar.get_label() for bar in figure.axes[0].patches
-                 if bar.get_window_extent().padded(-0.5).overlaps(box)} - {"exposed", "_outline"}
+        under = {label for label, extent in bars if extent.overlaps(box)} - {"exposed", "_outline"}
         assert len(under) < 2, (text, under)
         if under:
             [bar] = under
