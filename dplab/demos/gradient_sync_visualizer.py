@@ -71,7 +71,7 @@ def ddp_with(hook):
     return wrap
 
 
-STRATEGIES = {
+SYNC_STRATEGIES = {
     PER_PARAMETER: ManualDDP,
     BUCKETS: lambda model: BucketedDDP(model, BUCKET_MB),
     OVERLAPPED: lambda model: OverlappedDDP(model, BUCKET_MB),
@@ -119,7 +119,7 @@ def synchronize(digits, rounds=ROUNDS):
     model = small_network().to(dplab.device())
     F.cross_entropy(model(samples[0]), samples[1]).backward()
     before, outcomes = gradients(model), {}
-    for name, wrap in STRATEGIES.items():
+    for name, wrap in SYNC_STRATEGIES.items():
         module, last = copy.deepcopy(model), {}
         for parameter in module.parameters():
             parameter.register_post_accumulate_grad_hook(lambda _, last=last: last.update(at=now()))
@@ -184,7 +184,7 @@ def summarize(results, link=None):
     mean = {name: sum(rank[name] for rank in before) / len(before) for name in before[0]}
     largest = max(value.abs().max().item() for value in mean.values())
     strategies = {}
-    for name in STRATEGIES:
+    for name in SYNC_STRATEGIES:
         ranks = [rank[name] for rank in outcomes]
         after = [rank["after"] for rank in ranks]
         strategies[name] = {
@@ -195,7 +195,7 @@ def summarize(results, link=None):
             "between_ranks": largest_difference(after, after[0])}
     return {"ranks": len(results), "device": devices[0], "link": link, "buckets": buckets[0],
             "backend": "gloo" if link else backends[0], "before": before,
-            "after": {name: [rank[name]["after"] for rank in outcomes] for name in STRATEGIES},
+            "after": {name: [rank[name]["after"] for rank in outcomes] for name in SYNC_STRATEGIES},
             "between_ranks": largest_difference(before, before[0]), "strategies": strategies}
 
 

@@ -26,7 +26,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dplab.dryrun.events import blocks_to_trace, lengthened, replay
 from dplab.dryrun.findings import DryRun, UnsupportedOperator
-from dplab.dryrun.kernels import use_fused_kernels
 from dplab.dryrun.tracker import Tracker
 from dplab.dryrun.units import UnknownUnits, blocks_of, checkpointed, shard, units_of
 from dplab.predict import shards
@@ -53,19 +52,17 @@ class Setup:
     precision: str
     checkpointing: bool
     optimizer: Callable
-    inputs: Callable | None
-    loss: Callable | None
+    inputs: Callable | None = None
     full: bool = True
     units: object = "blocks"
     reshard_after_forward: bool | None = None
-    reduce_dtype: str = "fp32"
 
 
 def dry_run(setup: Setup, progress_file: str) -> DryRun | Exception:
     """Runs the setup and returns its report, or the exception that the caller is to raise."""
     start = time.perf_counter()
     recording.recorder = None  # nobody reads the log of calls here
-    use_fused_kernels()
+    _use_fused_kernels()
     try:
         run, trace = _few_blocks(setup, progress_file) or _all_blocks(setup, progress_file)
     except _VALUES_NEEDED as error:
@@ -181,9 +178,7 @@ class Run:
         with torch.autocast("cpu", torch.bfloat16, enabled=self._setup.precision == "mixed"
                             and self._setup.strategy != "fully_shard"):
             output = model(*arguments)
-            if self._setup.loss is not None:
-                loss = self._setup.loss(output)
-            elif targets is not None:
+            if targets is not None:
                 loss = F.cross_entropy(output.flatten(0, 1).float(), targets.flatten())
             else:
                 loss = output.float().mean()
@@ -289,3 +284,29 @@ def _words(error):
         text += f":\n  {where[-1].filename}:{where[-1].lineno}, in {where[-1].name}\n" \
                 f"    {where[-1].line}"
     return text
+
+
+def _use_fused_kernels():
+    """From now on, in this process, `F.rms_norm` keeps and makes what a GPU's kernel does.
+
+    On a CPU, RMSNorm is several operations, which save two copies of their input in fp32. The fused
+    kernel saves the input as it is, and one number for each row. Tensors in a dry run have no
+    values, so that the memory is all there is to imitate.
+    """
+    F.rms_norm = lambda x, normalized_shape, weight=None, eps=None: _FusedRMSNorm.apply(
+        x, len(normalized_shape), weight)
+
+
+class _FusedRMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, dimensions, weight):
+        with torch.enable_grad():  # the tracker tells activations by it
+            output = torch.empty_like(x)
+            deviation = torch.empty(x.shape[:-dimensions], dtype=torch.float32, device=x.device)
+        ctx.save_for_backward(x, weight, deviation)
+        return output
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, weight, _ = ctx.saved_tensors
+        return torch.empty_like(x), None, None if weight is None else torch.empty_like(weight)

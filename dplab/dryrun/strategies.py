@@ -17,16 +17,14 @@ from dplab.dryrun.units import POLICIES
 from dplab.predict.checks import one_of, whole
 from dplab.predict.transformer_config import TransformerConfig
 
-PRECISIONS = ("fp32", "mixed", "bf16")
 _DELAY = 2  # seconds until there is a bar
 
 
 def fully_shard(model: TransformerConfig | Callable[[], nn.Module], world_size: int, *,
                 batch: int = 1, sequence: int | None = None, units="blocks",
                 reshard_after_forward: bool | None = None, precision: str = "mixed",
-                reduce_dtype: str = "fp32", checkpointing: bool = False,
-                optimizer: Callable = torch.optim.AdamW, inputs: Callable | None = None,
-                loss: Callable | None = None, full: bool = True,
+                checkpointing: bool = False, optimizer: Callable = torch.optim.AdamW,
+                inputs: Callable | None = None, full: bool = True,
                 progress: bool = True) -> DryRun:
     """A training step under torch's `fully_shard`, on fake tensors: memory and collectives.
 
@@ -39,14 +37,14 @@ def fully_shard(model: TransformerConfig | Callable[[], nn.Module], world_size: 
         function from the model to a list of modules, and of lists of modules gathered together.
     reshard_after_forward: as for `torch.distributed.fsdp.fully_shard`: by default, all but the
         root are.
-    precision: ``"fp32"``; ``"mixed"``: fp32 shards, gathered in bf16, gradients reduced as
-        ``reduce_dtype``, "fp32" or "bf16"; ``"bf16"``: everything, Adam's moments too. In
-        `predict.memory.PRECISIONS`: "fp32", "fp32 shards, bf16 gathered", "pure bf16".
+    precision: ``"fp32"``; ``"mixed"``: fp32 shards, gathered in bf16, gradients reduced in fp32;
+        ``"bf16"``: everything, Adam's moments too. In `predict.memory.PRECISIONS`: "fp32",
+        "fp32 shards, bf16 gathered", "pure bf16".
     checkpointing: each block keeps its input alone, and computes the rest again in backward.
     optimizer: makes an optimizer from the parameters, such as
         ``functools.partial(torch.optim.SGD, momentum=0.9)``.
-    inputs, loss: for a model of your own. ``inputs()`` makes what it is called with, a tensor or a
-        tuple; ``loss(output)`` is a scalar, by default the output's mean.
+    inputs: for a model of your own, makes what it is called with, a tensor or a tuple; the loss is
+        the output's mean.
     full: False runs a few blocks of a configuration and takes the others to be like them, where
         that is possible; ``traced_blocks`` tells.
     progress: whether a notebook or a terminal shows a bar while it takes longer than two seconds.
@@ -57,7 +55,6 @@ def fully_shard(model: TransformerConfig | Callable[[], nn.Module], world_size: 
     Raises TypeError and ValueError for arguments that cannot be, `UnsupportedOperator` for a model
     that asks for a tensor's values, and `RankError` for whatever the model itself raises.
     """
-    one_of(reduce_dtype, ("fp32", "bf16"), "reduce_dtype")
     if reshard_after_forward not in (None, True, False):
         raise TypeError(f"reshard_after_forward is True, False or None, "
                         f"not {reshard_after_forward!r}")
@@ -69,41 +66,41 @@ def fully_shard(model: TransformerConfig | Callable[[], nn.Module], world_size: 
         raise TypeError(f"units are a name, a number, a class or a function, not {units!r}")
     return _run("fully_shard", model, world_size, batch=batch, sequence=sequence,
                 precision=precision, checkpointing=checkpointing, optimizer=optimizer,
-                inputs=inputs, loss=loss, progress=progress, full=full, units=units,
-                reshard_after_forward=reshard_after_forward, reduce_dtype=reduce_dtype)
+                inputs=inputs, progress=progress, full=full, units=units,
+                reshard_after_forward=reshard_after_forward)
 
 
 def ddp(model: TransformerConfig | Callable[[], nn.Module], world_size: int, *, batch: int = 1,
         sequence: int | None = None, precision: str = "mixed", checkpointing: bool = False,
         optimizer: Callable = torch.optim.AdamW, inputs: Callable | None = None,
-        loss: Callable | None = None, progress: bool = True) -> DryRun:
+        progress: bool = True) -> DryRun:
     """The same for `DistributedDataParallel`, in its second step, with the buckets that stay.
 
     With ``precision="mixed"`` the step runs under `torch.autocast`, whose copies of the parameters
     in bf16 count as gathered. The rest is as for `fully_shard`.
     """
     return _run("DDP", model, world_size, batch=batch, sequence=sequence, precision=precision,
-                checkpointing=checkpointing, optimizer=optimizer, inputs=inputs, loss=loss,
+                checkpointing=checkpointing, optimizer=optimizer, inputs=inputs,
                 progress=progress)
 
 
 def zero_1(model: TransformerConfig | Callable[[], nn.Module], world_size: int, *, batch: int = 1,
            sequence: int | None = None, precision: str = "mixed", checkpointing: bool = False,
            optimizer: Callable = torch.optim.AdamW, inputs: Callable | None = None,
-           loss: Callable | None = None, progress: bool = True) -> DryRun:
+           progress: bool = True) -> DryRun:
     """The same for `ZeroRedundancyOptimizer` with DDP, on the rank that has most of the state."""
     return _run("ZeRO-1", model, world_size, batch=batch, sequence=sequence, precision=precision,
-                checkpointing=checkpointing, optimizer=optimizer, inputs=inputs, loss=loss,
+                checkpointing=checkpointing, optimizer=optimizer, inputs=inputs,
                 progress=progress)
 
 
 def _run(strategy, model, world_size, *, batch, sequence, precision, checkpointing, optimizer,
-         inputs, loss, progress, **more):
+         inputs, progress, **more):
     world_size = whole(world_size, "the world size")
-    one_of(precision, PRECISIONS, "precision")
+    one_of(precision, ("fp32", "mixed", "bf16"), "precision")
     if isinstance(model, TransformerConfig):
-        if inputs is not None or loss is not None:
-            raise TypeError("inputs and loss are for a model of your own, not for a configuration")
+        if inputs is not None:
+            raise TypeError("inputs are for a model of your own, not for a configuration")
         batch = whole(batch, "the batch")
         sequence = whole(model.context if sequence is None else sequence, "the sequence")
         if model.learned_positions and sequence > model.context:
@@ -122,8 +119,7 @@ def _run(strategy, model, world_size, *, batch, sequence, precision, checkpointi
     from dplab.dryrun.fake_step import Setup, dry_run
 
     setup = Setup(strategy, model, world_size, batch=batch, sequence=sequence, precision=precision,
-              checkpointing=bool(checkpointing), optimizer=optimizer, inputs=inputs, loss=loss,
-              **more)
+                  checkpointing=bool(checkpointing), optimizer=optimizer, inputs=inputs, **more)
     title = f"dry run of {getattr(model, 'name', '') or 'the model'}, {world_size} ranks"
     with tempfile.NamedTemporaryFile() as file, _bar(file.name, title, progress):
         result = run(dry_run, 1, setup, file.name, backend="gloo", timeout=24 * 3600)[0]

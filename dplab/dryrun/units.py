@@ -8,7 +8,7 @@ from torch.distributed import fsdp
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 
-Unit = nn.Module | list[nn.Module]
+Wrapped = nn.Module | list[nn.Module]
 POLICIES = ("blocks", "root")
 
 
@@ -29,14 +29,14 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
 
 
 def units_of(model: nn.Module, blocks: Sequence[nn.Module],
-             policy: str | int | type | tuple[type, ...] | Callable) -> list[Unit]:
+             policy: str | int | type | tuple[type, ...] | Callable) -> list[Wrapped]:
     """The units of a policy, inner ones before outer ones; the model itself is not among them.
 
     Raises UnknownUnits where there are none.
     """
     if policy == "root":
         return []
-    units: list[Unit]
+    units: list[Wrapped]
     if isinstance(policy, str | int):
         size = policy if isinstance(policy, int) else 1
         runs = [list(blocks[first:first + size]) for first in range(0, len(blocks), size)]
@@ -55,7 +55,7 @@ def units_of(model: nn.Module, blocks: Sequence[nn.Module],
 
 
 def checkpointed(model: nn.Module, blocks: Sequence[nn.Module],
-                 units: Sequence[Unit]) -> tuple[list[nn.Module], list[Unit]]:
+                 units: Sequence[Wrapped]) -> tuple[list[nn.Module], list[Wrapped]]:
     """Puts each block into a wrapper that keeps its input alone and computes it anew in backward.
 
     Returns blocks and units with the wrappers. Raises UnknownUnits for a model without blocks.
@@ -73,12 +73,11 @@ def checkpointed(model: nn.Module, blocks: Sequence[nn.Module],
         else wrapper_of.get(unit, unit) for unit in units]
 
 
-def shard(model: nn.Module, units: Sequence[Unit], setup) -> None:
+def shard(model: nn.Module, units: Sequence[Wrapped], setup) -> None:
     """Wraps each unit, and then the model, as a `fake_step.Setup` says."""
     policy = fsdp.MixedPrecisionPolicy()
     if setup.precision == "mixed":
-        reduce_dtype = torch.float32 if setup.reduce_dtype == "fp32" else torch.bfloat16
-        policy = fsdp.MixedPrecisionPolicy(torch.bfloat16, reduce_dtype)
+        policy = fsdp.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     mesh = init_device_mesh("cpu", (setup.world_size,))
     for unit in [*units, model]:
         fsdp.fully_shard(unit, mesh=mesh, mp_policy=policy,

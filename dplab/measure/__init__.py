@@ -2,11 +2,9 @@
 
 from dplab.measure.call_log import CallLog, sent_bytes
 from dplab.measure.emulated_link import EmulatedLink
-from dplab.measure.layers import layer_times
-from dplab.measure.memory_timeline import MemoryTimeline
-from dplab.measure.model_states import state_bytes
+from dplab.measure.memory_timeline import MemoryTimeline, state_bytes
 from dplab.measure.noise_scale import NoiseScale
-from dplab.measure.trace import Trace, aligned, save_chrome_trace
+from dplab.measure.trace import Trace, aligned, layer_times, save_chrome_trace
 from dplab.measure.wire import WireMeter
 
 __all__ = ["CallLog", "EmulatedLink", "MemoryTimeline", "NoiseScale", "Trace", "WireMeter",

@@ -1,4 +1,4 @@
-"""What one rank's memory holds over a step, storage by storage.
+"""What one rank's memory holds, storage by storage: model states now, and everything over a step.
 
 A dispatch mode sees each operation of torch, in backward too, and so each storage that it takes or
 returns; a weak reference to the storage tells when it is freed. A storage counts once, with its
@@ -8,21 +8,33 @@ libraries such as gloo or NCCL hold, and the allocator's rounding and fragmentat
 
 import functools
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import UntypedStorage, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from dplab.measure.model_states import at_rest, gradients, grouped, with_inner
 from dplab.measure.storages import CATEGORIES, Storages, replaced, storages_of
+from dplab.predict.memory import States
+
+
+def state_bytes(model: nn.Module, optimizer: Optimizer | None = None) -> States:
+    """The bytes of model states that this rank holds now, each storage counted once.
+
+    Parameters are the model's and those in the optimizer's groups; an optimizer inside the
+    optimizer is part of its state. DDP's buckets are in no tensor that Python sees, unless with
+    ``gradient_as_bucket_view=True``, where they are the gradients. Comparable, by ``==``, with
+    `dplab.predict.shards.real_states`.
+    """
+    parts = _at_rest(model, _with_inner(optimizer))
+    return States(*(sum(storage.nbytes() for storage in part) for part in parts))
 
 
 @dataclass(frozen=True)
@@ -84,8 +96,7 @@ class MemoryTimeline(Sampled):
 
     What was there before and belongs to none of them, such as the batch, counts from where it is
     first used; DDP's buckets, which its C++ code made, from the begin, if the block has a backward.
-    ``device``, such as "cuda", counts that type alone. Each operation takes some microseconds
-    longer, and another for each parameter.
+    Each operation takes some microseconds longer, and another for each parameter.
 
     Afterwards: ``peak`` in bytes, ``at_peak`` by category, ``samples`` (a `Sample` for each change)
     and ``phases``. Raises RuntimeError for a block inside another one.
@@ -93,12 +104,10 @@ class MemoryTimeline(Sampled):
 
     _active = False
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer | None = None, *,
-                 device: str | None = None):
-        self._optimizers = with_inner(optimizer)  # the given one first
-        self._model, self._device = model, device
+    def __init__(self, model: nn.Module, optimizer: Optimizer | None = None):
+        self._model, self._optimizers = model, _with_inner(optimizer)  # the given one first
         self._events: list[tuple[int, float, int, int]] = []  # op, seconds, storage, change
-        self._storages = Storages(self._note, self._size)
+        self._storages = Storages(self._note)
         self._strangers: set[int] = set()  # numbers of storages that no operation returned
         self._op = 0
         self.samples: list[Sample] = []
@@ -109,7 +118,7 @@ class MemoryTimeline(Sampled):
             raise RuntimeError("a MemoryTimeline is active already: end its block first")
         self._start = None
         self._places = [module._parameters for module in self._model.modules()]
-        parameters, _, optimizer = at_rest(self._model, self._optimizers)
+        parameters, _, optimizer = _at_rest(self._model, self._optimizers)
         self._storages.mark(parameters, "parameters")
         self._storages.mark(optimizer, "optimizer")
         self._storages.mark(storages_of(self._model.buffers()), "other")
@@ -130,7 +139,7 @@ class MemoryTimeline(Sampled):
     def __exit__(self, *error):
         self._stack.__exit__(*error)
         self._look()
-        self._storages.mark(at_rest(self._model, self._optimizers)[2], "optimizer")
+        self._storages.mark(_at_rest(self._model, self._optimizers)[2], "optimizer")
         self._storages.forget()
         self._replay()
 
@@ -143,9 +152,6 @@ class MemoryTimeline(Sampled):
         finally:
             self.phases.append(Phase(name, start, self._op))
 
-    def _size(self, storage):
-        return storage.nbytes() if self._device in (None, storage.device.type) else 0
-
     def _note(self, number, change):
         passed = 0.0 if self._start is None else time.perf_counter() - self._start
         self._events.append((self._op, passed, number, change))
@@ -155,7 +161,8 @@ class MemoryTimeline(Sampled):
         there = [parameter for place in self._places for parameter in place.values()
                  if parameter is not None]
         self._storages.mark(storages_of(there), "gathered")
-        self._storages.mark(storages_of(gradients(there + grouped(self._optimizers))), "gradients")
+        found = _gradients(there + _grouped(self._optimizers))
+        self._storages.mark(storages_of(found), "gradients")
 
     def _ran(self, func, inputs, outputs):
         if func.namespace == "profiler":
@@ -226,3 +233,40 @@ class _Mode(TorchDispatchMode):
         outputs = func(*args, **(kwargs or {}))
         self._ran(func, (args, kwargs), outputs)
         return outputs
+
+
+def _at_rest(model: nn.Module, optimizers: Sequence[Optimizer]) -> list[list[UntypedStorage]]:
+    """The storages of parameters, gradients and optimizer state, none of them in two of these."""
+    parameters = [*model.parameters(), *_grouped(optimizers[:1])]
+    everywhere = parameters + _grouped(optimizers)
+    state = [tensor for optimizer in optimizers for tensor in tree_leaves(dict(optimizer.state))
+             if isinstance(tensor, torch.Tensor)]
+    parts: list[list[UntypedStorage]] = []
+    seen: set[int] = set()
+    for tensors in (parameters, _gradients(everywhere), [*state, *everywhere]):
+        found = {storage._cdata: storage for storage in storages_of(tensors)}
+        parts.append([storage for address, storage in found.items()
+                      if address not in seen and storage.nbytes()])
+        seen |= set(found)
+    return parts
+
+
+def _with_inner(optimizer: Optimizer | None) -> list[Optimizer]:
+    """The optimizer, and those that it keeps as attributes."""
+    if optimizer is None:
+        return []
+    return [optimizer, *(each for value in vars(optimizer).values()
+                         for each in (value if isinstance(value, list | tuple) else [value])
+                         if isinstance(each, Optimizer))]
+
+
+def _grouped(optimizers: Iterable[Optimizer]) -> list[torch.Tensor]:
+    """The parameters in their groups."""
+    return [parameter for optimizer in optimizers for group in optimizer.param_groups
+            for parameter in group["params"]]
+
+
+def _gradients(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Those that the leaves among the parameters have."""
+    return [parameter.grad for parameter in parameters
+            if parameter.is_leaf and parameter.grad is not None]

@@ -42,21 +42,20 @@ class NoiseScale:
         their mean. With gradient accumulation, those of all micro-batches.
     smoothing: from 0 up to, not including, 1: the weight of the past in the running means of
         |G|² and tr Σ, which count the last 1 / (1 − smoothing) steps or so.
-    group: the ranks that average; by default all.
 
-    Each rank has whole gradients, as in DDP and ZeRO-1. Raises ValueError on a group of one rank,
+    Each rank has whole gradients, as in DDP and ZeRO-1. Raises ValueError on one rank,
     whose gradient is the averaged one, and for a number out of range.
     """
 
-    def __init__(self, local_batch: int, smoothing: float = 0.95, group=None):
-        self.ranks = dist.get_world_size(group)
+    def __init__(self, local_batch: int, smoothing: float = 0.95):
+        self.ranks = dist.get_world_size()
         if self.ranks < 2:
             raise ValueError("the noise scale compares local gradients with their mean, so it "
                              f"needs at least 2 ranks, and there is {self.ranks}")
         if local_batch < 1 or not 0 <= smoothing < 1:
             raise ValueError(f"local_batch is at least 1, smoothing in [0, 1): got {local_batch} "
                              f"and {smoothing}")
-        self.local_batch, self.smoothing, self.group = local_batch, smoothing, group
+        self.local_batch, self.smoothing = local_batch, smoothing
         self.steps = 0
         self._squared_gradient = self._variance = 0.0
         self._local: torch.Tensor | None = None
@@ -76,7 +75,7 @@ class NoiseScale:
             raise RuntimeError("this step's local gradients were not noted: call local() before "
                                "they are averaged, or register the hook")
         local, self._local = self._local, None
-        dist.all_reduce(local, group=self.group)
+        dist.all_reduce(local)
         of_small = local.item() / self.ranks
         of_big = _squared_norm(each.grad for each in parameters if each.grad is not None).item()
 
@@ -98,7 +97,7 @@ class NoiseScale:
             state._local = of_bucket
         else:
             state._local = state._local + of_bucket
-        return allreduce_hook(state.group, bucket)
+        return allreduce_hook(None, bucket)  # type: ignore[arg-type]  # None: all ranks
 
     @property
     def squared_gradient(self) -> float:

@@ -19,12 +19,10 @@ class Storages:
 
     changed: called with a storage's number, and by how many bytes its size has changed; where it
         was first seen, by all of them, and when it is freed, by as many less.
-    size: the bytes of a storage that count, by default all.
     """
 
-    def __init__(self, changed: Callable[[int, int], None],
-                 size: Callable[[torch.UntypedStorage], int] = torch.UntypedStorage.nbytes):
-        self._changed, self._size = changed, size
+    def __init__(self, changed: Callable[[int, int], None]):
+        self._changed = changed
         self._live: dict[int, tuple[int, weakref.ref]] = {}  # by address
         self._categories: list[int] = []
         self.sizes: list[int] = []  # by number
@@ -45,13 +43,13 @@ class Storages:
             self._live[address] = number, weakref.ref(storage, freed)
             self._categories.append(_ORDER[category])
             self.sizes.append(0)
-            self._resize(number, self._size(storage))
+            self._resize(number, storage.nbytes())
         return self._live[address][0]
 
     def look_at(self, storage: torch.UntypedStorage) -> int:
         """Its number, after noting the size that it has now."""
         number = self.number(storage)
-        self._resize(number, self._size(storage))
+        self._resize(number, storage.nbytes())
         return number
 
     def mark(self, storages: Iterable[torch.UntypedStorage], category: str) -> None:

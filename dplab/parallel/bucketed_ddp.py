@@ -58,7 +58,7 @@ class Bucket:
                 parameter.grad = view
 
 
-def fill_buckets(module: nn.Module, bucket_mb: float) -> list[Bucket]:
+def bucket_parameters(module: nn.Module, bucket_mb: float) -> list[Bucket]:
     """The trainable parameters in reverse, in buckets that close when they reach ``bucket_mb`` MiB.
 
     So a bucket exceeds that size by less than its last parameter; a bucket holds one dtype only.
@@ -88,7 +88,7 @@ class BucketedDDP(ManualDDP):
         if not bucket_mb > 0:
             raise ValueError(f"a bucket holds more than 0 MiB, not {bucket_mb}")
         super().__init__(module)
-        self.buckets = fill_buckets(module, bucket_mb)
+        self.buckets = bucket_parameters(module, bucket_mb)
 
     @torch.no_grad()
     def finish_gradient_sync(self) -> None:

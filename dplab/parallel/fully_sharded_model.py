@@ -35,28 +35,22 @@ class FullyShardedModel(nn.Module):
         them; by default the children that own parameters, where those of a ModuleList count one
         by one. What belongs to none, or is tied across several, is gathered for the whole of
         forward and of backward. Every rank runs the same units in the same order.
-    param_dtype: in which parameters are gathered and layers compute, such as torch.bfloat16, and
-        to which forward casts its inputs; by default their own. The pieces keep theirs.
-    reduce_dtype: in which gradients are summed; by default in that of the gathered parameters.
 
     A step moves 3(N−1)/N·M bytes: two all-gathers and a reduce-scatter. Every backward adds the
     mean of its gradients to the pieces' ``grad``, where a parameter that backward did not reach
     counts as zeros. ValueError for a unit that is not part of ``module``, or is part of another.
     """
 
-    def __init__(self, module: nn.Module, units=None, *, param_dtype: torch.dtype | None = None,
-                 reduce_dtype: torch.dtype | None = None):
+    def __init__(self, module: nn.Module, units=None):
         super().__init__()
         units = _children_with_parameters(module) if units is None else list(units)
         _check(units, module)
         self.module = module
-        self._param_dtype = param_dtype
         broadcast_tensors(module.buffers())
         self._shapes = {name: tuple(p.shape) for name, p in module.named_parameters()}
         # The first one is of what belongs to no unit: forward and backward both begin with it.
         places = places_of(module)
-        self._units = [Unit(parameters, places, param_dtype, reduce_dtype)
-                       for parameters in divide(module, units)]
+        self._units = [Unit(parameters, places) for parameters in divide(module, units)]
         for index, unit in enumerate(units, start=1):
             unit.register_forward_pre_hook(partial(self._before_forward, index), prepend=True)
             unit.register_forward_hook(partial(self._after_forward, index))
@@ -70,7 +64,7 @@ class FullyShardedModel(nn.Module):
             self._reducing = None
             self._take_all_out()
         self._before_forward(0)
-        output = self.module(*_cast(args, self._param_dtype), **_cast(kwargs, self._param_dtype))
+        output = self.module(*args, **kwargs)
         self._after_forward(0, None, None, output)
         return output
 
@@ -157,8 +151,7 @@ class FullyShardedModel(nn.Module):
     def full_state_dict(self) -> dict[str, torch.Tensor]:
         """The whole state dict of ``module``, as it was before: on every rank, copies.
 
-        Parameters have their own dtype, not ``param_dtype``. Every rank calls it, and needs the
-        memory for the whole model.
+        Every rank calls it, and needs the memory for the whole model.
         """
         self._take_all_out()
         whole: dict[nn.Parameter, torch.Tensor] = {}
@@ -238,14 +231,3 @@ def _tensors_in(value) -> list[torch.Tensor]:
     elif not isinstance(value, list | tuple):
         return []
     return [tensor for part in value for tensor in _tensors_in(part)]
-
-
-def _cast(value, dtype):
-    """A copy of a module's arguments with the floating-point tensors in ``dtype``, if given."""
-    if isinstance(value, torch.Tensor) and dtype and value.is_floating_point():
-        return value.to(dtype)
-    if isinstance(value, dict):
-        return {key: _cast(part, dtype) for key, part in value.items()}
-    if isinstance(value, list | tuple) and type(value) in (list, tuple):
-        return type(value)(_cast(part, dtype) for part in value)
-    return value

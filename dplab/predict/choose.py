@@ -18,7 +18,7 @@ from dplab.predict import memory, step
 from dplab.predict.activations import activations
 from dplab.predict.checks import one_of, whole
 from dplab.predict.cluster import (
-    RECOMPUTE,
+    BLOCK_RECOMPUTE,
     RESOURCES,
     Cluster,
     Job,
@@ -31,7 +31,7 @@ from dplab.predict.memory import PRECISIONS, Budget, readable
 from dplab.predict.step import COMMUNICATION, Span
 from dplab.predict.transformer_config import TransformerConfig
 
-STRATEGIES = {
+CHOICES = {
     "DDP": "everything on every rank",
     "ZeRO-1": "the optimizer's state sharded: DDP with ZeroRedundancyOptimizer",
     "FSDP": "all sharded among all ranks",
@@ -41,6 +41,7 @@ STRATEGIES = {
 """From the simplest on: a later one is taken where it fits and is faster."""
 
 PRECISION = PRECISIONS["fp32 shards, bf16 gathered"]
+_FREE = 0.1  # the share of memory that is left to the allocator and the libraries
 _NEARLY = 0.02  # a simpler strategy is preferred where it is so much slower at most
 
 
@@ -139,9 +140,9 @@ class Recommendation:
             tried.append(("a network twice as fast", job.batch, replace(
                 cluster, between=replace(cluster.between,
                                          bandwidth=2 * cluster.between.bandwidth))))
-        found, share, rate = [], best.limit / cluster.gpu.memory_bytes, job.tokens / best.seconds
+        found, rate = [], job.tokens / best.seconds
         for what, batch, other in tried:
-            instead = Recommendation(_options(job.model, other, batch, job.sequence, share),
+            instead = Recommendation(_options(job.model, other, batch, job.sequence),
                                      self.most_tokens).best
             gain = None if instead is None else (
                 instead.job.tokens / instead.seconds / rate - 1)
@@ -218,29 +219,27 @@ _REMEDIES = {
 
 
 def recommend(model: TransformerConfig, cluster: Cluster, *, batch: int = 1, sequence: int = 4096,
-              most_tokens: float = math.inf, free: float = 0.1) -> Recommendation:
+              most_tokens: float = math.inf) -> Recommendation:
     """Which strategy trains ``model`` fastest, with ``batch`` sequences on each rank.
 
-    ``most_tokens``: the largest global batch that training can use, see chapter 07; ``free``: the
-    share of memory left to the allocator and the libraries. Blocks are recomputed only where
-    nothing else fits. Adding up gradients over several micro-batches is not considered, nor are
-    tensor, context and pipeline parallelism, which it can only ask for. Raises ValueError for a
-    share that is not from 0 to below 1, and like `checks.whole` for batch and sequence.
+    ``most_tokens``: the largest global batch that training can use, see chapter 07. A tenth of the
+    memory is left to the allocator and the libraries. Blocks are recomputed only where nothing else
+    fits. Adding up gradients over several micro-batches is not considered, nor are tensor, context
+    and pipeline parallelism, which it can only ask for. Raises like `checks.whole` for batch and
+    sequence.
     """
-    if not 0 <= free < 1:
-        raise ValueError(f"a share from 0 to below 1 is left free, not {free}")
     whole(batch, "batch"), whole(sequence, "sequence")
-    return Recommendation(_options(model, cluster, batch, sequence, 1 - free), most_tokens)
+    return Recommendation(_options(model, cluster, batch, sequence), most_tokens)
 
 
-def budget(strategy: str, model: TransformerConfig, cluster: Cluster, *, batch: int, sequence: int,
-           recompute: str = "none") -> Budget:
+def strategy_budget(strategy: str, model: TransformerConfig, cluster: Cluster, *, batch: int,
+                    sequence: int, recompute: str = "none") -> Budget:
     """What a rank holds with these `settings`, by `memory.budget`.
 
     Under autocast DDP's parameters have copies in bf16 as well; fully_shard reduces in fp32. Raises
     ValueError for an unknown strategy.
     """
-    one_of(strategy, STRATEGIES, "strategy")
+    one_of(strategy, CHOICES, "strategy")
     is_replicated = strategy in ("DDP", "ZeRO-1")
     ranks = cluster.per_node if strategy == "HSDP" else cluster.ranks
     found = memory.budget(model, ranks, cluster.gpu.memory_bytes, precision=PRECISION,
@@ -256,15 +255,15 @@ def budget(strategy: str, model: TransformerConfig, cluster: Cluster, *, batch: 
     return replace(found, communication=arriving + reduced)
 
 
-def _options(model, cluster, batch, sequence, share):
-    limit = share * cluster.gpu.memory_bytes
+def _options(model, cluster, batch, sequence):
+    limit = (1 - _FREE) * cluster.gpu.memory_bytes
     found = []
-    for strategy in STRATEGIES:
+    for strategy in CHOICES:
         if strategy == "HSDP" and cluster.nodes == 1:
             continue  # the same as FSDP
-        for recompute in RECOMPUTE:
-            held = budget(strategy, model, cluster, batch=batch, sequence=sequence,
-                          recompute=recompute)
+        for recompute in BLOCK_RECOMPUTE:
+            held = strategy_budget(strategy, model, cluster, batch=batch, sequence=sequence,
+                                   recompute=recompute)
             if held.total <= limit:
                 break
         job = Job(model, batch, sequence, strategy="HSDP" if strategy == "HSDP" else

@@ -146,20 +146,21 @@ def collective_seconds(cluster: Cluster, collective: str, nbytes: float, *,
                             ring_link(cluster, ranks, local, each)) for each in ways)
 
 
-STRATEGIES = ("DDP", "FSDP", "HSDP")
-RECOMPUTE = ("none", "full")
+SIMULATED_STRATEGIES = ("DDP", "FSDP", "HSDP")
+BLOCK_RECOMPUTE = ("none", "full")
+"""Of each block all is kept, or its input alone; `activations.RECOMPUTE` has a third way."""
 
 
 @dataclass(frozen=True)
 class Job:
     """A model trained with ``batch`` sequences of ``sequence`` tokens on each rank, one backward.
 
-    ``strategy``: one of `STRATEGIES`; HSDP shards among ``shard_ranks`` (by default a node) and
-    all-reduces shards among the copies. ``recompute``: one of `RECOMPUTE`. Bytes: of a parameter
-    and of a gradient as they travel, and of the optimizer's states per parameter (K). ``prefetch``:
-    blocks gathered ahead; ``reshard`` after forward, so that backward gathers again. ``overlap``:
-    whether sending goes on beside computing; ``bucket_bytes``: DDP's; ``way``: one of
-    `WAYS`, by which collectives go. Raises ValueError for what is none of these, and like
+    ``strategy``: one of `SIMULATED_STRATEGIES`; HSDP shards among ``shard_ranks`` (by default a
+    node) and all-reduces shards among the copies. ``recompute``: one of `BLOCK_RECOMPUTE`. Bytes:
+    of a parameter and of a gradient as they travel, and of the optimizer's states per parameter
+    (K). ``prefetch``: blocks gathered ahead; ``reshard`` after forward, so that backward gathers
+    again. ``overlap``: whether sending goes on beside computing; ``bucket_bytes``: DDP's; ``way``:
+    one of `WAYS`, by which collectives go. Raises ValueError for what is none of these, and like
     `checks.whole` for batch, sequence and prefetch.
     """
 
@@ -181,8 +182,8 @@ class Job:
     def __post_init__(self):
         whole(self.batch, "batch"), whole(self.sequence, "sequence")
         whole(self.prefetch, "prefetch", least=0)
-        one_of(self.strategy, STRATEGIES, "strategy")
-        one_of(self.recompute, RECOMPUTE, "recompute")
+        one_of(self.strategy, SIMULATED_STRATEGIES, "strategy")
+        one_of(self.recompute, BLOCK_RECOMPUTE, "recompute")
         one_of(self.way, WAYS, "way")
         if self.shard_ranks is not None and self.strategy != "HSDP":
             raise ValueError(f"shard_ranks is for HSDP, not for {self.strategy}: leave it out")
@@ -204,7 +205,7 @@ class Job:
         return self.tokens * (6 * matrices + 12 * model.layers * model.d_model * self.sequence)
 
 
-def units(job: Job, cluster: Cluster) -> tuple[list[Layer], Layer]:
+def unit_costs(job: Job, cluster: Cluster) -> tuple[list[Layer], Layer]:
     """What each block costs on one rank, and the root: the head's computing, all ends' gradients.
 
     Attention computes only the causal half, its backward 2.5 times its forward. Of memory traffic:
@@ -301,7 +302,7 @@ def job_spans(job: Job, cluster: Cluster) -> list[Span]:
 
     Raises ValueError where ``shard_ranks`` and the cluster's nodes do not divide one another.
     """
-    blocks, root = units(job, cluster)
+    blocks, root = unit_costs(job, cluster)
     size = {"DDP": 1, "FSDP": cluster.ranks,
             "HSDP": job.shard_ranks or cluster.per_node}[job.strategy]
     if cluster.ranks % size or max(size, cluster.per_node) % min(size, cluster.per_node):
@@ -477,14 +478,14 @@ def efficiency(curve: Sequence[tuple[int, float]]) -> list[float]:
     return [ranks * each / (rate * count) for count, each in curve]
 
 
-def stops_paying(curve: Sequence[tuple[int, float]], least: float = 0.5) -> int | None:
+def stops_paying(curve: Sequence[tuple[int, float]]) -> int | None:
     """The number of ranks from which adding ranks no longer pays, or None if it does to the end.
 
     ``curve``: (ranks, rate), such as tokens per second, in rising ranks. Adding pays while each
-    rank that the next point adds brings ``least`` of what a rank brings at the first point.
+    rank that the next point adds brings half of what a rank brings at the first point.
     """
     first_ranks, first_rate = curve[0]
     for (ranks, rate), (more, higher) in itertools.pairwise(curve):
-        if (higher - rate) / (more - ranks) < least * first_rate / first_ranks:
+        if (higher - rate) / (more - ranks) < first_rate / first_ranks / 2:
             return ranks
     return None

@@ -156,8 +156,7 @@ class Budget:
 
 def budget(model: TransformerConfig, world_size: int, memory_bytes: float, *, stage: str = "ZeRO-3",
            precision: Precision | str = "K = 12", batch: int = 1, sequence: int = 1024,
-           recompute: str = "none", flash: bool = True, dropout: bool = False,
-           bucket_views: bool = False) -> Budget:
+           recompute: str = "none", bucket_views: bool = False) -> Budget:
     """What a step needs on each rank, with ``batch`` sequences of ``sequence`` tokens per rank.
 
     The buffers are those of a usual implementation: for DDP and ZeRO-1 buckets as large as the
@@ -165,8 +164,8 @@ def budget(model: TransformerConfig, world_size: int, memory_bytes: float, *, st
     a unit, the whole gradients of a block and the buffer from which they are reduced. ZeRO-3 adds
     the parameters of the root and of one block, the buffer in which the next block arrives, and
     the root's whole gradients, which `fully_shard` keeps to the end. It errs either way: not all
-    of it is there at once, and what lives within one operation is left out. ``recompute``,
-    ``flash``, ``dropout``: see `activations`.
+    of it is there at once, and what lives within one operation is left out. ``recompute``: see
+    `activations`, here with flash attention and without dropout.
     """
     held = states(stage, precision, world_size, model.parameters)
     precision = precision_of(precision)
@@ -182,35 +181,16 @@ def budget(model: TransformerConfig, world_size: int, memory_bytes: float, *, st
         communication = 2 * block * precision.gathered
     return Budget(held, gathered, passing, communication,
                   activations(model, batch, sequence, element=precision.gathered,
-                              recompute=recompute, flash=flash, dropout=dropout), memory_bytes)
+                              recompute=recompute), memory_bytes)
 
 
-def deepspeed_estimate(stage: int, parameters: int, *, largest_layer: int = 0,
-                       gpus_per_node: int = 1, nodes: int = 1, offload_optimizer: bool = False,
-                       offload_parameters: bool = False, zero_init: bool = True,
-                       ) -> tuple[int, int]:
-    """DeepSpeed's own estimate for stage 2 or 3: bytes in a node's CPU memory, and on each GPU.
+def deepspeed_estimate(parameters: int, gpus: int) -> int:
+    """DeepSpeed's own estimate for stage 2: bytes of model states on each of ``gpus`` GPUs.
 
-    ``largest_layer``: its parameters, for stage 3; ``zero_init``: whether the model is sharded as
-    it is made. The CPU's bytes have half as much again in reserve, as there. Source: DeepSpeed
-    edaa7221, runtime/zero/stage_1_and_2.py and stage3.py, estimate_zero*_model_states_mem_needs.
-    Raises ValueError for other stages, and for offloaded parameters with the optimizer on the GPU.
+    Two bytes a parameter on each, and 18 for what is sharded. Source: DeepSpeed edaa7221,
+    runtime/zero/stage_1_and_2.py, estimate_zero2_model_states_mem_needs.
     """
-    if stage not in (2, 3) or (offload_parameters and not offload_optimizer):
-        raise ValueError("DeepSpeed estimates stages 2 and 3, and the parameters' offload only "
-                         "with the optimizer's")
-    gpus = gpus_per_node * nodes
-    if stage == 2:
-        if offload_optimizer:
-            return int(parameters * max(4 * gpus, 16) * 1.5), 2 * parameters
-        return int(parameters * 4 * gpus_per_node * 1.5), 2 * parameters + 18 * parameters // gpus
-    at_first = 0 if zero_init else 4 * gpus_per_node * parameters
-    if not offload_optimizer:
-        at_first = at_first or 4 * gpus_per_node * largest_layer
-        return int(at_first * 1.5), 4 * largest_layer + 18 * parameters // gpus
-    offloaded = (18 if offload_parameters else 16) * parameters / nodes
-    on_gpu = 4 * largest_layer + (0 if offload_parameters else 2 * parameters // gpus)
-    return int(max(at_first, offloaded) * 1.5), on_gpu
+    return 2 * parameters + 18 * parameters // gpus
 
 
 def readable(nbytes: float) -> str:

@@ -7,7 +7,7 @@ edaa7221, runtime/zero/config.py and runtime/config.py.
 import json
 
 from dplab.predict.checks import one_of, whole
-from dplab.predict.cluster import RECOMPUTE
+from dplab.predict.cluster import BLOCK_RECOMPUTE
 
 DEEPSPEED_STAGES = {"DDP": 0, "ZeRO-1": 1, "ZeRO-2": 2, "FSDP": 3, "HSDP": 3}
 """What comes nearest to each in DeepSpeed. ZeRO-2 has no setting in torch; "FSDP, kept" is near it.
@@ -45,11 +45,11 @@ def in_torch(strategy: str, ranks: int, per_node: int = 8, *, recompute: str = "
              device: str = "cuda") -> str:
     """Python that wraps ``model``, whose blocks are ``model.blocks``, and makes ``optimizer``.
 
-    ``strategy``: one of `choose.STRATEGIES`; ``recompute``: "none" or "full". Raises ValueError for
+    ``strategy``: one of `choose.CHOICES`; ``recompute``: "none" or "full". Raises ValueError for
     another, and under HSDP for ranks that do not fill nodes of ``per_node``.
     """
     one_of(strategy, ("DDP", "ZeRO-1", "FSDP, kept", "HSDP", "FSDP"), "strategy")
-    one_of(recompute, RECOMPUTE, "recompute")
+    one_of(recompute, BLOCK_RECOMPUTE, "recompute")
     checkpoint = _CHECKPOINT if recompute == "full" else ""
     adamw = ", ".join(f"{name}={value}" for name, value in ADAMW.items())
     optimizer = (f"ZeroRedundancyOptimizer(\n    model.parameters(), torch.optim.AdamW, {adamw})"

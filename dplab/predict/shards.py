@@ -12,6 +12,7 @@ from itertools import accumulate, pairwise
 
 from dplab.predict.checks import one_of, whole
 from dplab.predict.memory import Precision, States, precision_of
+from dplab.predict.step import Layer, bucket_layers
 from dplab.predict.transformer_config import Shape, numel
 
 # Each way of splitting gives, for every rank, the elements that it stores and in how many tensors.
@@ -94,7 +95,7 @@ def real_states(implementation: str, precision: Precision | str, world_size: int
     Exact, where all tensors are of one dtype. ``implementation``: one of `IMPLEMENTATIONS`.
     ``units``: the shapes of the trainable tensors, each tied one once, in order, as lists of what
     is sharded together: for FullyShardedModel and fully_shard its units, such as
-    `TransformerConfig.units`; for ShardedGradientOptimizer its `gradient_buckets`; for others it
+    `TransformerConfig.units`; for ShardedGradientOptimizer its `bucket_shapes`; for others it
     does not matter. Buckets and gathered parameters are not model states. Raises ValueError for an
     unknown implementation or precision, no tensors, and a shape without dimensions or with a size
     below 1.
@@ -117,18 +118,15 @@ def padded_parameters(implementation: str, world_size: int,
     return ranks * cut.get(implementation, _padded_chunks)(units, ranks)[0][0]
 
 
-def gradient_buckets(shapes: Iterable[Shape], element: int = 4,
-                     bucket_mb: float = 25.0) -> list[list[Shape]]:
-    """The units of a `ShardedGradientOptimizer`: from the last tensor on, closed at ``bucket_mb``.
+def bucket_shapes(shapes: Iterable[Shape], bucket_mb: float = 25.0) -> list[list[Shape]]:
+    """The units of a `ShardedGradientOptimizer`: float32 tensors from the last one on.
 
-    ``element``: bytes of one, ``bucket_mb``: MiB.
+    A bucket closes when it reaches ``bucket_mb`` MiB. Raises ValueError for a bucket of no size.
     """
-    buckets: list[list[Shape]] = [[]]
-    for shape in reversed(list(shapes)):
-        if numel(buckets[-1]) * element >= bucket_mb * 2**20:
-            buckets.append([])
-        buckets[-1].append(shape)
-    return buckets
+    shapes = list(shapes)
+    layers = [Layer(0, 0, 4 * numel([shape])) for shape in shapes]
+    return [[shapes[index] for index in bucket]
+            for bucket in bucket_layers(layers, bucket_mb * 2**20)]
 
 
 def checked_units(units: Iterable[Sequence[Shape]]) -> list[list[Shape]]:

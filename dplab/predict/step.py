@@ -70,8 +70,7 @@ def bucket_layers(layers: Sequence[Layer], bucket_bytes: float) -> list[list[int
 
 
 def ddp_spans(layers: Sequence[Layer], world_size: int, link: cost.Link, *, bucket_bytes: float,
-              overlap: bool = True, optimizer_seconds: float = 0.0,
-              algorithm: str = "ring all-reduce") -> list[Span]:
+              overlap: bool = True, optimizer_seconds: float = 0.0) -> list[Span]:
     """One rank's step: forward, each layer's backward, each bucket's all-reduce, the optimizer.
 
     ``layers`` in the order of forward. Without ``overlap`` all all-reduces wait for the end of
@@ -89,7 +88,7 @@ def ddp_spans(layers: Sequence[Layer], world_size: int, link: cost.Link, *, buck
     for number, bucket in enumerate(bucket_layers(layers, bucket_bytes)):
         nbytes = sum(layers[index].gradient_bytes for index in bucket)
         start = max(free, max(ready[index] for index in bucket) if overlap else now)
-        free = start + cost.seconds(algorithm, world_size, nbytes, link)
+        free = start + cost.seconds("ring all-reduce", world_size, nbytes, link)
         spans.append(Span(f"all-reduce {number}", COMMUNICATION, start, free, nbytes))
 
     start = max(now, free)

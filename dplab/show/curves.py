@@ -1,20 +1,22 @@
-"""Losses per step, drawn so that curves that coincide are all seen."""
+"""Curves that are named at their right ends: losses, sweeps over the batch, rates over ranks."""
 
 import math
 import re
+import statistics
 from collections.abc import Mapping, Sequence
 
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import MaxNLocator, NullLocator
 
 from dplab.show.labels import (
+    LINE_SPACING,
     SIZE,
     TITLE_SIZE,
-    name_ends,
+    spread,
     text_height,
     text_width,
     wrap,
 )
-from dplab.show.palette import RANK_COLORS, REFERENCE, rank_color
+from dplab.show.palette import INK, MUTED, RANK_COLORS, REFERENCE, rank_color
 from dplab.show.theme import (
     WIDTH,
     CourseFigure,
@@ -25,7 +27,8 @@ from dplab.show.theme import (
     write_title,
 )
 
-LEADER = 22
+HEIGHT = 3.6  # inches
+LEADER = 22  # points, of the line that ties a name to its curve's end
 THINNEST = 1.6
 ROUNDING = 1e-5
 
@@ -34,11 +37,9 @@ def loss_curves(
     curves: Mapping[str, Sequence[float]],
     *,
     title: str,
-    xlabel: str = "step",
     ylabel: str = "loss",
-    yscale: str = "linear",
     note: str | None = None,
-    height: float = 3.6,
+    height: float = HEIGHT,
     alt: str | None = None,
 ) -> CourseFigure:
     """Draws one line per curve; of curves that coincide, each later one lies thinner on top.
@@ -47,10 +48,9 @@ def loss_curves(
     and step 0 comes first. A curve named "rank r" has that rank's colour, else the first is grey
     and the others follow the palette. A value that is not finite leaves a hole, and the label
     says from which step on. ``note`` stands below the title; by default it is the largest gap
-    between the curves, if they coincide. ``yscale`` is "linear" or "log"; ``height`` is in inches
-    of 96 CSS pixels, and more where labels need it; ``alt`` follows the title in the text
-    alternative, in place of each curve's first and last loss. Raises ValueError when there is no
-    curve, or an empty one.
+    between the curves, if they coincide. ``height`` is in inches of 96 CSS pixels, and more where
+    labels need it; ``alt`` follows the title in the text alternative, in place of each curve's
+    first and last loss. Raises ValueError when there is no curve, or an empty one.
     """
     data = {label: [float(value) for value in values] for label, values in curves.items()}
     if not data or not all(data.values()):
@@ -79,18 +79,17 @@ def loss_curves(
                 color=colors[label], linewidth=size, label=label,
                 marker="o" if len(values) == 1 else None, markersize=size + 4,
             )
-        axes.set_yscale(yscale)
-        axes.set_xlabel(xlabel)
+        axes.set_xlabel("step")
         axes.set_ylabel(ylabel)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
         axes.margins(x=0.01)
         axes.set(xlim=axes.get_xlim(), ylim=_limits(axes))
         name_ends(axes, (plot_width, plot_height), list(texts.values()),
-                  [_last(values, yscale) for values in data.values()], list(colors.values()),
+                  [_last(values) for values in data.values()], list(colors.values()),
                   leader=LEADER, alike=4)
         write_title(figure, title, note)
     ends = "; ".join(_end(label, values) for label, values in data.items())
-    alt = alt or f"{ylabel} per {xlabel}: {ends}. {note}"
+    alt = alt or f"{ylabel} per step: {ends}. {note}"
     figure.alt = with_title(finding, " ".join(alt.split()))
     return figure
 
@@ -112,7 +111,7 @@ def _limits(axes) -> tuple[float, float]:
     """The y limits, kept so wide that rounding errors alone do not fill the plot."""
     low, high = axes.get_ylim()
     size = max(abs(low), abs(high))
-    if axes.get_yscale() == "linear" and high - low < ROUNDING * size:
+    if high - low < ROUNDING * size:
         return (low + high) / 2 - 0.05 * size, (low + high) / 2 + 0.05 * size
     return low, high
 
@@ -149,9 +148,156 @@ def _end(label: str, values: list[float]) -> str:
     return f"{label} from {values[0]:.3g} to {values[-1]:.3g}"
 
 
-def _last(values: list[float], yscale: str) -> tuple[int, float] | None:
+def _last(values: list[float]) -> tuple[int, float] | None:
     """A curve's last point that is drawn, if there is one."""
     finite = [step for step, value in enumerate(values) if math.isfinite(value)]
-    if finite and (yscale == "linear" or values[finite[-1]] > 0):
-        return finite[-1], values[finite[-1]]
-    return None
+    return (finite[-1], values[finite[-1]]) if finite else None
+
+
+def batch_sweep(
+    panels: Mapping[str, Mapping[str, Mapping[int, Sequence[float]]]],
+    *,
+    title: str,
+    ylabel: str,
+    yticks: Sequence[float] = (),
+    dashed: Sequence[str] = (),
+) -> CourseFigure:
+    """One panel for each key, in it one line for each label, in it the values of all seeds.
+
+    A line joins the means, its band goes from the least value to the largest. Both axes are
+    logarithmic, so values have to be positive; all panels share the y axis. A line maps a global
+    batch size, in samples, to the values of its seeds, in the unit that ``ylabel`` names;
+    ``yticks``: values to mark. A label has the same colour in each panel; those in ``dashed`` are
+    grey and dashed. Raises ValueError where there is nothing to draw.
+    """
+    if not panels or not all(panels.values()):
+        raise ValueError("batch_sweep needs at least one panel, and a line in each")
+    labels = list(dict.fromkeys(label for lines in panels.values() for label in lines))
+    solid = [label for label in labels if label not in dashed]
+    colors = dict.fromkeys(dashed, REFERENCE) | dict(zip(solid, RANK_COLORS, strict=False))
+    values = [value for lines in panels.values() for points in lines.values()
+              for seeds in points.values() for value in seeds]
+
+    left_edge, bottom, leader = 52, 46, 10
+    beside = leader + 4 + max(text_width(label, SIZE) for label in labels)
+    finding, title = title, wrapped_title(title)
+    head = 24 + text_height(title, TITLE_SIZE) + text_height("x", SIZE)
+    wide = (72 * WIDTH - left_edge - 10) / len(panels) - beside - 14
+    high = 72 * HEIGHT - head - bottom
+    with style():
+        figure = CourseFigure(figsize=(WIDTH, HEIGHT))
+        for index, (name, lines) in enumerate(panels.items()):
+            left = left_edge + index * (wide + beside + 14)
+            axes = figure.add_axes(place_in_points(figure, left, bottom, wide, high))
+            axes.set(xscale="log", yscale="log", xlabel="global batch size",
+                     ylim=(min(values) / 1.1, max(values) * 1.1))
+            for label, points in lines.items():
+                _seed_band(axes, points, colors[label], label in dashed)
+            _batch_ticks(axes, lines, yticks, ylabel if index == 0 else "")
+            axes.set_title(name, size=SIZE, weight="normal", color=MUTED, pad=6)
+            name_ends(axes, (wide, high), list(lines),
+                      [(max(points), _mean_at(points, max)) for points in lines.values()],
+                      [colors[label] for label in lines], leader=leader)
+        write_title(figure, title)
+    figure.alt = f"{finding}. {ylabel} by global batch size: " + "; ".join(
+        f"{name}, {label} from {_mean_at(points, min):.3g} to {_mean_at(points, max):.3g}"
+        for name, lines in panels.items() for label, points in lines.items()) + "."
+    return figure
+
+
+def _mean_at(points, which):
+    return statistics.mean(points[which(points)])
+
+
+def _seed_band(axes, points, color, dashed):
+    batches = sorted(points)
+    means = [statistics.mean(points[batch]) for batch in batches]
+    axes.plot(batches, means, color=color, marker="o", markersize=4,
+              linewidth=1.4 if dashed else 2, linestyle="--" if dashed else "-")
+    axes.fill_between(batches, [min(points[batch]) for batch in batches],
+                      [max(points[batch]) for batch in batches], color=color, alpha=0.15,
+                      linewidth=0)
+
+
+def _batch_ticks(axes, lines, yticks, ylabel):
+    axes.minorticks_off()
+    batches = sorted({batch for points in lines.values() for batch in points})
+    shown = batches[::2] if len(batches) > 5 else batches
+    axes.set_xticks(shown, [f"{batch:,}" for batch in shown])
+    if yticks:
+        axes.set_yticks(yticks, [f"{tick:g}" if ylabel else "" for tick in yticks])
+    elif not ylabel:
+        axes.tick_params(labelleft=False)
+    axes.set_ylabel(ylabel)
+
+
+def over_ranks(curves: Mapping[str, Sequence[tuple[int, float]]], *, title: str, ylabel: str,
+               stops: Mapping[str, int | None] | None = None) -> CourseFigure:
+    """Curves over the number of ranks, named at their right ends.
+
+    ``curves`` maps a label to (ranks, value), the value at least 0 and in the unit that ``ylabel``
+    names; the axis of ranks is logarithmic. ``stops``: where a curve has a circle, because more
+    ranks do not pay from there on. Raises ValueError for no curve.
+    """
+    if not curves:
+        raise ValueError("over_ranks needs at least one curve")
+    stops = stops or {}
+    said = "; ".join(
+        f"{label.replace(chr(10), ' ')}: from {values[0][1]:.3g} at {values[0][0]:,} ranks to "
+        f"{values[-1][1]:.3g} at {values[-1][0]:,}"
+        + (f", stops paying at {stops[label]:,}" if stops.get(label) else "")
+        for label, values in curves.items())
+    finding, title = title, wrapped_title(title)
+    left, bottom, head = 66, 46, 30 + text_height(title, TITLE_SIZE)
+    leader, height = 12, 3.9  # points, inches
+    right = leader + 14 + max(text_width(label, SIZE) for label in curves)
+    across, up = 72 * WIDTH - left - right, 72 * height - bottom - head
+    with style():
+        figure = CourseFigure(figsize=(WIDTH, height), alt=f"{finding}. {ylabel}. {said}.")
+        axes = figure.add_axes(place_in_points(figure, left, bottom, across, up))
+        for place, (label, values) in enumerate(curves.items()):
+            axes.plot(*zip(*values, strict=True), "o-", markersize=3.5, color=rank_color(place))
+            if stop := stops.get(label):
+                axes.plot(stop, dict(values)[stop], "o", markersize=11,
+                          markerfacecolor="none", markeredgewidth=1.8, color=rank_color(place))
+        ranks = sorted({count for values in curves.values() for count, _ in values})
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_minor_locator(NullLocator())
+        shown = ranks[:: max(1, -(-len(ranks) // 14))]
+        axes.set(xlabel="ranks", ylabel=ylabel, xticks=shown,
+                 xticklabels=[f"{count // 1024}K" if count >= 1024 and count % 1024 == 0
+                              else f"{count:,}" for count in shown])
+        axes.set_ylim(0, None)
+        axes.set(xlim=axes.get_xlim(), ylim=axes.get_ylim())
+        name_ends(axes, (across, up), list(curves), [values[-1] for values in curves.values()],
+                  [rank_color(place) for place in range(len(curves))], leader=leader, beyond=20)
+        write_title(figure, title)
+    return figure
+
+
+def name_ends(axes, size: tuple[float, float], names: Sequence[str],
+              ends: Sequence[tuple[float, float] | None], colors: Sequence[str], *,
+              leader: float, beyond: float = 0, alike: float = 0) -> None:
+    """Writes the curves' names right of ``axes``, each tied to its curve's end by a line.
+
+    ``size``: width and height of the axes; ``ends``: the last point of each curve, in the units of
+    the data, or None for a curve that has none. ``leader``: width of the lines. Names stay between
+    the axes' bottom and top, or up to ``beyond`` outside; of curves that end within ``alike`` of
+    each other, the first is named on top.
+    """
+    across, up = size
+    to_axes = axes.transData + axes.transAxes.inverted()
+    places = [end and to_axes.transform(end) for end in ends]
+    wished = [0.0 if place is None else place[1] * up for place in places]
+    if alike:
+        wished = [round(y / alike) * alike for y in wished]
+    found = spread(wished[::-1], [text_height(name, SIZE) for name in names][::-1],
+                   -beyond, up + beyond, gap=2)[::-1]
+    for name, place, color, y in zip(names, places, colors, found, strict=True):
+        if place is not None:
+            axes.plot([place[0], 1 + leader / across], [place[1], y / up],
+                      transform=axes.transAxes, color=color, linewidth=1, label="_leader",
+                      linestyle=(0, (1, 1.5)), clip_on=False, zorder=1.5)
+        axes.text(1 + (leader + 4) / across, y / up, name, transform=axes.transAxes,
+                  va="center", size=SIZE, parse_math=False, linespacing=LINE_SPACING,
+                  color=INK if color == REFERENCE else color)

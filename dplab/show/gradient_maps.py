@@ -31,6 +31,7 @@ from dplab.show.theme import (
 SMALL, ROW, BAR, GAP = 8.5, 16, 13, 7  # points, as all lengths here
 BETWEEN_PARAMETERS, BETWEEN_BUCKETS = 2.5, 13
 SCALE = 64  # room for the colour scale, at the right
+SHOWN = 16  # elements of a parameter
 LINEAR_SHARE = 20  # the scale is linear up to one twentieth of the largest value
 # White at zero; the two hues stay apart for colour-blind readers. Few steps, since a notebook's PNG
 # has 256 colours in all, and those of the ranks' names are to be among them.
@@ -39,13 +40,12 @@ COLORS = matplotlib.colormaps["RdBu_r"].resampled(25)
 
 def heat_maps(panels: Mapping[str, Sequence[Mapping[str, Sequence[float]]]],
               buckets: Sequence[Sequence[str]], *, title: str, note: str | None = None,
-              bars: Mapping[str, Mapping[str, float | None]] | None = None,
-              shown: int = 16) -> CourseFigure:
+              bars: Mapping[str, Mapping[str, float | None]] | None = None) -> CourseFigure:
     """Draws for each panel a row per rank and a block of columns per parameter.
 
     ``panels`` maps a panel's name to each rank's gradients, by parameter: arrays of any shape, of
     equal sizes. ``buckets`` are the parameters' names in the order of the columns; a line parts
-    the buckets. Of each parameter ``shown`` elements are drawn, at equal distances. All share one
+    the buckets. Of each parameter SHOWN elements are drawn, at equal distances. All share one
     colour scale, symmetric about zero: linear around it, then logarithmic. ``bars``: for each
     heading the lengths of bars by row, drawn below; None is "not counted", and what a heading calls
     exposed has the colour of exposed communication. ``note`` stands below the title. Raises
@@ -54,7 +54,7 @@ def heat_maps(panels: Mapping[str, Sequence[Mapping[str, Sequence[float]]]],
     names = [name for bucket in buckets for name in bucket]
     if not names or not panels or not all(panels.values()):
         raise ValueError("heat_maps needs a panel with at least one rank, and a parameter")
-    values = {panel: [[_sample(rank[name], shown) for name in names] for rank in ranks]
+    values = {panel: [[_sample(rank[name]) for name in names] for rank in ranks]
               for panel, ranks in panels.items()}
     largest = max(np.abs(part).max() for ranks in values.values() for row in ranks for part in row)
     if not np.isfinite(largest):
@@ -101,9 +101,9 @@ def heat_maps(panels: Mapping[str, Sequence[Mapping[str, Sequence[float]]]],
     return figure
 
 
-def _sample(values, shown):
+def _sample(values):
     flat = np.asarray(values, dtype=float).ravel()
-    return flat[np.linspace(0, flat.size - 1, min(shown, flat.size)).round().astype(int)]
+    return flat[np.linspace(0, flat.size - 1, min(SHOWN, flat.size)).round().astype(int)]
 
 
 def _length(value):

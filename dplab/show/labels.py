@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from matplotlib.font_manager import FontProperties
 from matplotlib.textpath import text_to_path
 
-from dplab.show.palette import INK, REFERENCE
-
 SIZE = 10.5
 TITLE_SIZE = 12
 LINE_SPACING = 1.25
@@ -99,31 +97,3 @@ def flow(widths: Sequence[float], width: float, gap: float) -> list[list[int]]:
         used += own + (gap if rows[-1] else 0.0)
         rows[-1].append(i)
     return rows
-
-
-def name_ends(axes, size: tuple[float, float], names: Sequence[str],
-              ends: Sequence[tuple[float, float] | None], colors: Sequence[str], *,
-              leader: float, beyond: float = 0, alike: float = 0) -> None:
-    """Writes the curves' names right of ``axes``, each tied to its curve's end by a line.
-
-    ``size``: width and height of the axes; ``ends``: the last point of each curve, in the units of
-    the data, or None for a curve that has none. ``leader``: width of the lines. Names stay between
-    the axes' bottom and top, or up to ``beyond`` outside; of curves that end within ``alike`` of
-    each other, the first is named on top.
-    """
-    across, up = size
-    to_axes = axes.transData + axes.transAxes.inverted()
-    places = [end and to_axes.transform(end) for end in ends]
-    wished = [0.0 if place is None else place[1] * up for place in places]
-    if alike:
-        wished = [round(y / alike) * alike for y in wished]
-    found = spread(wished[::-1], [text_height(name, SIZE) for name in names][::-1],
-                   -beyond, up + beyond, gap=2)[::-1]
-    for name, place, color, y in zip(names, places, colors, found, strict=True):
-        if place is not None:
-            axes.plot([place[0], 1 + leader / across], [place[1], y / up],
-                      transform=axes.transAxes, color=color, linewidth=1, label="_leader",
-                      linestyle=(0, (1, 1.5)), clip_on=False, zorder=1.5)
-        axes.text(1 + (leader + 4) / across, y / up, name, transform=axes.transAxes,
-                  va="center", size=SIZE, parse_math=False, linespacing=LINE_SPACING,
-                  color=INK if color == REFERENCE else color)

@@ -4,6 +4,8 @@ Text has a contrast of at least 4.5 with what it stands on, lines and areas one 
 2.2, AA); a colour that is too pale for that is drawn with an `outline`.
 """
 
+import functools
+
 INK = "#1F2933"
 MUTED = "#5B6670"
 FAINT = "#C9D1D9"
@@ -52,6 +54,7 @@ def readable_on(color: str) -> str:
     return max("#FFFFFF", INK, key=lambda text: contrast(text, color))
 
 
+@functools.cache
 def outline(color: str) -> str:
     """``color``, or where white is too near to it, a darker shade with a contrast of 3 to white."""
     channels = [int(color[i:i + 2], 16) for i in (1, 3, 5)]

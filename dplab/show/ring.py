@@ -9,7 +9,7 @@ from dplab.show.labels import text_width
 from dplab.show.palette import FAINT, INK, MUTED, rank_color
 from dplab.show.theme import CourseFigure, style
 
-WIDTH, LEFT, TOP, CELL, GAP = 720, 92, 146, 30, 24
+CARD_WIDTH, LEFT, TOP, CELL, GAP = 720, 92, 146, 30, 24
 ARRIVED = "#DDE3E9"
 
 
@@ -44,14 +44,14 @@ def ring_step(states: Sequence[Sequence[Sequence[float]]], step: int) -> CourseF
              f"all-gather, step {step - size + 1} of {size - 1}")
     moved = f"each rank has sent {step} of {last} chunks"
 
-    canvas = Canvas(WIDTH, TOP + size * (CELL + GAP) + 36, title, "")
+    canvas = Canvas(CARD_WIDTH, TOP + size * (CELL + GAP) + 36, title, "")
     canvas.figure.alt = f"{title}. Ring of {size}: {phase}; {moved}. " + " ".join(
         _in_words(rank, now[rank], done[rank], sent) for rank in range(size))
     canvas.text(24, 72, phase, weight="bold")
-    canvas.text(WIDTH - 24, 72, moved, color=MUTED, ha="right")
+    canvas.text(CARD_WIDTH - 24, 72, moved, color=MUTED, ha="right")
     canvas.text(24, canvas.height - 26, "coloured: the rank's own    black: a partial sum    "
                 "on black: the sum of all ranks", size=13, color=MUTED)
-    pitch = (WIDTH - LEFT - 24) / size
+    pitch = (CARD_WIDTH - LEFT - 24) / size
     for chunk in range(size):
         canvas.text(LEFT + (chunk + 0.5) * pitch, TOP - GAP - 12, f"chunk {chunk}", size=13,
                     color=MUTED, ha="center")

@@ -68,7 +68,7 @@ def time_shares(
     with style():
         figure = CourseFigure(figsize=(WIDTH, 1))
         axes = figure.add_axes((0, 0, 1, 1))
-        draw = Bars(axes, scale, plot_width, plot_width + right - 8, colors)
+        draw = LabelledBars(axes, scale, plot_width, plot_width + right - 8, colors)
         y = draw.header(parts, next(iter(data.values())))
         for row, segments in data.items():
             y = draw.row(names[row], {p: segments.get(p, 0.0) for p in parts},
@@ -82,7 +82,7 @@ def time_shares(
     return figure
 
 
-class Bars:
+class LabelledBars:
     """Draws bars and labels. In its axes x is in the unit of the data, y in points, downwards."""
 
     def __init__(self, axes, scale, plot_width, label_width, colors):

@@ -150,15 +150,16 @@ def subplots(rows: int = 1, columns: int = 1, *, title: str = "", xlabel: str = 
 def add_area(axes, patch: Rectangle, widest: float = 1.6) -> None:
     """Adds ``patch`` to ``axes``; if it is too pale for white, with an outline along its inside.
 
-    The outline is ``widest`` / 2 points wide at most, so that thin areas keep their colour.
+    The outline is ``widest`` / 2 points wide at most, so that thin areas keep their colour. The
+    limits of ``axes`` stay as they are.
     """
-    axes.add_patch(patch)
+    axes.add_artist(patch)
     color = to_hex(patch.get_facecolor()).upper()
     if outline(color) != color and not patch.get_hatch():
         inside = Rectangle(patch.get_xy(), patch.get_width(), patch.get_height(), fill=False,
                            edgecolor=outline(color), linewidth=min(1.6, widest), label="_outline",
                            transform=patch.get_data_transform())
-        axes.add_patch(inside)
+        axes.add_artist(inside)
         inside.set_clip_path(patch)
 
 

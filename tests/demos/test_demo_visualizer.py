@@ -136,7 +136,7 @@ def check_visualizer(text, ranks, link):
     before, after = re.findall(r"^  (?:before synchronisation|after) +(\S+)$", text, re.MULTILINE)
     assert float(before) > 0.05 and float(after) == 0.0
     rows = {}
-    for name in visualizer.STRATEGIES:
+    for name in visualizer.SYNC_STRATEGIES:
         line, = re.findall(rf"^  {name} +(\d.*)$", text, re.MULTILINE)
         rows[name] = [float(number.replace(",", "")) for number in re.findall(r"[\d.,e+-]+", line)]
     assert [row[0] for row in rows.values()] == [9, 3, 3, 3, 3, 3]

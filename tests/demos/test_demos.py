@@ -2,7 +2,7 @@
 
 
 import pytest
-from demos import SCRIPT, TORCHRUN, VISUALIZER, run
+from demos import SCRIPT, TORCHRUN, run
 
 from dplab.demos import gradient_sync_visualizer as visualizer
 from dplab.demos import simple_ddp
@@ -77,7 +77,11 @@ def test_the_visualizer_writes_over_no_folder_and_takes_121_ranks_for_too_many(t
     assert "world_size must be 1 to 120, not 121" in capsys.readouterr().err
 
 
-def test_torchrun_emulates_no_link():
-    done = run(*TORCHRUN, 2, *VISUALIZER, "--link", "emulated")
-    assert done.returncode == 1 and done.stdout == ""
-    assert done.stderr.count("argument --link: torchrun's job has its own link") == 1
+def test_torchrun_emulates_no_link(monkeypatch, capsys):
+    for name, value in {"TORCHELASTIC_RUN_ID": "1", "WORLD_SIZE": "2", "RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit) as exit:
+        visualizer.main(["--link", "emulated"])
+    out, err = capsys.readouterr()
+    assert exit.value.code == 2 and out == ""
+    assert err.count("argument --link: torchrun's job has its own link") == 1

@@ -115,7 +115,6 @@ def heads_that_do_not_divide():
     (lambda: dryrun.ddp(GPT, 2.0), TypeError, "world size is an integer"),
     (lambda: dryrun.zero_1(GPT, True), TypeError, "world size is an integer"),
     (lambda: dryrun.fully_shard(GPT, 2, precision="fp8"), ValueError, "no precision 'fp8'"),
-    (lambda: dryrun.fully_shard(GPT, 2, reduce_dtype="fp16"), ValueError, "no reduce_dtype 'fp16'"),
     (lambda: dryrun.fully_shard(GPT, 2, units="layers"), ValueError, "'blocks', 'root'"),
     (lambda: dryrun.fully_shard(GPT, 2, units=0), ValueError, "at least 1, not 0"),
     (lambda: dryrun.fully_shard(GPT, 2, units=None), TypeError, "a class or a function"),

@@ -106,7 +106,12 @@ def test_a_known_gradient_and_covariance_are_found(world_size):
         noise = NoiseScale(b, smoothing=1 - 1e-9)  # the plain mean over the steps
         for _ in range(steps):
             draws = torch.randn(b, 18, generator=generator, dtype=torch.float64)
-            one_step(noise, G + (spread * draws).mean(dim=0))
+            parameter = nn.Parameter(torch.zeros_like(G))
+            parameter.grad = G + (spread * draws).mean(dim=0)
+            noise.local([parameter])
+            dist.all_reduce(parameter.grad)  # one message a step, where average_gradients has four
+            parameter.grad /= world_size
+            noise.averaged([parameter])
         return noise.squared_gradient, noise.variance
 
     eigenvalues = spread.square()

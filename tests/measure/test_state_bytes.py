@@ -42,7 +42,7 @@ def test_states_are_those_predicted_to_the_byte(ranks):
         units = UNITS
         if implementation == "ShardedGradientOptimizer":
             shapes = [shape for unit in UNITS for shape in unit]
-            units = shards.gradient_buckets(shapes, bucket_mb=BUCKET_MB)
+            units = shards.bucket_shapes(shapes, bucket_mb=BUCKET_MB)
             assert len(units) == 3
         way = "DDP" if implementation == "plain" else implementation
         expected = shards.real_states(way, precision, ranks, units)

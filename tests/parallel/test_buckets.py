@@ -11,12 +11,13 @@ import cloudpickle
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import run_each
 from torch import nn
 
 from dplab import run
 from dplab.measure import CallLog
 from dplab.parallel import BucketedDDP, OverlappedDDP
-from dplab.parallel.bucketed_ddp import MIB, fill_buckets
+from dplab.parallel.bucketed_ddp import MIB, bucket_parameters
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -40,7 +41,7 @@ def sizes_in(buckets):
     (1000, [[5, 4, 3, 2, 1]]),
 ])
 def test_buckets_hold_parameters_in_reverse_and_close_at_their_size(limit, expected):
-    assert sizes_in(fill_buckets(layers(1, 2, 3, 4, 5), 4 * limit / MIB)) == expected
+    assert sizes_in(bucket_parameters(layers(1, 2, 3, 4, 5), 4 * limit / MIB)) == expected
 
 
 def test_a_bucket_has_one_dtype_and_tied_and_frozen_parameters_no_second_place():
@@ -48,7 +49,7 @@ def test_a_bucket_has_one_dtype_and_tied_and_frozen_parameters_no_second_place()
     module.append(nn.Parameter(torch.zeros(6, dtype=torch.float64)))
     module[1].requires_grad_(False)
     module.append(module[2])
-    buckets = fill_buckets(module, 1)
+    buckets = bucket_parameters(module, 1)
     assert sizes_in(buckets) == [[6], [4, 3]] or sizes_in(buckets) == [[4, 3], [6]]
     for bucket in buckets:
         assert {parameter.dtype for parameter in bucket.parameters} == {bucket.flat.dtype}
@@ -88,7 +89,7 @@ def step_and_look(wrap):
 @pytest.mark.parametrize("wrap", WRAPPERS)
 def test_one_all_reduce_for_each_bucket_and_gradients_are_views(wrap, ranks):
     mean = sum(range(1, ranks + 1)) / ranks
-    for sent, inside, gradients, again in run(step_and_look, ranks, wrap):
+    for sent, inside, gradients, again in run_each(step_and_look, tuple(WRAPPERS), ranks)[wrap]:
         assert sent == [4 * (9 + 2), 4 * (6 + 3)]  # gradients, and a flag for each
         assert all(inside) and again
         for gradient in gradients:

@@ -3,6 +3,8 @@
 No two ranks and no two elements of the inputs are equal, and most lengths do not divide.
 """
 
+import functools
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -68,10 +70,19 @@ def reduced(all_reduce, lengths, dtype=torch.float64):
     return tensors
 
 
+@functools.cache
+def all_sums(world_size, dtypes=(torch.float64,)):
+    """By all-reduce and dtype, the tensors of each rank: the same ranks make all of them."""
+    cases = [(all_reduce, dtype) for all_reduce in ALL_REDUCES for dtype in dtypes]
+    ranks = run(lambda: [reduced(all_reduce, LENGTHS, dtype) for all_reduce, dtype in cases],
+                world_size, backend="gloo")
+    return dict(zip(cases, zip(*ranks, strict=True), strict=True))
+
+
 @world_sizes
 @all_reduces
 def test_an_all_reduce_sums_tensors_of_any_length(all_reduce, world_size):
-    results = run(reduced, world_size, all_reduce, LENGTHS, backend="gloo")
+    results = all_sums(world_size)[all_reduce, torch.float64]
     assert_same_on_all_ranks(results)
     for tensor, length in zip(results[0], LENGTHS, strict=True):
         assert_is_sum(tensor, world_size, length)
@@ -80,9 +91,9 @@ def test_an_all_reduce_sums_tensors_of_any_length(all_reduce, world_size):
 @all_reduces
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_an_all_reduce_sums_in_every_dtype(all_reduce, dtype):
-    results = run(reduced, 3, all_reduce, [2, 1003], dtype, backend="gloo")
+    results = all_sums(3, tuple(DTYPES))[all_reduce, dtype]
     assert_same_on_all_ranks(results)
-    for tensor, length in zip(results[0], [2, 1003], strict=True):
+    for tensor, length in zip(results[0], LENGTHS, strict=True):
         assert tensor.dtype == dtype
         assert_is_sum(tensor, 3, length)
 
@@ -110,10 +121,21 @@ def scattered(lengths, dtype=torch.float64):
     return [ring_reduce_scatter(part(dist.get_rank(), length, dtype)) for length in lengths]
 
 
+SCATTERED_DTYPES = [torch.float64, torch.bfloat16, torch.int64]
+
+
+@functools.cache
+def all_scattered(world_size):
+    """By dtype, the chunks of each rank."""
+    ranks = run(lambda: [scattered(LENGTHS, dtype) for dtype in SCATTERED_DTYPES], world_size,
+                backend="gloo")
+    return dict(zip(SCATTERED_DTYPES, zip(*ranks, strict=True), strict=True))
+
+
 @world_sizes
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int64], ids=str)
+@pytest.mark.parametrize("dtype", SCATTERED_DTYPES, ids=str)
 def test_rank_r_gets_chunk_r_of_the_sum(world_size, dtype):
-    results = run(scattered, world_size, LENGTHS, dtype, backend="gloo")
+    results = all_scattered(world_size)[dtype]
     for rank, chunks in enumerate(results):
         for chunk, length in zip(chunks, LENGTHS, strict=True):
             assert_is_sum(chunk, world_size, length,
@@ -177,14 +199,18 @@ def reduced_views(all_reduce):
     return {name: memory for name, (_, memory) in tensors.items()}
 
 
-@all_reduces
-def test_views_are_reduced_in_place_and_their_surroundings_stay(all_reduce):
-    for rank, memories in enumerate(run(reduced_views, 3, all_reduce, backend="gloo")):
+def test_views_are_reduced_in_place_and_their_surroundings_stay():
+    ranks = run(lambda: [reduced_views(all_reduce) for all_reduce in ALL_REDUCES], 3,
+                backend="gloo")
+    for rank, by_each in enumerate(ranks):
         expected = odd_tensors(rank)
         others = [odd_tensors(other) for other in range(3)]
         for name, (view, memory) in expected.items():
             view.copy_(torch.stack([tensors[name][0] for tensors in others]).sum(0))
-            torch.testing.assert_close(memories[name], memory)
+            for all_reduce, memories in zip(ALL_REDUCES, by_each, strict=True):
+                torch.testing.assert_close(memories[name], memory,
+                                           msg=lambda text, name=name, all_reduce=all_reduce:
+                                           f"{all_reduce.__name__}, {name}: {text}")
 
 
 def halves_of_a_view():
@@ -203,9 +229,8 @@ def test_the_halves_of_the_ring_take_views():
     torch.testing.assert_close(results[0][0], expected)
 
 
-@pytest.mark.parametrize("function", [*ALL_REDUCES, ring_reduce_scatter], ids=lambda f: f.__name__)
-def test_what_autograd_would_record_is_refused(function):
-    def refused():
+def test_what_autograd_would_record_is_refused():
+    def refused(function):
         with pytest.raises(ValueError, match=r"requires grad.*detach"):
             function(torch.ones(3, requires_grad=True))
         leaf = torch.full((3,), dist.get_rank() + 1.0, requires_grad=True)
@@ -213,8 +238,10 @@ def test_what_autograd_would_record_is_refused(function):
             returned = function(leaf)
         return (leaf if returned is None else returned).detach()
 
-    results = run(refused, 3, backend="gloo")
-    assert all(set(tensor.tolist()) == {6.0} for tensor in results)
+    functions = [*ALL_REDUCES, ring_reduce_scatter]
+    for tensors in run(lambda: [refused(function) for function in functions], 3, backend="gloo"):
+        for function, tensor in zip(functions, tensors, strict=True):
+            assert set(tensor.tolist()) == {6.0}, function
 
 
 def in_two_groups(function):
@@ -232,13 +259,14 @@ def ring_halves(tensor, group=None):
     ring_all_gather(ring_reduce_scatter(tensor.clone(), group), tensor, group)
 
 
-@pytest.mark.parametrize("function", [*ALL_REDUCES, ring_halves], ids=lambda f: f.__name__)
-def test_in_a_group_only_its_ranks_take_part(function):
-    results = run(in_two_groups, 5, function, backend="gloo")
+def test_in_a_group_only_its_ranks_take_part():
+    functions = [*ALL_REDUCES, ring_halves]
+    results = run(lambda: [in_two_groups(function) for function in functions], 5, backend="gloo")
     for members in ([0, 2], [1, 3, 4]):
         expected = torch.stack([part(rank, 11) for rank in members]).sum(0)
         for rank in members:
-            torch.testing.assert_close(results[rank], expected)
+            for tensor in results[rank]:
+                torch.testing.assert_close(tensor, expected)
 
 
 # --- elsewhere ----------------------------------------------------------------------------------

@@ -1,9 +1,9 @@
-"""FullyShardedModel's units: what is gathered when and in which precision, and who stays away."""
+"""FullyShardedModel's units: what is gathered when, clipping, and who stays away."""
 
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import inputs, mine, several
+from ranks import several
 from torch import nn
 
 import dplab
@@ -55,67 +55,6 @@ def test_the_next_unit_is_on_its_way_while_one_computes():
         assert reduced == sum(sizes)
 
 
-# --- mixed precision ----------------------------------------------------------------------------
-
-def small():
-    torch.manual_seed(4)
-    return nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 4))
-
-
-def train_in_bf16(reduce_dtype):
-    module = small()
-    model = FullyShardedModel(module, param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    dtypes = set()
-    module[0].register_forward_pre_hook(lambda m, x: dtypes.update([x[0].dtype, m.weight.dtype]))
-    module.register_forward_hook(lambda m, x, out: dtypes.add(out.dtype))
-    for step in range(5):
-        x = mine(inputs(4 * dist.get_world_size(), seed=step)).float()
-        optimizer.zero_grad()
-        with CallLog() as log:
-            model(x).float().square().mean().backward()
-        optimizer.step()
-    sent = {call.dtype for call in log.calls if call.operation == "send"}
-    gathered = {call.dtype for call in log.calls if call.operation == "all_gather"}
-    pieces = {t.dtype for p in model.parameters() for t in (p, p.grad)}
-    return model.full_state_dict(), dtypes, gathered, sent, pieces
-
-
-def train_in_bf16_alone(world_size):
-    """float32 parameters, a bfloat16 copy for each step, gradients averaged in float32."""
-    module = small()
-    for step in range(5):
-        total = [torch.zeros_like(p) for p in module.parameters()]
-        for part in inputs(4 * world_size, seed=step).float().chunk(world_size):
-            low = small()
-            low.load_state_dict(module.state_dict())
-            low.bfloat16()
-            low(part.bfloat16()).float().square().mean().backward()
-            for sum_, p in zip(total, low.parameters(), strict=True):
-                sum_ += p.grad.float() / world_size
-        with torch.no_grad():
-            for p, gradient in zip(module.parameters(), total, strict=True):
-                p -= 0.5 * gradient
-    return module.state_dict()
-
-
-@several
-def test_layers_compute_in_bf16_and_the_pieces_stay_in_float32(world_size):
-    expected = train_in_bf16_alone(world_size)
-    low, full = torch.bfloat16, torch.float32
-    for state, dtypes, gathered, sent, pieces in run(train_in_bf16, world_size, full,
-                                                     backend="gloo"):
-        assert dtypes == {low}
-        assert (gathered, sent, pieces) == ({"bfloat16"}, {"float32"}, {full})
-        for name, value in expected.items():
-            assert state[name].dtype == full
-            torch.testing.assert_close(state[name], value, rtol=0, atol=1e-6)
-    for state, _, _, sent, pieces in run(train_in_bf16, world_size, None, backend="gloo"):
-        assert (sent, pieces) == ({"bfloat16"}, {full})
-        for name, value in expected.items():
-            torch.testing.assert_close(state[name], value, rtol=0, atol=0.02)
-
-
 # --- clipping -----------------------------------------------------------------------------------
 
 def clip():
@@ -138,6 +77,11 @@ def test_clipping_is_by_the_norm_over_all_ranks(world_size):
 
 
 # --- with the launcher --------------------------------------------------------------------------
+
+def small():
+    torch.manual_seed(4)
+    return nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 4))
+
 
 def stay_away():
     model = FullyShardedModel(small())

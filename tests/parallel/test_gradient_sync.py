@@ -3,6 +3,7 @@
 import torch
 import torch.distributed as dist
 from ddp_models import (
+    EACH,
     LOCAL_BATCH,
     WRAPPERS,
     Awkward,
@@ -12,7 +13,7 @@ from ddp_models import (
     each_wrapper,
     tensors_of,
 )
-from ranks import mine, world_sizes
+from ranks import mine, run_each, world_sizes
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
@@ -140,9 +141,9 @@ def sync_nothing(wrap):
 
 @each_wrapper
 def test_sparse_gradients_are_refused_by_name_and_nothing_is_no_trouble(wrap):
-    for message in dplab.run(sync_sparse, 2, wrap):
+    for message in run_each(sync_sparse, EACH, 2)[wrap]:
         assert "'words.weight'" in message and "sparse=False" in message
-    assert dplab.run(sync_nothing, 2, wrap) == [True, True]
+    assert run_each(sync_nothing, EACH, 2)[wrap] == (True, True)
 
 
 # --- no_sync ------------------------------------------------------------------------------------
@@ -173,7 +174,7 @@ def test_accumulation_equals_one_big_batch(world_size, wrap):
     x, y = batch(0, LOCAL_BATCH * 3 * world_size)
     F.mse_loss(alone(x), y).backward()
     expected = {name: p.grad for name, p in alone.named_parameters() if p.requires_grad}
-    assert_all_equal(dplab.run(accumulate, world_size, wrap, 3), expected, rtol=0, atol=1e-12)
+    assert_all_equal(run_each(accumulate, EACH, world_size, 3)[wrap], expected, rtol=0, atol=1e-12)
 
 
 def leave_no_sync_by_an_error(wrap):
@@ -197,4 +198,4 @@ def leave_no_sync_by_an_error(wrap):
 
 @each_wrapper
 def test_no_sync_ends_with_its_block(wrap):
-    assert dplab.run(leave_no_sync_by_an_error, 2, wrap) == [1.5, 1.5]
+    assert run_each(leave_no_sync_by_an_error, EACH, 2)[wrap] == (1.5, 1.5)

@@ -5,6 +5,7 @@ import copy
 import torch
 import torch.distributed as dist
 from ddp_models import (
+    EACH,
     LOCAL_BATCH,
     Awkward,
     Normalised,
@@ -15,7 +16,7 @@ from ddp_models import (
     tensors_of,
 )
 from job import two_ranks_under_torchrun
-from ranks import mine, world_sizes
+from ranks import mine, run_each, world_sizes
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
@@ -56,7 +57,7 @@ def train_awkward_alone(steps, samples):
 @world_sizes
 def test_trains_as_one_process_on_the_full_batch(world_size, wrap):
     expected = train_awkward_alone(6, LOCAL_BATCH * world_size)
-    results = dplab.run(train_awkward_both_ways, world_size, wrap, 6)
+    results = run_each(train_awkward_both_ways, EACH, world_size, 6)[wrap]
     for states in zip(*results, strict=True):  # zero_grad's set_to_none: True, then False
         assert_all_equal(states, expected, rtol=0, atol=1e-12)
     start = Awkward(seed=0).state_dict()
@@ -104,7 +105,7 @@ def differences_from_ddp(wrap, steps):
 @each_wrapper
 @world_sizes
 def test_trains_as_ddp(world_size, wrap):
-    for differences in dplab.run(differences_from_ddp, world_size, wrap, 20):
+    for differences in run_each(differences_from_ddp, EACH, world_size, 8)[wrap]:
         for case, (parameters, buffers, between_ranks) in differences.items():
             assert parameters < 1e-6, case
             assert buffers < 1e-6, case

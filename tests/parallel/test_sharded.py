@@ -6,7 +6,7 @@ import functools
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import several, world_sizes
+from ranks import run_each, several, world_sizes
 from sharding_ways import (
     LOCAL_BATCH,
     MLP,
@@ -33,12 +33,14 @@ import dplab
 from dplab import run
 from dplab.measure import CallLog
 
+STEPS = 8  # among them a change of the learning rate
+
 # --- training -------------------------------------------------------------------------------------
 
 def transformer_with(way, seed, world_size, rank_part):
     trainer = way(Transformer(seed).to(dplab.device()), torch.optim.AdamW, decay_on_matrices_only,
                   lr=5e-3)
-    batches = [sentences(step, LOCAL_BATCH * world_size) for step in range(20)]
+    batches = [sentences(step, LOCAL_BATCH * world_size) for step in range(STEPS)]
     return train(trainer, batches, language_loss, schedule=True, max_norm=0.5,
                  rank_part=rank_part)
 
@@ -53,7 +55,7 @@ def test_a_transformer_trains_as_unsharded(world_size, way):
     """AdamW in float64: tied and frozen parameters, two groups, a scheduler, clipping."""
     expected, norms = transformer_with(Whole, 0, world_size, rank_part=lambda batch: batch)
     assert min(norms) > 0.5, "nothing is clipped"
-    results = run(transformer_on_ranks, world_size, way)
+    results = run_each(transformer_on_ranks, WAYS, world_size)[way]
     assert_close([state for state, _ in results], expected, 1e-10)
     for _, found in results:
         assert found == pytest.approx(norms, rel=1e-10)
@@ -71,7 +73,7 @@ OPTIMIZERS = {"SGD": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, ne
 
 def mlp_with(way, optimizer, seed, world_size, rank_part):
     trainer = way(MLP(seed).to(dplab.device()), OPTIMIZERS[optimizer])
-    batches = [points(step, LOCAL_BATCH * world_size) for step in range(20)]
+    batches = [points(step, LOCAL_BATCH * world_size) for step in range(STEPS)]
     return train(trainer, batches, square_loss, rank_part=rank_part)[0]
 
 
@@ -153,7 +155,8 @@ def train_branches_alone(ranks):
 @several
 def test_a_parameter_that_nobody_used_is_left_alone(world_size, way):
     expected = train_branches_alone(world_size)
-    assert_close(run(train_branches, world_size, way), expected, 1e-6)
+    results = run_each(train_branches, (Stage1Reducing, Stage2), world_size)[way]
+    assert_close(results, expected, 1e-6)
     untouched = Branches(world_size).branches[-1].weight
     assert torch.equal(expected[f"branches.{world_size}.weight"], untouched)
 
@@ -171,7 +174,7 @@ def refuse_sparse(way):
 
 @pytest.mark.parametrize("way", [Stage1Reducing, Stage2])
 def test_sparse_gradients_are_refused(way):
-    for message in run(refuse_sparse, 2, way):
+    for message in run_each(refuse_sparse, (Stage1Reducing, Stage2), 2)[way]:
         assert "sparse=False" in message
 
 
@@ -206,7 +209,7 @@ def test_accumulation_equals_one_big_batch(world_size, way):
     alone = Whole(MLP(0).double(), torch.optim.AdamW, lr=0.01)
     batches = [points(step, 3 * LOCAL_BATCH * world_size, torch.float64) for step in range(4)]
     expected, _ = train(alone, batches, square_loss, rank_part=lambda batch: batch)
-    for often, once in run(accumulate, world_size, way):
+    for often, once in run_each(accumulate, (Stage2, Stage3), world_size)[way]:
         assert_close([often[0], once[0]], expected, 1e-12)
         assert often[1] == 3 * once[1] > 0
 
@@ -229,7 +232,8 @@ def test_what_no_sync_has_left_is_sent_by_the_next_backward(way):
         x, y = (part.cpu() for part in points(branch, 4))
         F.mse_loss(module(x, branch), y).backward()
     torch.optim.SGD(module.parameters(), lr=0.1).step()
-    assert_close(run(accumulate_in_branches, 2, way), module.state_dict(), 1e-6)
+    results = run_each(accumulate_in_branches, (Stage2, Stage3), 2)[way]
+    assert_close(results, module.state_dict(), 1e-6)
 
 
 class Failing(torch.autograd.Function):

@@ -8,6 +8,7 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import run_each
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -16,6 +17,7 @@ from dplab.parallel import SynchronizedBatchNorm
 
 SHARES = {1: [7], 2: [5, 2], 3: [4, 0, 3], 4: [3, 1, 0, 4]}  # samples on each rank, none on some
 CHANNELS = 5
+STEPS = 3
 PLAIN = {(): nn.BatchNorm1d, (7,): nn.BatchNorm1d, (3, 2): nn.BatchNorm2d,
          (2, 1, 3): nn.BatchNorm3d}
 world_sizes = pytest.mark.parametrize("world_size", SHARES)
@@ -46,11 +48,11 @@ def with_own_numbers(norm):
     return norm
 
 
-def train(norm, part, steps, world_size, shape, dtype=torch.float64):
+def train(norm, part, steps, world_size, shape):
     """Outputs and gradients of each step, and the state after the last one."""
     seen = []
     for step in range(steps):
-        x, gradient = map(part, whole_batch(step, world_size, shape, dtype))
+        x, gradient = map(part, whole_batch(step, world_size, shape))
         x.requires_grad_()
         norm.zero_grad()
         output = norm(x)
@@ -59,14 +61,14 @@ def train(norm, part, steps, world_size, shape, dtype=torch.float64):
     return seen, norm.state_dict()
 
 
-def train_on_ranks(steps, shape, options=None, dtype=torch.float64):
+def train_on_ranks(shape, options=None):
     norm = with_own_numbers(SynchronizedBatchNorm(CHANNELS, **options or {}, dtype=torch.float64))
-    return train(norm, mine, steps, dist.get_world_size(), shape, dtype)
+    return train(norm, mine, STEPS, dist.get_world_size(), shape)
 
 
-def train_alone(steps, world_size, shape, options=None):
+def train_alone(world_size, shape, options=None):
     norm = with_own_numbers(PLAIN[shape](CHANNELS, **options or {}, dtype=torch.float64))
-    return train(norm, lambda tensor: tensor, steps, world_size, shape)
+    return train(norm, lambda tensor: tensor, STEPS, world_size, shape)
 
 
 def assert_same_training(on_ranks, alone):
@@ -88,16 +90,16 @@ def assert_same_training(on_ranks, alone):
 @world_sizes
 @pytest.mark.parametrize("shape", PLAIN, ids=str)
 def test_training_is_that_of_one_process(world_size, shape):
-    assert_same_training(dplab.run(train_on_ranks, world_size, 3, shape),
-                         train_alone(3, world_size, shape))
+    assert_same_training(run_each(train_on_ranks, tuple(PLAIN), world_size)[shape],
+                         train_alone(world_size, shape))
 
 
-@pytest.mark.parametrize("options", [
-    {"momentum": None}, {"momentum": 0.37, "eps": 0.5}, {"affine": False},
-    {"track_running_stats": False}], ids=str)
-def test_options_are_those_of_batch_norm(options):
-    assert_same_training(dplab.run(train_on_ranks, 3, 3, (7,), options),
-                         train_alone(3, 3, (7,), options))
+def test_options_are_those_of_batch_norm():
+    cases = [{"momentum": None}, {"momentum": 0.37, "eps": 0.5}, {"affine": False},
+             {"track_running_stats": False}]
+    ranks = dplab.run(lambda: [train_on_ranks((7,), options) for options in cases], 3)
+    for options, found in zip(cases, zip(*ranks, strict=True), strict=True):
+        assert_same_training(found, train_alone(3, (7,), options))
 
 
 def test_the_message_is_one_of_c_and_two_of_channels():
@@ -247,21 +249,21 @@ def test_ranks_of_a_group_count_alone():
     assert dplab.run(in_pairs, 4) == pytest.approx(2 * [(3 + 300) / 4, (30 + 3000) / 4])
 
 
-@pytest.mark.parametrize(("samples", "shape"), [(1, ()), (0, (3,)), (0, ())])
-def test_one_value_of_a_channel_is_refused_on_every_rank(samples, shape):
-    def normalize():
+def test_one_value_of_a_channel_is_refused_on_every_rank():
+    def normalize(samples, shape):
         size = samples if dist.get_rank() == 1 else 0
         with pytest.raises(ValueError, match="more than one value of a channel"):
             SynchronizedBatchNorm(CHANNELS)(torch.ones(size, CHANNELS, *shape))
 
-    dplab.run(normalize, 2)
+    cases = [(1, ()), (0, (3,)), (0, ())]
+    dplab.run(lambda: [normalize(*case) for case in cases], 2)
 
 
-@pytest.mark.parametrize("shape", [(CHANNELS,), (2, CHANNELS + 1), (CHANNELS, 2)])
-def test_a_wrong_shape_is_refused(shape):
+def test_a_wrong_shape_is_refused():
     def normalize():
-        with pytest.raises(ValueError, match="expected an input of shape"):
-            SynchronizedBatchNorm(CHANNELS)(torch.ones(shape))
+        for shape in ((CHANNELS,), (2, CHANNELS + 1), (CHANNELS, 2)):
+            with pytest.raises(ValueError, match="expected an input of shape"):
+                SynchronizedBatchNorm(CHANNELS)(torch.ones(shape))
 
     normalize()
     dplab.run(normalize, 1)

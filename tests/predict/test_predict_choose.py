@@ -1,6 +1,7 @@
 """Recommendations against arithmetic, brute force and dry runs; their settings on real ranks."""
 
 import ast
+import functools
 import itertools
 import json
 import math
@@ -17,7 +18,7 @@ from dplab.measure import state_bytes
 from dplab.predict import choose, settings
 from dplab.predict.activations import activations
 from dplab.predict.catalogue import GPUS, LINKS, MODELS
-from dplab.predict.choose import STRATEGIES, recommend
+from dplab.predict.choose import CHOICES, recommend
 from dplab.predict.cluster import Cluster, Job, predict
 from dplab.predict.cost import Link
 from dplab.predict.transformer_config import TransformerConfig
@@ -43,7 +44,7 @@ def test_bytes_of_replicated_strategies():
     held = activations(LLAMA, 1, 4096).total
     parameters = 8_030_261_248
     for strategy, per_parameter in (("DDP", 4 + 4 + 8 + 2), ("ZeRO-1", 4 + 4 + 8 / 64 + 2)):
-        budget = choose.budget(strategy, LLAMA, NODE.of(64), batch=1, sequence=4096)
+        budget = choose.strategy_budget(strategy, LLAMA, NODE.of(64), batch=1, sequence=4096)
         assert budget.total == pytest.approx(per_parameter * parameters + held)
 
 
@@ -54,7 +55,7 @@ def test_bytes_of_sharded_strategies():
     shared = 2 * (root + block) + 4 * block + held  # gradients, and those on their way in fp32
     for strategy, ranks, whole in (("FSDP, kept", 64, parameters), ("FSDP", 64, root + 2 * block),
                                    ("HSDP", 8, root + 2 * block)):
-        budget = choose.budget(strategy, LLAMA, NODE.of(64), batch=1, sequence=4096)
+        budget = choose.strategy_budget(strategy, LLAMA, NODE.of(64), batch=1, sequence=4096)
         assert budget.total == pytest.approx(16 * parameters / ranks + 2 * whole + shared)
 
 
@@ -65,7 +66,7 @@ def test_bytes_beside_a_dry_run_of_the_real_code(strategy, run, options):
     """No exact count: it lets more be there at once, and leaves out passing copies."""
     model = replace(SMALL, d_model=256, d_ff=1024, learned_positions=False)
     measured = run(model, 4, batch=4, sequence=64, progress=False, **options).peak
-    estimated = choose.budget(strategy, model, NODE.of(4), batch=4, sequence=64).total
+    estimated = choose.strategy_budget(strategy, model, NODE.of(4), batch=4, sequence=64).total
     assert 0.85 < estimated / measured < 1.3
 
 
@@ -85,7 +86,7 @@ def test_the_best_is_the_simplest_of_the_fastest_that_fit(name, ranks, batch, se
     if not fitting:
         assert found.best is None
         return
-    good = [name for name in STRATEGIES if fitting.get(name, math.inf)
+    good = [name for name in CHOICES if fitting.get(name, math.inf)
             <= 1.02 * min(fitting.values())]
     assert found.best.strategy == good[0]
 
@@ -96,7 +97,7 @@ def test_recomputes_only_where_nothing_else_fits():
     assert option(recommend(LLAMA, NODE.of(64), sequence=8192), "FSDP").job.recompute == "none"
     for each in (e for r in (8, 64) for e in recommend(LLAMA, NODE.of(r), sequence=8192).options):
         if each.job.recompute == "full":
-            assert choose.budget(each.strategy, LLAMA, each.cluster, batch=1,
+            assert choose.strategy_budget(each.strategy, LLAMA, each.cluster, batch=1,
                                  sequence=8192).total > 72e9
 
 
@@ -211,18 +212,18 @@ def test_prints_a_line_for_each_option_and_marks_the_best():
     found = recommend(LLAMA, NODE.of(64), sequence=8192)
     _, table, advice = str(found).split("\n\n")
     rows = table.splitlines()
-    assert len(rows) == len(STRATEGIES)
+    assert len(rows) == len(CHOICES)
     [marked] = [row for row in rows if row.startswith("→")]
     assert marked.startswith(f"→ {found.best}") and f"{found.best.mfu:.1%}" in marked
     assert max(map(len, advice.splitlines())) <= 96
 
 
 def test_refuses_what_cannot_be():
-    for wrong in (dict(batch=0), dict(sequence=-1), dict(free=1.0)):
+    for wrong in (dict(batch=0), dict(sequence=-1)):
         with pytest.raises(ValueError):
             recommend(LLAMA, NODE, **wrong)
     with pytest.raises(ValueError, match="no strategy"):
-        choose.budget("ZeRO-4", LLAMA, NODE, batch=1, sequence=1)
+        choose.strategy_budget("ZeRO-4", LLAMA, NODE, batch=1, sequence=1)
 
 
 # Settings to copy
@@ -248,15 +249,23 @@ def under(code):
     return losses, state_bytes(names["model"], names["optimizer"])
 
 
+@functools.cache
+def under_all():
+    """`under` on rank 0 by strategy and recomputation; all of them take the same four ranks."""
+    cases = list(itertools.product(CHOICES, ("none", "full")))
+    codes = [settings.in_torch(name, 4, 2, recompute=recompute, device="cpu")
+             for name, recompute in cases]
+    results = dplab.run(lambda: [under(code) for code in codes], 4, backend="gloo")[0]
+    return dict(zip(cases, results, strict=True))
+
+
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_settings_for_torch_train_alike_and_hold_what_they_say(recompute):
-    codes = [settings.in_torch(name, 4, 2, recompute=recompute, device="cpu")
-             for name in STRATEGIES]
-    results = [dplab.run(under, 4, code, backend="gloo")[0] for code in codes]
+    results = [under_all()[name, recompute] for name in CHOICES]
     parameters = 4 * SMALL.parameters
     parts = {"DDP": (1, 1), "ZeRO-1": (1, 1 / 4), "FSDP": (1 / 4, 1 / 4),
              "FSDP, kept": (1 / 4, 1 / 4), "HSDP": (1 / 2, 1 / 2)}
-    for strategy, (losses, held) in zip(STRATEGIES, results, strict=True):
+    for strategy, (losses, held) in zip(CHOICES, results, strict=True):
         of_parameters, of_states = parts[strategy]
         assert losses == pytest.approx(results[0][0], rel=0.02)
         assert losses[-1] < losses[0]
@@ -264,7 +273,7 @@ def test_settings_for_torch_train_alike_and_hold_what_they_say(recompute):
         assert held.optimizer == pytest.approx(2 * of_states * parameters, rel=0.1)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", CHOICES)
 def test_settings_have_the_same_adamw_for_torch_and_for_deepspeed(strategy):
     [call] = [node for node in ast.walk(ast.parse(settings.in_torch(strategy, 8)))
               if isinstance(node, ast.Call) and "AdamW" in ast.unparse(node)]

@@ -108,31 +108,10 @@ def test_own_precisions_and_how_states_read():
     assert str(states("DDP", fp8, 1, 1000)).endswith("together 8 kB")
 
 
-# DeepSpeed edaa7221, examples in docs/code-docs/source/memory.rst, one of them as the code has it
-# today (11.28, where the page prints 15.93): 2,851 million parameters, largest layer 32 million,
-# one node of 8 GPUs; CPU and GPU in 2³⁰ bytes.
-@pytest.mark.parametrize(("stage", "options", "cpu", "gpu"), [
-    (2, {"offload_optimizer": True}, "127.45", "5.31"),
-    (2, {}, "127.45", "11.28"),
-    (3, {"offload_optimizer": True, "offload_parameters": True}, "71.69", "0.12"),
-    (3, {"offload_optimizer": True, "offload_parameters": True, "zero_init": False},
-     "127.45", "0.12"),
-    (3, {"offload_optimizer": True}, "63.72", "0.78"),
-    (3, {"offload_optimizer": True, "zero_init": False}, "127.45", "0.78"),
-    (3, {}, "1.43", "6.09"),
-    (3, {"zero_init": False}, "127.45", "6.09"),
-])
-def test_samples_of_deepspeeds_estimators(stage, options, cpu, gpu):
-    found = deepspeed_estimate(stage, 2_851_000_000, largest_layer=32_000_000, gpus_per_node=8,
-                               **options)
-    assert [f"{size / 2**30:.2f}" for size in found] == [cpu, gpu]
-
-
-@pytest.mark.parametrize(("stage", "options"), [
-    (1, {}), (4, {}), (3, {"offload_parameters": True})])
-def test_estimates_that_deepspeed_does_not_make(stage, options):
-    with pytest.raises(ValueError, match="stages 2 and 3"):
-        deepspeed_estimate(stage, 10**9, **options)
+def test_deepspeeds_estimate_is_that_of_its_documentation():
+    # DeepSpeed edaa7221, docs/code-docs/source/memory.rst, as the code has it today, where the page
+    # prints 15.93: 2,851 million parameters, one node of 8 GPUs; in 2³⁰ bytes.
+    assert f"{deepspeed_estimate(2_851_000_000, gpus=8) / 2**30:.2f}" == "11.28"
 
 
 def test_a_budget_adds_up_and_says_whether_it_fits():

@@ -171,7 +171,7 @@ def calls_of_a_step(strategies):
 
 def units_of(strategy):
     if strategy == "ShardedGradientOptimizer":
-        return shards.gradient_buckets([shape for unit in UNITS for shape in unit], 4, BUCKET_MB)
+        return shards.bucket_shapes([shape for unit in UNITS for shape in unit], BUCKET_MB)
     return UNITS
 
 

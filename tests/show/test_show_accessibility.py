@@ -16,9 +16,9 @@ from pictures import areas_of, contrast, ground_of, shown_texts
 
 from dplab import show
 from dplab.show import palette
-from dplab.show.memory_over_step import CATEGORY_COLORS
-from dplab.show.step_in_time import HIDDEN
+from dplab.show.memory_areas import CATEGORY_COLORS
 from dplab.show.theme import with_title
+from dplab.show.timelines import HIDDEN
 
 AREAS = {**palette.PART_COLORS, **dict(enumerate(palette.OTHER_COLORS)), "hidden": HIDDEN,
          "does not fit": palette.FAINT}

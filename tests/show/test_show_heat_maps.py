@@ -74,7 +74,7 @@ def test_in_a_notebook_heat_maps_leave_the_ranks_their_colors():
 
 def test_lines_part_the_buckets_where_a_new_one_begins():
     ranks = [{name: [1.0, -1.0] for name in "abc"}]
-    figure = show.heat_maps({"p": ranks}, [["a", "b"], ["c"]], title="T", shown=2)
+    figure = show.heat_maps({"p": ranks}, [["a", "b"], ["c"]], title="T")
     axes = figure.axes[0]
     a, b, c = [mesh.get_coordinates()[0, :, 0] for mesh in axes.collections]
     upright = [line.get_xdata()[0] for line in axes.lines if line.get_xdata()[0]

@@ -16,7 +16,8 @@ LOCAL_BATCH = 5
 SMALL = 0.0005  # MiB, so that a small model has several buckets
 WRAPPERS = {"manual": ManualDDP, "bucketed": functools.partial(BucketedDDP, bucket_mb=SMALL),
             "overlapped": functools.partial(OverlappedDDP, bucket_mb=SMALL)}
-each_wrapper = pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
+EACH = tuple(WRAPPERS.values())
+each_wrapper = pytest.mark.parametrize("wrap", EACH, ids=WRAPPERS)
 
 
 class Awkward(nn.Module):

@@ -13,7 +13,7 @@ def labels_of(figure):
     texts += [axis.label for axes in figure.axes for axis in (axes.xaxis, axes.yaxis)
               if axis.get_visible()]
     renderer = FigureCanvasAgg(figure).get_renderer()
-    figure.draw(renderer)
+    figure.draw_without_rendering()
     return {text: text.get_window_extent(renderer) for text in texts if text.get_text()}
 
 
@@ -58,7 +58,7 @@ def ground_of(text, box, areas):
 def shown_texts(figure):
     """Every text that is shown, ticks and all, with its box in pixels."""
     renderer = FigureCanvasAgg(figure).get_renderer()
-    figure.draw(renderer)
+    figure.draw_without_rendering()
     return {text: text.get_window_extent(renderer)
             for text in figure.findobj(match=lambda artist: hasattr(artist, "get_text"))
             if text.get_text() and text.get_visible()}

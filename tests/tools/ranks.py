@@ -1,17 +1,29 @@
 """What the tests on real ranks share: world sizes, a rank's part of a batch, bytes on the wire."""
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Hashable
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from dplab import run
 from dplab.measure import WireMeter
 
 MIB = 2**20
 
 world_sizes = pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 several = pytest.mark.parametrize("world_size", [2, 3, 4])
+
+
+@functools.cache
+def run_each(function: Callable, cases: tuple[Hashable, ...], world_size: int, *arguments):
+    """By case, what each rank returned from ``function(case, *arguments)``: one run has them all.
+
+    For tests of several cases where no case needs ranks that are fresh.
+    """
+    ranks = run(lambda: [function(case, *arguments) for case in cases], world_size)
+    return dict(zip(cases, zip(*ranks, strict=True), strict=True))
 
 
 def least_on_the_wire(step: Callable) -> float:

@@ -106,7 +106,7 @@ class Stage3(Whole):
         return self.model.full_state_dict()
 
 
-WAYS = [Stage1, Stage1Reducing, Stage2, Stage3]
+WAYS = (Stage1, Stage1Reducing, Stage2, Stage3)
 ways = pytest.mark.parametrize("way", WAYS)
 
 

@@ -69,6 +69,7 @@ def timeline(ranks: "Sequence[Sequence[Span]]", *, title: str, note: str | None 
         for row in rows:
             y = draw.row(row, lane, max(THIN, min(3 * THIN, 12 * THIN / len(rows))), y)
             lane = "" if row.collectives else lane
+        draw.edges()
         shares.frame_rows(figure, axes, title, f"time since the step began [{unit}]", left,
                       plot_width, y, scale)
         axes.vlines(axes.get_xticks(), top, y, GRID, linewidth=0.8, zorder=0.5)
@@ -108,8 +109,12 @@ class _Row:
                           f"and {abs(sent - bare):,.{digits}f} {unit} hidden")
 
 
-class _Rows(shares.Bars):
+class _Rows(shares.LabelledBars):
     """Draws rows. In its axes x is in the unit of time, y in points, downwards."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self._edges = []  # x, top, bottom and width of white lines
 
     def names(self, doing, parts, y):
         """Names the parts in the first row or above it; returns the y at which that row starts."""
@@ -171,7 +176,13 @@ class _Rows(shares.Bars):
             edgecolor=REFERENCE, hatch=hatch, clip_on=False),
             0.2 * min(self.scale * (end - start), height))
         if lines > 0:
-            self.axes.vlines([start, end], y, y + height, "white", linewidth=min(0.7, lines))
+            self._edges += [(x, y, y + height, min(0.7, lines)) for x in (start, end)]
+
+    def edges(self):
+        """Draws the white lines at the ends of all bars, in one go."""
+        if self._edges:
+            x, top, bottom, widths = zip(*self._edges, strict=True)
+            self.axes.vlines(x, top, bottom, "white", linewidth=widths)
 
 
 def _union(spans, gap=0):

@@ -8,7 +8,7 @@ from pictures import shown_texts
 
 from dplab import show
 from dplab.show.palette import FAINT
-from dplab.show.scaling import KEY
+from dplab.show.predictions import KEY
 from dplab.show.theme import to_png
 
 BARS = [show.Bar("DDP", 300e9, 0.5, 0.1, False), show.Bar("FSDP", 50e9, 0.4, 0.1, True),
