@@ -11,7 +11,7 @@ from pathlib import Path
 from dplab.bench.machine import machine
 
 BENCHES = ("launch", "collectives", "ddp", "sharded", "step", "dryrun", "cluster", "chapters",
-           "training", "infrequent", "nodes", "soak")
+           "training", "infrequent", "nodes")
 ON_PAGE = {  # in this order, with these options
     "launch": "--peer-rounds 2",
     "collectives": "--sizes 16 16384 --rounds 7",
@@ -26,7 +26,6 @@ TAKES = {  # what is not on the page unless all are asked for
     "training": "7 minutes of a core",
     "infrequent": "5 minutes of a core",
     "nodes": "2 minutes; root on Linux",
-    "soak": "half an hour; root on Linux for some of its cases",
 }
 
 

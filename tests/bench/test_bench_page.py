@@ -73,7 +73,7 @@ def test_long_benches_are_run_when_all_are_asked_for_and_others_left_out(monkeyp
     ran.clear()
     command.main([])
     assert [name for name, _ in ran] == list(page.ON_PAGE)
-    assert "not run: python -m dplab.bench soak" in capsys.readouterr().out
+    assert "not run: python -m dplab.bench infrequent" in capsys.readouterr().out
 
 
 def test_one_bench_runs_by_its_name(capsys):
