@@ -3,6 +3,7 @@
 from dplab.measure.call_log import CallLog, sent_bytes
 from dplab.measure.emulated_link import EmulatedLink
 from dplab.measure.layers import layer_times
+from dplab.measure.machine import available_cores, available_memory, describe_machine
 from dplab.measure.memory_timeline import MemoryTimeline
 from dplab.measure.model_states import state_bytes
 from dplab.measure.noise_scale import NoiseScale
@@ -10,4 +11,5 @@ from dplab.measure.trace import Trace, aligned, save_chrome_trace
 from dplab.measure.wire import WireMeter
 
 __all__ = ["CallLog", "EmulatedLink", "MemoryTimeline", "NoiseScale", "Trace", "WireMeter",
-           "aligned", "layer_times", "save_chrome_trace", "sent_bytes", "state_bytes"]
+           "aligned", "available_cores", "available_memory", "describe_machine", "layer_times",
+           "save_chrome_trace", "sent_bytes", "state_bytes"]
