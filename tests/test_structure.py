@@ -24,7 +24,8 @@ PUBLIC_NAMES = {
     "dplab": """check device expect_failure hint load_ipython_extension progress RankError run
         solution""",
     "dplab.dryrun": "Collective ddp DryRun fully_shard UnsupportedOperator zero_1",
-    "dplab.measure": """aligned CallLog EmulatedLink layer_times MemoryTimeline NoiseScale
+    "dplab.measure": """aligned available_cores available_memory CallLog describe_machine
+        EmulatedLink layer_times MemoryTimeline NoiseScale
         save_chrome_trace sent_bytes state_bytes Trace WireMeter""",
     "dplab.parallel": """average_gradients broadcast_module BucketedDDP clip_grad_norm_ DiLoCo
         FullyShardedModel LocalSGD ManualDDP naive_all_reduce OverlappedDDP ParameterServer
@@ -35,8 +36,8 @@ PUBLIC_NAMES = {
         rank_color RANK_COLORS ring_step save_beside stepper style subplots table time_shares
         timeline to_png to_svg""",
 }
-MODULES_OF_PREDICT = """activations catalogue checks choose cluster cost memory reliability settings
-    shards step traffic transformer_config"""
+MODULES_OF_PREDICT = """activations catalogue checks choose cluster cost memory published
+    reliability settings shards step traffic transformer_config"""
 
 MACHINE_PATH = re.compile(r"(?<![\w/+.~$}])/(?:home|root|work|Users)/[\w.]")
 REGISTRY = re.compile(

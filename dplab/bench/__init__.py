@@ -13,6 +13,6 @@ docstring says what it compares. It has two functions:
     bench has no result at all, it raises, or ends with ``sys.exit(text)``.
 
 Options decide what is measured, never how: what the page shows of a bench is what the same command
-prints, and `page` says for each bench which options it gives. A ``--save`` keeps the results in
-`results`, where chapters read them with ``committed(NAME)``.
+prints, and `page` says for each bench which options it gives. In a clone of the course, ``--save``
+keeps the results in chapters/data, where chapters read them.
 """

@@ -4,15 +4,14 @@ import argparse
 import sys
 
 from dplab.bench import page
-from dplab.bench.machine import machine
 
 
 def main(arguments: list[str]) -> int:
     """The exit status: 1 if a bench of the page failed."""
     if arguments and arguments[0] in page.BENCHES:
-        page.run_bench(arguments[0], arguments[1:], heading=machine())
+        page.run_bench(arguments[0], arguments[1:], heading=True)
         return 0
-    benches = "\n".join(f"  {name:13}{page.summary(name)}" for name in page.BENCHES)
+    benches = "\n".join(f"  {name:17}{page.summary(name)}" for name in page.BENCHES)
     parser = argparse.ArgumentParser(
         prog="python -m dplab.bench", usage="%(prog)s [--all] [--without NAME ...]\n"
         "       %(prog)s NAME [options]", formatter_class=argparse.RawDescriptionHelpFormatter,

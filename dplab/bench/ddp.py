@@ -6,9 +6,10 @@ import torch
 from torch import nn
 
 from dplab import run
-from dplab.bench.timing import slowest_seconds, spread
+from dplab.bench.results import spread
 from dplab.bench.training_step import WRAPPERS, training_step
 from dplab.measure import EmulatedLink
+from dplab.workloads.timed_steps import slowest_seconds
 
 
 def add_arguments(parser):

@@ -8,28 +8,23 @@ import time
 import traceback
 from pathlib import Path
 
-from dplab.bench.machine import machine
+import dplab
+from dplab.bench.results import check_folder
 
-BENCHES = ("launch", "collectives", "ddp", "sharded", "step", "dryrun", "cluster", "chapters",
-           "training", "infrequent", "nodes", "soak")
 ON_PAGE = {  # in this order, with these options
-    "launch": "--peer-rounds 2",
-    "collectives": "--sizes 16 16384 --rounds 7",
+    "launchers": "--peer-rounds 2",
+    "gloo": "--sizes 16 16384 --rounds 7",
     "ddp": "--ranks 4 --rounds 9",
     "sharded": "--ranks 4 --rounds 5",
-    "step": "--ranks 2 --buckets 4",
+    "predicted_steps": "--ranks 2 --buckets 4",
     "dryrun": "--few --ranks 8 1024",
-    "cluster": "--summary",
-    "chapters": "",
+    "published_runs": "--summary",
 }
 TAKES = {  # what is not on the page unless all are asked for
     "training": "7 minutes of a core",
     "infrequent": "5 minutes of a core",
-    "nodes": "2 minutes; root on Linux",
-    "soak": "half an hour; root on Linux for some of its cases",
 }
-
-
+BENCHES = (*ON_PAGE, *TAKES)
 RULE = 100 * "─"
 
 
@@ -40,14 +35,16 @@ def summary(name: str) -> str:
     return (ast.get_docstring(ast.parse(source)) or "").partition("\n")[0]
 
 
-def run_bench(name: str, arguments: list[str], heading: str = "") -> None:
-    """Prints the heading, if there is one, and runs one of BENCHES as its command line would."""
+def run_bench(name: str, arguments: list[str], heading: bool = False) -> None:
+    """Runs one of BENCHES as its command line would; ``heading``: below the machine's line."""
     bench = importlib.import_module(f"dplab.bench.{name}")
     parser = argparse.ArgumentParser(prog=_command(name), description=summary(name))
     bench.add_arguments(parser)
     options = parser.parse_args(arguments)
+    if getattr(options, "save", False):
+        check_folder()  # before the minutes that it takes
     if heading:
-        print(heading, flush=True)
+        print(dplab.measure.describe_machine(), flush=True)
     bench.main(options)
 
 
@@ -56,7 +53,7 @@ def print_page(without=(), everything: bool = False) -> int:
 
     without: names to leave out. everything: the long ones, too, as they are without options.
     """
-    print(machine())
+    print(dplab.measure.describe_machine())
     wanted = ON_PAGE | (dict.fromkeys(TAKES, "") if everything else {})
     began, failed = time.perf_counter(), []
     for name, options in wanted.items():
@@ -69,7 +66,7 @@ def print_page(without=(), everything: bool = False) -> int:
     print(f"\n\n{RULE}")
     for name in BENCHES:
         if name in without or name not in wanted:
-            print(f"not run: {_command(name):38}{TAKES.get(name, '')}".rstrip())
+            print(f"not run: {_command(name):43}{TAKES.get(name, '')}".rstrip())
     print(f"{(time.perf_counter() - began) / 60:.1f} minutes in all; failed: "
           f"{', '.join(failed) or 'none'}")
     return len(failed)

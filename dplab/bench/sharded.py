@@ -6,9 +6,10 @@ import torch
 
 from dplab import run
 from dplab.bench.ddp import equal_layers, mean_square
-from dplab.bench.timing import slowest_seconds, spread
+from dplab.bench.results import spread
 from dplab.bench.training_step import HAS_DEEPSPEED, training_step
 from dplab.measure import WireMeter
+from dplab.workloads.timed_steps import slowest_seconds
 
 MIB = 2**20
 BASE = "fully_shard, reshard_after_forward=True"

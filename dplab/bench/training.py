@@ -22,18 +22,20 @@ import torch.nn.functional as F
 from torch.func import functional_call, stack_module_state, vmap
 
 from dplab.bench.results import save
+from dplab.workloads.large_batch import (
+    BASE_BATCH,
+    BATCHES,
+    OPTIMIZERS,
+    RULES,
+    WARM_UP,
+    learning_rate,
+    least_steps_and_samples,
+)
 from dplab.workloads.moved_digits import TRAIN_SIZE, load_moved_digits, moved_digits_classifier
 
-EPOCHS, BASE_BATCH, WARM_UP = 8, 32, 1 / 8  # warm-up: the share of the training that it takes
-SEEDS = range(5)
-BATCHES = [BASE_BATCH * 2**power for power in range(7)]
-OPTIMIZERS = {
-    "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.0, momentum=0.9),
-    "Adam": lambda parameters: torch.optim.Adam(parameters, lr=0.0),
-}
+EPOCHS, SEEDS = 8, range(5)
 BASE_GRID = {"SGD": [0.0125, 0.025, 0.05, 0.1, 0.2],
              "Adam": [0.0005, 0.001, 0.002, 0.004, 0.008]}
-RULES = {"unscaled": lambda k: 1.0, "square root": math.sqrt, "linear": float}
 TARGET = 0.5  # of the test loss
 TARGET_BATCHES = [2**power for power in range(3, 13)]
 TARGET_EPOCHS = 40
@@ -65,7 +67,7 @@ def main(options):
             print(f"{name:5} batch {row['batch']:5}  rate {row['learning_rate']:8.4g}  "
                   f"steps to a test loss of {TARGET}: {row['steps']}", flush=True)
         rows = [row for row in found["steps_to_target"] if row["optimizer"] == name]
-        least_steps, least_samples = fit_front(
+        least_steps, least_samples = least_steps_and_samples(
             {row["batch"]: statistics.median(row["steps"]) for row in rows})
         print(f"{name}: least steps {least_steps:.0f}, least samples {least_samples:,.0f}, "
               f"critical batch size {least_samples / least_steps:.0f}")
@@ -73,18 +75,6 @@ def main(options):
     print(f"{found['seconds']} s of one core")
     if options.save:
         save("training", **found)
-
-
-def learning_rate(progress: float, base: float, peak: float, warm_up: float = WARM_UP) -> float:
-    """The rate after a share ``progress`` of the training, from 0 to 1.
-
-    It rises in a line from ``base`` to ``peak`` during the first share ``warm_up``, as in Goyal et
-    al. (arXiv:1706.02677, section 2.2), and then falls to zero as a cosine. Progress counts
-    samples, not steps, so the schedule is the same at each batch size.
-    """
-    if progress < warm_up:
-        return base + (peak - base) * progress / warm_up
-    return peak * (1 + math.cos(math.pi * (progress - warm_up) / (1 - warm_up))) / 2
 
 
 def rules(optimizer: str, batches=BATCHES, seeds=SEEDS):
@@ -168,21 +158,6 @@ def _steps(optimizer, batch, rate, seeds, patience):
                      for old, loss in zip(steps, losses, strict=True)]
             look_at = 1.03 * step
     return steps
-
-
-def fit_front(steps: dict[int, float]) -> tuple[float, float]:
-    """S_min and E_min of (S / S_min − 1)(E / E_min − 1) = 1, from the steps S for each batch size.
-
-    E = B·S are the samples. With B_crit = E_min / S_min this is S = S_min·(1 + B_crit / B): the
-    least squares of log S over a grid of B_crit (McCandlish et al., arXiv:1812.06162, section 2.3).
-    """
-    def fitted(critical):
-        logs = [math.log(s / (1 + critical / batch)) for batch, s in steps.items()]
-        return statistics.pvariance(logs), math.exp(statistics.mean(logs))
-
-    critical = min((1.01**power for power in range(1500)), key=lambda each: fitted(each)[0])
-    least_steps = fitted(critical)[1]
-    return least_steps, critical * least_steps
 
 
 class _Runs:

@@ -25,9 +25,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import dplab
 from dplab import show
-from dplab.bench.machine import available_cores
 from dplab.demos.arguments import Parser, complains_as, job_size, on_one_machine, prints, save
-from dplab.measure import CallLog, EmulatedLink, WireMeter
+from dplab.measure import CallLog, EmulatedLink, WireMeter, available_cores
 from dplab.parallel import BucketedDDP, ManualDDP, OverlappedDDP
 from dplab.workloads.digits import TRAIN_SIZE, load_digits
 

@@ -23,8 +23,8 @@ from tqdm import tqdm
 
 import dplab
 from dplab import show
-from dplab.bench.machine import available_cores
 from dplab.demos.arguments import Parser, at_least, complains_as, prints, save, terminal_name
+from dplab.measure import available_cores
 from dplab.parallel import ManualDDP
 from dplab.workloads.digits import TRAIN_SIZE, accuracy, digits_classifier, load_digits
 

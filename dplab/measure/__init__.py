@@ -2,10 +2,12 @@
 
 from dplab.measure.call_log import CallLog, sent_bytes
 from dplab.measure.emulated_link import EmulatedLink
+from dplab.measure.machine import available_cores, available_memory, describe_machine
 from dplab.measure.memory_timeline import MemoryTimeline, state_bytes
 from dplab.measure.noise_scale import NoiseScale
 from dplab.measure.trace import Trace, aligned, layer_times, save_chrome_trace
 from dplab.measure.wire import WireMeter
 
 __all__ = ["CallLog", "EmulatedLink", "MemoryTimeline", "NoiseScale", "Trace", "WireMeter",
-           "aligned", "layer_times", "save_chrome_trace", "sent_bytes", "state_bytes"]
+           "aligned", "available_cores", "available_memory", "describe_machine", "layer_times",
+           "save_chrome_trace", "sent_bytes", "state_bytes"]

@@ -5,5 +5,5 @@ states and what fits; `shards`: exact bytes of real implementations; `activation
 per step of each strategy; `cluster`: a step on any number of ranks and how it scales;
 `reliability`: slow ranks and failing ones; `choose`: a recommendation that says why, and `settings`
 the code for it; `transformer_config`: a model's tensors; `catalogue`: published links, GPUs and
-models.
+models; `published`: runs that others measured, beside what is predicted for them.
 """

@@ -1,5 +1,7 @@
 """`dplab.bench.training`: its runs beside ordinary ones on two ranks, and the committed sweep."""
 
+import functools
+import json
 import math
 import statistics
 
@@ -12,9 +14,9 @@ from torch.nn.parallel import DistributedDataParallel
 import dplab
 from dplab import show
 from dplab.bench import training
-from dplab.bench.results import committed
+from dplab.bench.results import FOLDER
 from dplab.workloads import moved_digits
-from dplab.workloads.digits import load_digits
+from dplab.workloads.large_batch import BATCHES, OPTIMIZERS
 
 
 def one_epoch(optimizer, batch, base, peak, seed):
@@ -67,19 +69,6 @@ def test_each_epoch_visits_each_image_once():
     assert not torch.equal(epochs[0][0], epochs[0][1])
 
 
-def test_the_rate_rises_in_a_line_and_falls_as_a_cosine():
-    rate = [training.learning_rate(progress, 0.1, 0.8, 0.2) for progress in (0, 0.1, 0.2, 0.6, 1)]
-    assert rate == pytest.approx([0.1, 0.45, 0.8, 0.4, 0.0])
-    assert training.learning_rate(0, 0.1, 0.8, 0) == pytest.approx(0.8)
-
-
-def test_the_front_is_found_again():
-    steps = {2**power: 60 * (1 + 250 / 2**power) for power in range(3, 13)}
-    least_steps, least_samples = training.fit_front(steps)
-    assert least_steps == pytest.approx(60, rel=0.01)
-    assert least_samples == pytest.approx(60 * 250, rel=0.01)
-
-
 @pytest.mark.parametrize("start", [-4, 3, 8])
 def test_downhill_ends_in_the_valley_and_pays_for_no_point_twice(start):
     asked = []
@@ -103,13 +92,18 @@ def test_steps_to_the_target_end_there_or_give_up(monkeypatch):
     assert training._steps("SGD", 256, 0.2, [0], steps // 2) == [math.inf]
 
 
+@functools.cache
+def results():
+    return json.loads((FOLDER / "training.json").read_text())
+
+
 def rows(**wanted):
-    return [row for row in committed("training")["rules"]
+    return [row for row in results()["rules"]
             if all(row[key] == value for key, value in wanted.items())]
 
 
-@pytest.mark.parametrize("optimizer", training.OPTIMIZERS)
-@pytest.mark.parametrize("batch", training.BATCHES[1:])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("batch", BATCHES[1:])
 def test_the_committed_sweep_has_each_rule_with_and_without_warm_up(optimizer, batch):
     k = batch / 32
     found = {(round(row["times"], 9), row["warm_up"])
@@ -119,10 +113,9 @@ def test_the_committed_sweep_has_each_rule_with_and_without_warm_up(optimizer, b
 
 
 def test_the_committed_sweep_was_made_by_this_code():
-    results = committed("training")
-    assert results["command"] == "python -m dplab.bench training --save"
-    assert results["seeds"] == list(training.SEEDS) and results["epochs"] == training.EPOCHS
-    assert all(len(row["errors"]) == len(row["losses"]) == 5 for row in results["rules"])
+    assert results()["command"] == "python -m dplab.bench training --save"
+    assert results()["seeds"] == list(training.SEEDS) and results()["epochs"] == training.EPOCHS
+    assert all(len(row["errors"]) == len(row["losses"]) == 5 for row in results()["rules"])
     [first] = rows(optimizer="SGD", batch=2048, times=4.0)
     errors, losses = training.train("SGD", 2048, first["learning_rate"] / 4,
                                     first["learning_rate"], seeds=[0])
@@ -130,37 +123,19 @@ def test_the_committed_sweep_was_made_by_this_code():
     assert losses[0] == pytest.approx(first["losses"][0], rel=0.05)
 
 
-@pytest.mark.parametrize("optimizer", training.OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_the_base_rate_is_the_best_at_the_smallest_batch(optimizer):
     at_32 = rows(optimizer=optimizer, batch=32)
     best = min(at_32, key=lambda row: statistics.mean(row["errors"]))
     assert best["times"] == 1.0 and len(at_32) == len(training.BASE_GRID[optimizer])
 
 
-@pytest.mark.parametrize("optimizer", training.OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_the_committed_steps_reach_the_target_at_each_batch_size(optimizer):
-    found = {row["batch"]: row["steps"] for row in committed("training")["steps_to_target"]
+    found = {row["batch"]: row["steps"] for row in results()["steps_to_target"]
              if row["optimizer"] == optimizer}
     assert list(found) == training.TARGET_BATCHES
     assert all(len(steps) == 5 and max(steps) < math.inf for steps in found.values())
-
-
-def test_moved_digits_are_the_digits_moved():
-    data, digits = moved_digits.load_moved_digits(), load_digits()
-    assert data.train_images.shape == (8192, 12, 12) and data.test_images.shape == (4096, 12, 12)
-    assert data.train_images.mean().abs() < 1e-4 and abs(data.train_images.std() - 1) < 1e-4
-    places = set()
-    ground = data.train_images.min()
-    unit = (data.train_images.max() - ground) / digits.train_images.max()
-    for index in range(200):
-        pixels = (data.train_images[index] - ground) / unit
-        fits = [(row, column) for row in range(5) for column in range(5)
-                if torch.allclose(pixels[row:row + 8, column:column + 8],
-                                  digits.train_images[index], atol=1e-4)]
-        assert fits and torch.isclose(pixels.sum(), digits.train_images[index].sum(), rtol=1e-3)
-        places.update(fits)
-    assert len(places) == 25
-    assert torch.equal(data.train_labels[1439:2878], digits.train_labels)
 
 
 def test_a_sweep_draws_means_and_ranges():
@@ -190,7 +165,7 @@ def test_the_committed_sweep_says_what_chapter_07_says():
         assert abs(mean_error("Adam", batch, "linear")
                    - mean_error("Adam", batch, "square root")) < 0.3
     for batch in (512, 1024, 2048):
-        for optimizer in training.OPTIMIZERS:
+        for optimizer in OPTIMIZERS:
             others = [mean_error(optimizer, batch, rule) for rule in ("unscaled", "linear")]
             assert mean_error(optimizer, batch, "square root") < min(others)
     for batch in (256, 512, 1024, 2048):

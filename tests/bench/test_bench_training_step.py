@@ -6,9 +6,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from two_nodes.training import KINDS
 
 import dplab
-from dplab.bench import nodes, sharded, training_step
+from dplab.bench import sharded, training_step
 from dplab.predict import traffic
 
 STEPS, RANKS = 4, 2
@@ -77,7 +78,7 @@ def test_names_are_those_of_the_predictions():
     assert set(NAMES) - OWN <= set(traffic.STRATEGIES)
     assert {"DeepSpeed 0", *DEEPSPEED} <= set(traffic.STRATEGIES)
     assert set(sharded.KINDS) <= {*NAMES, *DEEPSPEED}
-    assert {step for _, step in nodes.KINDS.values()} <= set(NAMES)
+    assert {step for _, step in KINDS.values()} <= set(NAMES)
 
 
 def test_another_name_is_refused():

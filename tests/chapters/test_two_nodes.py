@@ -4,6 +4,7 @@ They need root, and in CI they are never skipped.
 """
 
 import copy
+import json
 import os
 import subprocess
 import sys
@@ -13,24 +14,24 @@ import pytest
 import torch
 import torch.nn.functional as F
 import yaml
+from two_nodes import link_bytes, restart, training
+from two_nodes.hosts import HEADERS, INTERFACE, MTU, Hosts, missing
 
-from dplab.bench import nodes, restart
-from dplab.bench.hosts import HEADERS, INTERFACE, MTU, Hosts, missing
-from dplab.bench.results import committed
+from dplab.bench.results import FOLDER
 from dplab.workloads.standard_library import load_source, sample
 from dplab.workloads.transformer import Transformer
 
 pytestmark = pytest.mark.skipif(missing() is not None and "CI" not in os.environ,
                                 reason=str(missing()))
 STEPS = 2
-WHOLE = 4 * nodes.CONFIG.parameters  # bytes of all gradients, or of all parameters
-ROOT = 4 * sum(torch.Size(shape).numel() for shape in nodes.CONFIG.units[-1])
+WHOLE = 4 * training.CONFIG.parameters  # bytes of all gradients, or of all parameters
+ROOT = 4 * sum(torch.Size(shape).numel() for shape in training.CONFIG.units[-1])
 MESSAGES = 1.01  # gloo's own: 48 bytes before each piece of a tensor, and others to announce it
 
 
 @pytest.fixture(scope="module")
 def rows():
-    return {row["strategy"]: row for row in nodes.measure(steps=STEPS)}
+    return {row["strategy"]: row for row in link_bytes.measure(steps=STEPS)}
 
 
 # With 4 ranks in a ring, an edge carries 6/4 of what is all-reduced and 3/4 of what is gathered.
@@ -45,7 +46,7 @@ CROSSING = {
 }
 
 
-@pytest.mark.parametrize("strategy", nodes.KINDS)
+@pytest.mark.parametrize("strategy", training.KINDS)
 def test_the_link_carries_what_is_predicted(rows, strategy):
     row = rows[strategy]
     assert row["predicted"] == pytest.approx(CROSSING[strategy], rel=1e-4)  # but for padding
@@ -70,21 +71,21 @@ def test_the_link_is_as_slow_as_it_should_be(rows):
 
 
 def test_the_record_that_the_chapter_shows_is_of_this_code():
-    record = committed("nodes")
-    assert [row["strategy"] for row in record["rows"]] == list(nodes.KINDS)
+    record = json.loads((FOLDER / "two_nodes.json").read_text())
+    assert [row["strategy"] for row in record["rows"]] == list(training.KINDS)
     for row in record["rows"]:
-        assert row["predicted"] == nodes.crossing_bytes(nodes.KINDS[row["strategy"]][0])
+        assert row["predicted"] == link_bytes.crossing_bytes(training.KINDS[row["strategy"]][0])
         assert 1 <= row["payload"] / row["predicted"] < MESSAGES
     assert record["killed"]["status"] == [0, 0] and record["killed"]["starts"] == [0, 20]
 
 
 def test_two_nodes_train_like_one_process(rows):
     torch.manual_seed(0)
-    model, text, expected = Transformer(nodes.CONFIG), load_source(), []
+    model, text, expected = Transformer(training.CONFIG), load_source(), []
     start = copy.deepcopy(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=nodes.LEARNING_RATE)
+    optimizer = torch.optim.SGD(model.parameters(), lr=training.LEARNING_RATE)
     for number in range(STEPS + 1):
-        inputs, targets = sample(text, nodes.GLOBAL_BATCH, nodes.LENGTH, number)
+        inputs, targets = sample(text, training.GLOBAL_BATCH, training.LENGTH, number)
         loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
         optimizer.zero_grad()
         loss.backward()

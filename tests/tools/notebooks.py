@@ -31,8 +31,7 @@ from nbclient import NotebookClient
 from nbclient.exceptions import CellControlSignal, DeadKernelError
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 from nbformat.warnings import DuplicateCellId, MissingIDFieldWarning
-
-from dplab.bench.kernel import private_kernel
+from private_kernel import private_kernel
 
 METADATA = {
     "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from dplab import run
-from dplab.bench.timing import slowest_seconds, spread
+from dplab.bench.results import spread
 from dplab.measure import WireMeter
 from dplab.parallel import (
     naive_all_reduce,
@@ -15,6 +15,7 @@ from dplab.parallel import (
     ring_reduce_scatter,
     tree_all_reduce,
 )
+from dplab.workloads.timed_steps import slowest_seconds
 
 KIB, MIB = 2**10, 2**20
 _GLOO_OF = {

@@ -1,7 +1,7 @@
 """A process that stands for a notebook in the soak, and the look from outside at what it leaves.
 
-Started as ``python -m dplab.bench.soak.notebook FD``. On the connection FD come tasks: the source
-of a cell that defines ``work``, and how to run it. Back goes how the run ended.
+Started as ``python notebook.py FD``. On the connection FD come tasks: the source of a cell that
+defines ``work``, and how to run it. Back goes how the run ended.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ class Notebook:
         self.temporary = Path(tempfile.mkdtemp(dir=folder))
         self._output = open(folder / f"output-{self.temporary.name}", "w+b", buffering=0)
         self._connection, theirs = Pipe()
-        command = [sys.executable, "-m", "dplab.bench.soak.notebook", str(theirs.fileno())]
+        command = [sys.executable, __file__, str(theirs.fileno())]
         if cramped:
             command = ["unshare", "--mount", "sh", "-c", _CRAMPED, "sh", *command]
         with theirs, open(self._output.name, "ab") as output:

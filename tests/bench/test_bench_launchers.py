@@ -6,13 +6,14 @@ import importlib
 import importlib.machinery
 import sys
 
+import psutil
 import pytest
 
-from dplab.bench import launch, launchers
+from dplab.bench import launchers
 from dplab.bench.launchers import Launcher
 
 OPTIONS = argparse.Namespace(ranks=2, rounds=2, peer_rounds=1)
-TRIED = launch.Tried([0.5, 0.25, 1.0], "runs", "0.1 s: rank", "0.2 s, 0 left")
+TRIED = launchers.Tried([0.5, 0.25, 1.0], "runs", "0.1 s: rank", "0.2 s, 0 left")
 
 
 @pytest.mark.parametrize("launcher", [launchers.DPLAB, *launchers.PEERS],
@@ -23,7 +24,7 @@ def test_cells_are_code(launcher):
 
 
 def test_dplab_in_a_kernel():
-    tried = launch._tried(launchers.DPLAB, 2, rounds=2)
+    tried = launchers._tried(launchers.DPLAB, 2, rounds=2)
     assert len(tried.times) == 2 and min(tried.times) > 0
     assert tried.function == "runs"
     assert tried.raised.endswith("s: rank, error, line; then works")
@@ -31,9 +32,9 @@ def test_dplab_in_a_kernel():
 
 
 def printed_with(monkeypatch, capsys, tried):
-    monkeypatch.setattr(launch, "_tried", tried)
-    monkeypatch.setattr(launch, "_more_of_dplab", lambda options: [])
-    launch.main(OPTIONS)
+    monkeypatch.setattr(launchers, "_tried", tried)
+    monkeypatch.setattr(launchers, "_more_of_dplab", lambda options: [])
+    launchers.main(OPTIONS)
     return capsys.readouterr().out.splitlines()
 
 
@@ -68,7 +69,7 @@ def test_a_launcher_that_is_not_installed_is_said_to_be_so(monkeypatch, capsys):
 
 def test_times_are_compared_with_dplab_s_own(monkeypatch, capsys):
     monkeypatch.setattr(launchers, "PEERS", [Launcher("slow", "torch", "")])
-    slow = launch.Tried([2.0, 1.0], "fails", "no report in 10 s", "no end in 10 s")
+    slow = launchers.Tried([2.0, 1.0], "fails", "no report in 10 s", "no end in 10 s")
     lines = printed_with(monkeypatch, capsys,
                          lambda launcher, *_: slow if launcher.name == "slow" else TRIED)
     assert [line.split() for line in lines if "×" in line] == [
@@ -93,7 +94,7 @@ def launch(function):
 
 def test_a_launcher_that_fails_or_gives_other_values_is_said_to(monkeypatch, capsys):
     monkeypatch.setattr(launchers, "PEERS", [BROKEN, WRONG])
-    tried = launch._tried
+    tried = launchers._tried
     lines = printed_with(monkeypatch, capsys, lambda launcher, *rest:
                          TRIED if launcher.name == "dplab.run" else tried(launcher, *rest))
     failed = {line.split()[0]: line for line in lines if "failed:" in line}
@@ -102,6 +103,23 @@ def test_a_launcher_that_fails_or_gives_other_values_is_said_to(monkeypatch, cap
 
 
 def test_a_launcher_that_never_returns_is_given_up(monkeypatch):
-    monkeypatch.setattr(launch, "PATIENCE", 2)
-    tried = launch._tried(STUCK, 2, rounds=1)
+    monkeypatch.setattr(launchers, "PATIENCE", 2)
+    tried = launchers._tried(STUCK, 2, rounds=1)
     assert (tried.raised, tried.interrupted) == ("no report in 2 s", "no end in 2 s")
+
+
+def test_a_notebook_leaves_no_process():
+    with launchers.Notebook() as notebook:
+        ran = notebook.run("import subprocess, sys\nchild = subprocess.Popen("
+                          "[sys.executable, '-c', 'import time; time.sleep(600)'], "
+                          "start_new_session=True)\nchild.pid")
+        child = psutil.Process(int(ran.text))
+        assert child in notebook.children()
+    assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
+
+
+def test_a_cell_is_interrupted():
+    with launchers.Notebook() as notebook:
+        ran = notebook.run("import time; time.sleep(60)", interrupt_after=0.5)
+        assert ran.error.startswith("KeyboardInterrupt") and ran.seconds < 20
+        assert notebook.run("1 + 1").text == "2"

@@ -1,16 +1,14 @@
-"""Run All of a notebook as the bench measures it, and the memory of processes together."""
+"""Run All of a notebook as the tool measures it, and the memory of processes together."""
 
-import argparse
 import subprocess
 import sys
 
 import nbformat
 import psutil
 import pytest
+import run_chapters
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
-
-from dplab.bench import chapters, kernel
-from dplab.bench.peak import PeakMemory, family_bytes
+from peak_memory import PeakMemory, family_bytes
 
 MIB = 2**20
 SHARES_THEN_COPIES = f"""
@@ -81,7 +79,7 @@ def test_a_notebook_runs_in_its_folder_and_its_peak_is_seen(notebook):
     path = notebook("held = bytearray(b'x') * (300 * 2**20)", "import time; time.sleep(1)",
                     "del held", "open('beside', 'w').write('x')")
     text = path.read_text()
-    row = chapters.run_all(path)
+    row = run_chapters.run_all(path)
     assert (row.chapter, row.cells, row.error) == ("03_small", 4, "")
     assert 300 * MIB < row.peak_bytes < 450 * MIB and row.processes == 1
     assert 1 < row.seconds < 60
@@ -89,45 +87,18 @@ def test_a_notebook_runs_in_its_folder_and_its_peak_is_seen(notebook):
 
 
 def test_a_cell_that_fails_ends_the_run_and_is_named(notebook):
-    row = chapters.run_all(notebook("x = 1", "x / 0", "open('beside', 'w')"))
+    row = run_chapters.run_all(notebook("x = 1", "x / 0", "open('beside', 'w')"))
     assert row.cells == 1 and row.error == "cell cell-1: ZeroDivisionError: division by zero"
 
 
-def test_the_kernel_leaves_no_process():
-    with kernel.Kernel() as session:
-        ran = session.run("import subprocess, sys\nchild = subprocess.Popen("
-                          "[sys.executable, '-c', 'import time; time.sleep(600)'], "
-                          "start_new_session=True)\nchild.pid")
-        child = psutil.Process(int(ran.text))
-        assert child in session.children()
-    assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
-
-
-def test_a_cell_is_interrupted():
-    with kernel.Kernel() as session:
-        ran = session.run("import time; time.sleep(60)", interrupt_after=0.5)
-        assert ran.error.startswith("KeyboardInterrupt") and ran.seconds < 20
-        assert session.run("1 + 1").text == "2"
-
-
-def options(*numbers):
-    return argparse.Namespace(chapters=list(numbers))
-
-
-def test_without_the_repository_there_are_no_chapters(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(chapters, "FOLDER", tmp_path / "chapters")
-    chapters.main(options())
-    assert "no chapters here" in capsys.readouterr().out
-
-
-def test_chapters_are_chosen_and_a_failure_is_the_bench_s(monkeypatch, notebook, capsys):
+def test_chapters_are_chosen_and_a_failure_is_the_tool_s(monkeypatch, notebook, capsys):
     path = notebook("1 / 0")
     path.with_name("04_other.ipynb").write_text(path.read_text())
-    monkeypatch.setattr(chapters, "FOLDER", path.parent)
+    monkeypatch.setattr(run_chapters, "FOLDER", path.parent)
     with pytest.raises(SystemExit, match="no chapter 05, 06"):
-        chapters.main(options("03", "06", "05"))
+        run_chapters.main(["03", "06", "05"])
     with pytest.raises(SystemExit, match="04_other failed"):
-        chapters.main(options("04"))
+        run_chapters.main(["04"])
     printed = capsys.readouterr().out
     assert "04_other" in printed and "03_small" not in printed
     assert "cell cell-0: ZeroDivisionError: division by zero" in printed

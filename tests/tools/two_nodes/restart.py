@@ -12,9 +12,9 @@ from pathlib import Path
 
 import psutil
 
-from dplab.bench.hosts import Hosts, start_job
+from two_nodes.hosts import Hosts, start_job
 
-SCRIPT = Path(__file__).parents[2] / "chapters" / "10_launch" / "train.py"
+SCRIPT = Path(__file__).resolve().parents[3] / "chapters" / "10_launch" / "train.py"
 LINE = re.compile(r"step (\d+): loss (\S+)")
 TIME_LIMIT = 300  # seconds
 

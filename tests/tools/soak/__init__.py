@@ -5,8 +5,13 @@ Run number n is drawn from the seed n: ``--seed 100 --runs 50`` makes the runs 1
 bound with the report that the fault calls for; if a second later no process, folder, descriptor or
 port of it is left; if the bystanders, a process with the fork server's command line and files
 beside the runs' own folders, are as they were; and if the next run of the same process works.
+
+    python tests/tools/soak --runs 170 --seed 1
+
+500 runs take half an hour. The runs with a full temporary folder need root on Linux.
 """
 
+import argparse
 import os
 import random
 import shutil
@@ -15,24 +20,24 @@ import subprocess
 import sys
 from collections import defaultdict
 
-from dplab.bench.results import save
-from dplab.bench.soak.cases import CASES, draw
-from dplab.bench.soak.run import Attempt, Place
+from soak.cases import CASES, draw
+from soak.run import Attempt, Place
 
 ALLOWANCE = 5.0  # seconds that a loaded machine may add to each bound
 
 
-def add_arguments(parser):
+def main(arguments: list[str]) -> None:
+    """Makes the runs that the command line asks for; exits with a text if one of them is wrong."""
+    parser = argparse.ArgumentParser(prog="python tests/tools/soak",
+                                     description=__doc__.splitlines()[0])
     parser.add_argument("--runs", type=int, help="runs (default 500; with --only, 1)")
     parser.add_argument("--seed", type=int, default=0, help="number of the first run (default 0)")
     parser.add_argument("--only", choices=CASES, metavar="CASE",
                         help=f"one case alone: {', '.join(CASES)}")
     parser.add_argument("--allowance", type=float, default=ALLOWANCE, metavar="SECONDS",
                         help=f"added to each bound (default {ALLOWANCE:g})")
-    parser.add_argument("--save", action="store_true", help="write results/soak.json")
+    options = parser.parse_args(arguments)
 
-
-def main(options):
     runs = options.runs or (1 if options.only else 500)
     print(f"runs {options.seed} to {options.seed + runs - 1}; bounds with {options.allowance:g} s "
           "for a loaded machine", flush=True)
@@ -46,8 +51,6 @@ def main(options):
         else:
             print(f"{row['case']:26}  {row['note']}")
     print(f"{'all':26}{sum(row['tried'] for row in rows):6}{sum(row['right'] for row in rows):6}")
-    if options.save:
-        save("soak", runs=runs, seed=options.seed, cases=rows, wrong=wrong)
     if wrong:
         sys.exit(f"{len(wrong)} wrong")
 

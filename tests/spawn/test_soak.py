@@ -1,13 +1,11 @@
 """The soak of the launcher: a short slice of it is right, and it sees what is wrong."""
 
 import re
-import types
 
 import pytest
-
-from dplab.bench import soak
-from dplab.bench.soak.plan import Ends, Plan
-from dplab.bench.soak.run import Attempt, Place
+import soak
+from soak.plan import Ends, Plan
+from soak.run import Attempt, Place
 
 FEW = ("healthy", "raise", "exit", "SIGKILL", "deadlock", "closed output", "two faults",
        "interrupt")
@@ -25,8 +23,7 @@ def complaints(place, plan, allowance=30.0):
 
 def test_a_slice_is_right(monkeypatch, capsys):
     monkeypatch.setattr(soak, "CASES", {case: soak.CASES[case] for case in FEW})
-    options = types.SimpleNamespace(runs=8, seed=0, only=None, allowance=30.0, save=False)
-    soak.main(options)  # exits if one is wrong
+    soak.main(["--runs", "8", "--allowance", "30"])  # exits if one is wrong
     last = capsys.readouterr().out.splitlines()[-1].split()
     assert last == ["all", "8", "8"]
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import psutil
 
-from dplab.bench.soak.notebook import Notebook
-from dplab.bench.soak.plan import ANY, Plan
+from soak.notebook import Notebook
+from soak.plan import ANY, Plan
 
 
 class Place:

@@ -6,8 +6,8 @@ import random
 
 import psutil
 
-from dplab.bench.soak.plan import ANY, Ends, Plan, sudden
 from dplab.spawn.between.calls import LOG_BYTES
+from soak.plan import ANY, Ends, Plan, sudden
 
 MUCH = int(min(200e6, psutil.virtual_memory().available / 40)) // 4 * 4  # bytes of a huge value
 _SHM, _PLENTY = "/dev/shm", 16 << 20

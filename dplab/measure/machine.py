@@ -1,4 +1,4 @@
-"""What this machine lends to a bench: cores, memory, and torch's version."""
+"""What this machine lends to a program: cores and memory."""
 
 import contextlib
 import math
@@ -34,8 +34,8 @@ def available_memory() -> int:
     return memory
 
 
-def machine() -> str:
-    """The line that stands above what a bench prints."""
+def describe_machine() -> str:
+    """One line: cores, memory, and torch's version."""
     return (f"{available_cores()} cores, {available_memory() / 2**30:.0f} GiB of memory, "
             f"torch {version('torch')}")
 

@@ -1,13 +1,11 @@
-"""The cluster simulator beside published measurements of pure data-parallel and FSDP runs.
+"""Published measurements of data-parallel and FSDP runs, beside the prediction of `cluster`.
 
-`rows` gives every run with what it assumes; nothing is fitted to it: the share of the peak is that
-of large matrix products, the links are the makers'. `calibrated_rows` asks a second question: with
-the share of the peak fitted to one run of a series, how well are the others predicted? Runs with
-tensor or pipeline parallelism are listed as out of scope. Also: how fast the simulator is.
+`published_runs` gives every run with what it assumes; nothing is fitted to it: the share of the
+peak is that of large matrix products, the links are the makers'. `runs_with_fitted_share` asks a
+second question: with the share of the peak fitted to one run of a series, how well are the others
+predicted? Runs with tensor or pipeline parallelism are listed as out of scope.
 """
 
-import statistics
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
@@ -42,7 +40,7 @@ CLUSTERS = {
 
 
 @dataclass(frozen=True)
-class Row:
+class PublishedRun:
     """A published run beside its prediction; ``predicted`` is None where it is out of scope.
 
     ``series``: runs that differ in ranks and batch alone; ``unit`` of both numbers.
@@ -103,13 +101,13 @@ SERIES = [
 ]
 
 
-def rows() -> list[Row]:
-    """Every published run: first those of the course's data file, then tokens/s by series."""
+def published_runs() -> list[PublishedRun]:
+    """Every published run: first those of single papers, then tokens/s by series."""
     return [*_goyal(), *_t5(), *_gpt(), *_out_of_scope(),
-            *(_row(*each) for each in _runs())]
+            *(_beside_prediction(*each) for each in _runs())]
 
 
-def calibrated_rows() -> list[Row]:
+def runs_with_fitted_share() -> list[PublishedRun]:
     """The later runs of each series, with the share of the peak fitted to its first run."""
     found, shares = [], {}
     for series, cluster, job, assumed, source, published in _runs():
@@ -117,8 +115,8 @@ def calibrated_rows() -> list[Row]:
             shares[series] = fitted_share(job, cluster, published)
             continue
         cluster = replace(cluster, matmul_share=shares[series])
-        row = _row(series, cluster, job, assumed, source, published)
-        found.append(replace(row, assumptions=f"{shares[series]:.2f} of the peak; {assumed}"))
+        run = _beside_prediction(series, cluster, job, assumed, source, published)
+        found.append(replace(run, assumptions=f"{shares[series]:.2f} of the peak; {assumed}"))
     return found
 
 
@@ -139,11 +137,12 @@ def _runs() -> Iterator:
                    f"{cluster}; {assumed}", source, published)
 
 
-def _row(series, cluster, job, assumed, source, published):
+def _beside_prediction(series, cluster, job, assumed, source, published):
     prediction = predict(job, cluster)
-    return Row(f"{series}, {job.batch} × {job.sequence}, recompute {job.recompute}", cluster.ranks,
-               "tokens/s/GPU", published, prediction.tokens_per_second / cluster.ranks, assumed,
-               source, prediction.bound, series)
+    return PublishedRun(
+        f"{series}, {job.batch} × {job.sequence}, recompute {job.recompute}", cluster.ranks,
+        "tokens/s/GPU", published, prediction.tokens_per_second / cluster.ranks, assumed, source,
+        prediction.bound, series)
 
 
 def _goyal():
@@ -157,10 +156,11 @@ def _goyal():
         seconds = [step.step_seconds(step.ddp_spans(
             layers, ranks, ring_link(machine.of(ranks), ranks, 8), bucket_bytes=1, overlap=overlap))
             for ranks in (8, 256)]
-        yield Row(f"ResNet-50 8 → 256 P100, {'with' if overlap else 'without'} overlap", 256,
-                  "efficiency", 0.9, seconds[0] / seconds[1],
-                  f"computing takes {busy:.3f} s, the whole published step; one 50 Gb/s link a "
-                  "node is assumed; a flat ring", "arXiv:1706.02677, abstract")
+        yield PublishedRun(
+            f"ResNet-50 8 → 256 P100, {'with' if overlap else 'without'} overlap", 256,
+            "efficiency", 0.9, seconds[0] / seconds[1],
+            f"computing takes {busy:.3f} s, the whole published step; one 50 Gb/s link a node is "
+            "assumed; a flat ring", "arXiv:1706.02677, abstract")
 
 
 def _t5():
@@ -177,9 +177,10 @@ def _t5():
             seconds.append(step.step_seconds(fsdp_spans(
                 blocks, Layer(0, 0, 2 * 33e6, "root"), gather=_on(cluster, "all-gather"),
                 scatter=_on(cluster, "reduce-scatter"))))
-        yield Row(f"T5-11B FSDP 8 → 512 A100, {tokens} tokens/GPU", 512, "efficiency", 0.93,
-                  seconds[0] / seconds[1], "batch not published: three tried; matrices "
-                  "alone; recomputed; 2 Tb/s a node", "arXiv:2304.11277, 5.4")
+        yield PublishedRun(
+            f"T5-11B FSDP 8 → 512 A100, {tokens} tokens/GPU", 512, "efficiency", 0.93,
+            seconds[0] / seconds[1], "batch not published: three tried; matrices alone; "
+            "recomputed; 2 Tb/s a node", "arXiv:2304.11277, 5.4")
 
 
 def _gpt():
@@ -190,67 +191,20 @@ def _gpt():
             job = Job(model, batch, 2048, recompute="full")
             prediction = predict(job, cluster)
             flops = job.model_flops * 4 / 3 / prediction.seconds
-            yield Row(f"GPT-175B FSDP, batch {batch}", ranks, "TFLOP/s/GPU", published,
-                      flops / 1e12, "the recomputed forward counts as done (by model FLOPs, 3/4 of "
-                      "it); bf16; 2 Tb/s a node", "arXiv:2304.11277, 5.4", prediction.bound)
+            yield PublishedRun(
+                f"GPT-175B FSDP, batch {batch}", ranks, "TFLOP/s/GPU", published, flops / 1e12,
+                "the recomputed forward counts as done (by model FLOPs, 3/4 of it); bf16; 2 Tb/s a "
+                "node", "arXiv:2304.11277, 5.4", prediction.bound)
 
 
 def _out_of_scope():
     reason = "out of scope: tensor or pipeline parallelism"
-    yield Row("Megatron-LM 8.3B, TP 8 × DP 64", 512, "efficiency", 0.76, None, reason,
-              "arXiv:1909.08053, abstract")
+    yield PublishedRun("Megatron-LM 8.3B, TP 8 × DP 64", 512, "efficiency", 0.76, None, reason,
+                       "arXiv:1909.08053, abstract")
     for ranks, mfu in ((8192, 0.43), (16384, 0.41)):
-        yield Row("Llama 3 405B, TP × PP × DP", ranks, "MFU", mfu, None, reason,
-                  "arXiv:2407.21783, table 4")
+        yield PublishedRun("Llama 3 405B, TP × PP × DP", ranks, "MFU", mfu, None, reason,
+                           "arXiv:2407.21783, table 4")
 
 
 def _on(cluster, collective) -> Callable[[float], float]:
     return lambda nbytes: collective_seconds(cluster, collective, nbytes)
-
-
-def speeds() -> list[tuple[str, int, float]]:
-    """(strategy, ranks, seconds) that it takes here to predict a step of Llama-3.1 405B."""
-    found = []
-    for strategy in ("DDP", "FSDP", "HSDP"):
-        for ranks in (8, 16384, 100_000):
-            job = Job(MODELS["Llama-3.1 405B"], 1, 8192, strategy, recompute="full")
-            start = time.perf_counter()
-            _ = predict(job, CLUSTERS["H100, 8 × 400 Gb/s a node"].of(ranks)).mfu
-            found.append((strategy, ranks, time.perf_counter() - start))
-    return found
-
-
-def add_arguments(parser):
-    parser.add_argument("--assumptions", action="store_true", help="below each run, and its source")
-    parser.add_argument("--summary", action="store_true", help="the errors alone, not each run")
-
-
-def main(options):
-    for title, table in (("nothing fitted", rows()),
-                         ("the share of the peak from the first run of a series",
-                          calibrated_rows())):
-        (_print_errors if options.summary else _print_runs)(title, table, options)
-        print()
-    for strategy, ranks, seconds in speeds():
-        print(f"{strategy:5} of 126 layers on {ranks:7,} ranks: simulated in {seconds:.3f} s")
-
-
-def _print_errors(title, table, options):
-    print(f"{title:53}{'runs':>5}{'median error':>14}{'least':>8}{'most':>8}")
-    for unit in dict.fromkeys(row.unit for row in table):
-        errors = [row.error for row in table if row.unit == unit and row.error is not None]
-        if errors:
-            print(f"  {unit:51}{len(errors):5}{statistics.median(errors):+14.0%}{min(errors):+8.0%}"
-                  f"{max(errors):+8.0%}")
-
-
-def _print_runs(title, table, options):
-    print(f"{title}\n{'run':58}{'GPUs':>5}{'published':>11}{'predicted':>11}{'error':>7}"
-          f"  {'unit':13}bound")
-    for row in table:
-        numbers = (f"{'–':>11}{'–':>7}" if row.predicted is None
-                   else f"{row.predicted:11.4g}{row.error:+7.0%}")
-        print(f"{row.what:58}{row.ranks:5}{row.published:11.4g}{numbers}  {row.unit:13}"
-              f"{row.bound or (row.assumptions if row.predicted is None else '')}")
-        if options.assumptions:
-            print(f"    {row.assumptions}; {row.source}")

@@ -1,0 +1,9 @@
+"""Two nodes on one machine: what crosses the link between them in a step, and a rank that dies.
+
+    python tests/tools/two_nodes --save
+
+For Linux, as root, with iproute2; it takes 2 minutes. `hosts` makes two hosts out of network
+namespaces, `link_bytes` trains on them by each strategy and puts the bytes on the link beside the
+prediction, `restart` kills a rank of chapter 10's training script there. Chapter 10 shows the
+results, chapters/data/two_nodes.json.
+"""
