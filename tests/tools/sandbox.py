@@ -18,6 +18,8 @@ HOME = pytest.StashKey[Path]()
 ROOT = Path(__file__).resolve().parents[2]
 DOOR, ROOM = ROOT / "README.md", ROOT / "pyproject.toml"  # any two files serve as locks
 
+QUICK_CHAPTERS = {"00_start_here"}  # a run of any other takes half a minute or more
+
 CHECK = re.compile(r"""\bcheck\(\s*["'](\d+\.\d+)["']""")
 VERDICT = "Exercise {id}: {outcome}"  # how the plain text of each check begins
 
@@ -27,6 +29,17 @@ def pytest_configure(config):
     config.add_cleanup(folder.cleanup)
     config.stash[HOME] = Path(folder.name)
     os.environ["DPLAB_LIVE"] = "0"
+    # Two workers share the cores. Torch's threads in one of them would wait for each other by
+    # spinning, and keep the other from the core that they wait for: a loop takes 100 times as long.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` selects
+def pytest_collection_modifyitems(items):
+    """Whatever belongs to no other tier is quick, so that no list has to be kept."""
+    for item in items:
+        if not any(item.get_closest_marker(tier) for tier in ("slow", "nightly", "gpu")):
+            item.add_marker("quick")
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -79,6 +92,8 @@ class Chapter(IPyNbFile):
         self.sanitize_patterns[r"cell In\[\d+\]"] = "cell In[N]"
 
     def collect(self):
+        if self.path.stem not in QUICK_CHAPTERS:
+            self.add_marker("slow")
         for item in super().collect():
             # nbval takes a cell without a number for a cell that never ran.
             item.cell.execution_count = 1
