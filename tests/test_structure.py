@@ -1,24 +1,20 @@
-"""The rules of the repository: its layout, who may import whom, sizes, style, public names."""
+"""The rules of the repository: its layout, who may import whom, style, public names."""
 
-import ast
 import fnmatch
 import importlib
 import os
 import re
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
+import imports
 import pytest
-
-import dplab
 
 ROOT = Path(__file__).resolve().parents[1]
 TOP_LEVEL = {"README.md", "requirements.txt", "pyproject.toml", "chapters", "dplab", "figures",
              "tests", ".ci", ".gitignore"}
 FILES = sorted((ROOT / "dplab").rglob("*.py"))
-PACKAGES = {path.name for path in (ROOT / "dplab").iterdir() if (path / "__init__.py").exists()}
 
 PUBLIC_NAMES = {
     "dplab": """check device expect_failure hint load_ipython_extension progress RankError run
@@ -46,102 +42,132 @@ REGISTRY = re.compile(
     | https?://(?!127\.0\.0\.1|0\.0\.0\.0)\d+\.\d+\.\d+\.\d+""", re.VERBOSE | re.IGNORECASE)
 
 
-@dataclass(frozen=True)
-class Import:
-    file: str
-    line: int
-    module: str
-    for_typing: bool
+# Part of the course: the parts of dplab that it may import. `dplab` is what dplab/__init__ offers.
+MAY_IMPORT = {
+    "__init__": "bench demos dryrun exercises measure needs parallel predict show spawn workloads",
+    "needs": "",
+    "spawn": "",  # a library that stands alone
+    "parallel": "",
+    "predict": "",
+    "workloads": "",
+    "show": "",
+    "measure": "dplab predict spawn",
+    "dryrun": "measure predict spawn workloads",
+    "exercises": "dryrun measure parallel predict spawn workloads",
+    "demos": "dplab measure parallel show spawn workloads",
+    "bench": "dplab dryrun measure parallel predict spawn workloads",
+    "figures": "predict show",
+    "chapters": "demos dryrun measure parallel predict show workloads",  # and dplab's own names
+    "chapters/10_launch": "",  # files that readers copy run without dplab
+}
+MAY_NAME_FOR_TYPING = {"show": "measure predict"}  # plain data, under `if TYPE_CHECKING`
+NO_TORCH = {"__init__", "needs", "predict", "show"}
+TORCH_ALONE = {"parallel"}
 
-    @property
-    def top(self):
-        return self.module.split(".")[0]
 
-    @property
-    def package(self):
-        """The part of dplab that it takes from, "dplab" where that is dplab itself, or None."""
-        if self.top != "dplab":
-            return None
-        name = self.module.split(".")[1] if "." in self.module else "dplab"
-        return dplab._MODULE_OF.get(name, name)
-
-    def __str__(self):
-        return f"{self.file}:{self.line} imports {self.module}"
+def files(part):
+    """The files that a row of the table speaks of."""
+    if part in ("figures", "chapters/10_launch"):
+        return sorted((ROOT / part).rglob("*.py"))
+    if part == "chapters":
+        return sorted((ROOT / part).glob("*.ipynb"))
+    return [path for path in FILES if owner(path) == part]
 
 
 def owner(path):
-    """The package of dplab that a file is part of; for dplab/__init__.py, "__init__"."""
+    """The part of dplab that a file belongs to; for dplab/__init__.py, "__init__"."""
     return path.relative_to(ROOT / "dplab").with_suffix("").parts[0]
 
 
-def modules(node, path):
-    """The modules that one node of the syntax tree names, in full."""
-    if isinstance(node, ast.Import):
-        return [alias.name for alias in node.names]
-    if isinstance(node, ast.ImportFrom):
-        base = node.module
-        if node.level:
-            parents = path.relative_to(ROOT).parts[:-node.level]
-            base = ".".join([*parents, *filter(None, [node.module])])
-        return [f"{base}.{alias.name}" for alias in node.names]
-    if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "dplab":
-        return [f"dplab.{node.attr}"]  # dplab loads its parts when they are named
-    if isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
-        called = ast.unparse(node.func).split(".")[-1]
-        return [node.args[0].value] if called in ("import_module", "__import__") else []
-    return []
-
-
-def imports_of(package):
-    """All imports in one package of dplab, those inside functions too, but for its own."""
-    for path in FILES:
-        if owner(path) != package:
+def forbidden(part, found):
+    """Of the imports found in a part of the course, those that the table does not allow."""
+    allowed = {part, *MAY_IMPORT[part].split()}
+    for_typing = allowed | set(MAY_NAME_FOR_TYPING.get(part, "").split())
+    torch_alone = {"torch", "dplab", *sys.stdlib_module_names}
+    for each in found:
+        if part == "chapters" and each.public:
             continue
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        guards = [node for node in ast.walk(tree) if isinstance(node, ast.If)
-                  and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")]
-        for_typing = {node for guard in guards for statement in guard.body
-                      for node in ast.walk(statement)}
-        for node in ast.walk(tree):
-            for module in modules(node, path):
-                found = Import(str(path.relative_to(ROOT)), getattr(node, "lineno", 0), module,
-                               node in for_typing)
-                if found.package != package:
-                    yield found
+        wrong = [each.package and each.package not in (for_typing if each.for_typing else allowed),
+                 part in NO_TORCH and each.top == "torch",
+                 part in TORCH_ALONE and each.top not in torch_alone,
+                 part == "chapters" and each.private]
+        if any(wrong):
+            yield str(each)
 
 
-def listed(imports):
-    return [str(found) for found in imports]
+@pytest.mark.parametrize("part", MAY_IMPORT)
+def test_imports_are_those_of_the_table(part):
+    read = imports.of_chapter if part == "chapters" else imports.of_file
+    assert files(part)
+    assert not [line for path in files(part) for line in forbidden(part, read(path))]
 
 
-@pytest.mark.parametrize("package", ["predict", "show"])
-def test_no_torch_in(package):
-    assert not listed(found for found in imports_of(package) if found.top == "torch")
+def test_every_part_of_dplab_has_a_row():
+    assert {owner(path) for path in FILES} <= set(MAY_IMPORT)
 
 
-def test_predict_imports_nothing_of_dplab():
-    assert not listed(found for found in imports_of("predict") if found.package)
+def imports_in(part, source):
+    """What a file of this part would import, or a chapter with this cell."""
+    if part == "chapters":
+        return imports.of_cells([("planted", source)])
+    return imports.of_source(source, "planted", ("dplab", part))
 
 
-def test_show_takes_plain_data():
-    named = {"predict", "measure"}
-    assert not listed(found for found in imports_of("show") if found.package
-                      and not (found.for_typing and found.package in named))
+@pytest.mark.parametrize(("part", "source"), [
+    ("spawn", "from dplab.measure import CallLog"),
+    ("spawn", "from dplab import show"),
+    ("spawn", "def f():\n    import dplab.predict.memory as memory"),
+    ("spawn", "from ..measure import CallLog"),
+    ("spawn", "from .. import measure"),
+    ("spawn", "import dplab"),
+    ("spawn", "print(dplab.measure.CallLog)"),
+    ("spawn", "importlib.import_module('dplab.measure')"),
+    ("spawn", "importlib.import_module(f'dplab.exercises.{name}')"),
+    ("spawn", "PRELOAD = ('torch', 'dplab.parallel')"),
+    ("spawn", "Popen([sys.executable, '-m', 'dplab.exercises'])"),
+    ("spawn", "Popen('exec python -m dplab.exercises', shell=True)"),
+    ("spawn", "SCRIPT = 'import sys\\nfrom dplab.measure import CallLog\\n'"),
+    ("predict", "import torch.nn"),
+    ("predict", "from dplab.spawn import run"),
+    ("show", "from dplab.measure import Trace"),
+    ("show", "if TYPE_CHECKING:\n    from dplab.parallel import ManualDDP"),
+    ("parallel", "import numpy as np"),
+    ("parallel", "from dplab.measure import CallLog"),
+    ("demos", "dplab.check('4.1', f)"),
+    ("bench", "from dplab.exercises import find"),
+    ("figures", "import dplab.parallel"),
+    ("chapters", "from dplab.bench import training"),
+    ("chapters", "dplab.bench.training.main()"),
+    ("chapters", "from dplab.exercises import check"),
+    ("chapters", "from dplab.spawn import run"),
+    ("chapters", "from dplab.show.theme import _size"),
+    ("chapters", "from dplab.show import _frames"),
+    ("chapters", "dplab.show._frames.draw()"),
+    ("chapters", "from dplab.predict import cost\ncost._steps(4)"),
+    ("chapters", "%%ranks 4\nfrom dplab.bench import training"),
+    ("chapters/10_launch", "import dplab"),
+])
+def test_an_import_that_the_table_forbids_is_found(part, source):
+    assert list(forbidden(part, imports_in(part, source)))
 
 
-def test_parallel_imports_torch_alone():
-    allowed = {"torch", *sys.stdlib_module_names}
-    assert not listed(found for found in imports_of("parallel") if found.top not in allowed)
+@pytest.mark.parametrize(("part", "source"), [
+    ("spawn", '"""As dplab.measure says."""'),
+    ("spawn", "from dplab.spawn import errors"),
+    ("spawn", "from . import errors"),
+    ("spawn", "raise TypeError('dplab.measure is not for ranks')"),
+    ("show", "if TYPE_CHECKING:\n    from dplab.measure import Trace"),
+    ("parallel", "import math, torch.nn"),
+    ("chapters", "import dplab\nfrom dplab import RankError\nRankError.kind\ndplab.check('4.1')"),
+    ("chapters", "from dplab.measure import WireMeter"),
+])
+def test_an_import_that_the_table_allows_is_not_reported(part, source):
+    assert not list(forbidden(part, imports_in(part, source)))
 
 
-def test_spawn_imports_neither_parallel_nor_measure():
-    assert not listed(found for found in imports_of("spawn")
-                      if found.package in ("parallel", "measure"))
-
-
-@pytest.mark.parametrize("package", sorted(PACKAGES - {"exercises"}))
-def test_nobody_imports_exercises(package):
-    assert not listed(found for found in imports_of(package) if found.package == "exercises")
+def test_no_two_files_of_dplab_share_a_name():
+    names = [path.stem for path in FILES if path.stem not in ("__init__", "__main__")]
+    assert not {name for name in names if names.count(name) > 1}
 
 
 @pytest.mark.parametrize(("package", "whole"), [

@@ -3,16 +3,17 @@
 import json
 import re
 import shutil
+import tomllib
 from pathlib import Path
 
 import index
 import pytest
-from terms import TERMS, Term
 
 from dplab.exercises.titles import TITLES
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / index.PAGE
+TERMS = tomllib.loads(index.TERMS.read_text(encoding="utf-8"))["term"]
 NOTEBOOKS = sorted((ROOT / "chapters").glob("*.ipynb"))
 LINK = re.compile(r"(?<!\\)\[(?P<text>(?:\\.|[^\]\\])+)\]"
                   r"\((?P<path>[^)#]+)(?:#cell-id=(?P<cell>[^)]+))?\)")
@@ -56,8 +57,8 @@ def test_every_link_leads_somewhere():
 
 def test_every_term_is_there_once_and_reads_alone():
     rows = {match["term"]: match["text"] for match in ROW.finditer(PAGE.read_text("utf-8"))}
-    names = [term.name for term in TERMS]
-    assert sorted(rows) == sorted(names) and len(set(names)) == len(names) >= 50
+    texts = {term["name"]: index.escaped(term["text"]) for term in TERMS}
+    assert rows == texts and len(TERMS) == len(texts) >= 50
     assert list(rows) == sorted(rows, key=str.casefold)
     for name, text in rows.items():
         assert 25 < len(text) < 320 and text[-1] == "." and not text[0].islower(), name
@@ -94,48 +95,34 @@ def course(tmp_path):
     return tmp_path, replace
 
 
-def test_a_definition_follows_its_chapter(course):
-    root, replace = course
-    replace("00_start_here.ipynb", "is one process of a job", "is a process of one job")
-    assert "| **rank** | A rank is a process of one job, numbered from 0. |" in index.build(root)
-
-
 @pytest.mark.parametrize(("old", "new", "message"), [
     ('"id": "three-words"', '"id": "words"', r"00_start_here.ipynb has no cell 'three-words'"),
-    ("a **rank** is", "a rank is", r"rank: no sentence with '\*\*rank\*\*'"),
-    ("how many there are", "their number", "world size: 'how many there are' is not once"),
+    ("a **rank** is", "a rank is", "rank: 'rank' stands neither in bold nor in a heading nor as"),
+    ("**root**, the", "root, the", r"root \(of a collective\): 'root' stands neither in bold"),
 ])
-def test_a_term_whose_cell_or_words_are_gone_is_an_error(course, old, new, message):
+def test_a_term_that_its_chapter_does_not_introduce_is_an_error(course, old, new, message):
     root, replace = course
     replace("00_start_here.ipynb", old, new)
     with pytest.raises(ValueError, match=message):
         index.build(root)
 
 
-@pytest.mark.parametrize(("source", "found"), [
-    ("- a **rank** is one;\n- a **b** is\n  two;", ["a **rank** is one;", "a **b** is two;"]),
-    ('One "is." Two is `x.y`. `z` ends.', ['One "is."', "Two is `x.y`.", "`z` ends."]),
-    ("| a | b. C |\n|---|---|\n| **c** | d |", ["a", "b.", "C", "---", "---", "**c**", "d"]),
-    ("## Head\nText 1.5 x.\n\nMore.", ["## Head", "Text 1.5 x.", "More."]),
-])
-def test_sentences(source, found):
-    assert list(index.sentences(source)) == found
-
-
-def test_a_definition_stands_under_the_heading_before_it(tmp_path):
+def test_each_term_stands_under_the_heading_before_it(tmp_path):
     path = tmp_path / "04_sample.ipynb"
     draft = ("# %% [markdown] id=a\n# # 04 · T\n# One is **x**.\n# ## Sec `t`\n# Two is **y**.\n\n"
              "# %% [markdown] id=b\n# ### Exercise 4.1 · E\n# Do.\n\n"
-             "# %% [markdown] id=c\n# Three is **z**.\n")
+             "# %% [markdown] id=c\n# Three is `z()`.\n\n"
+             "# %% [markdown] id=d\n# ## Of w\n# Plain v.\n")
     path.write_text(index.notebooks.normalise(index.notebooks.from_percent(draft)))
     chapter = index.Chapter(path)
-    links = {}
-    for name, cell in (("x", "a"), ("y", "a"), ("z", "c")):
-        text, position = index.definition(Term(name, 4, cell), chapter)
-        links[text] = chapter.link(cell, position)
-    assert links == {"One is x.": "[04 · T](04_sample.ipynb#cell-id=a)",
-                     "Two is y.": "[04 · Sec `t`](04_sample.ipynb#cell-id=a)",
-                     "Three is z.": "[04 · Sec `t`](04_sample.ipynb#cell-id=c)"}
+    links = [chapter.link(cell, index.introduced({"name": name, "cell": cell}, chapter))
+             for name, cell in (("x", "a"), ("y", "a"), ("z", "c"), ("w", "d"))]
+    assert links == ["[04 · T](04_sample.ipynb#cell-id=a)",
+                     "[04 · Sec `t`](04_sample.ipynb#cell-id=a)",
+                     "[04 · Sec `t`](04_sample.ipynb#cell-id=c)",
+                     "[04 · Of w](04_sample.ipynb#cell-id=d)"]
+    with pytest.raises(ValueError, match="neither in bold"):
+        index.introduced({"name": "v", "cell": "d"}, chapter)
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)

@@ -1,18 +1,23 @@
-"""The chapters: how the .ipynb files are written, and that stub, solution and check agree."""
+"""The chapters: how the .ipynb files are written, and that stub and check stand in them in pairs.
+
+That each notebook runs, and that each solution passes its check, shows the run of the notebook
+itself: see `Chapter` in tests/tools/sandbox.py, which is tested here too.
+"""
 
 import json
 import re
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
 import notebooks
 import pytest
 from nbformat.warnings import DuplicateCellId
+from sandbox import CHECK, ROOT, VERDICT
 
-CHAPTERS = Path(__file__).resolve().parents[2] / "chapters"
-PATHS = sorted(CHAPTERS.glob("*.ipynb"))
+PATHS = sorted((ROOT / "chapters").glob("*.ipynb"))
 
-VERDICT = "Exercise {id}: {outcome}"  # how the plain text of each check begins
 MOST_LINES, MOST_LINES_OF_EXERCISE = 15, 30
 
 READABLE_ID = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
@@ -20,7 +25,6 @@ RANDOM_ID = re.compile(r"(?=.*\d)[0-9a-f-]{8,}")
 HEADING = re.compile(
     r"^### Exercise (\d+\.\d+) · (.+)\n\n"
     r"Difficulty [●○]{5} · importance [●○]{5} · (\d+) minutes$", re.MULTILINE)
-CHECK = re.compile(r"""\bcheck\(\s*["'](\d+\.\d+)["']""")
 HERE = [re.escape(str(path)[1:]) for path in (Path.home(), Path.cwd(), Path(tempfile.gettempdir()))
         if path.parent != path]
 MACHINE_PATH = re.compile(
@@ -63,14 +67,6 @@ def texts(cell, *kinds):
             yield output.text
         else:
             yield from (text for kind, text in output.data.items() if kind.startswith(kinds))
-
-
-def verdicts(notebook, outcome):
-    """Asserts that every check in the notebook came to this outcome."""
-    for cell in code_cells(notebook, "check"):
-        expected = VERDICT.format(id=CHECK.search(cell.source)[1], outcome=outcome)
-        shown = list(texts(cell, "text/plain"))
-        assert any(text.startswith(expected) for text in shown), f"{cell.id} shows {shown}"
 
 
 def exercise_ids(notebook):
@@ -190,20 +186,18 @@ def test_each_exercise_has_one_stub_and_then_one_check(path):
 
 @each_notebook
 def test_checks_of_an_untouched_chapter_say_not_attempted(path):
-    verdicts(notebooks.read(path), "not attempted")
+    for cell in code_cells(notebooks.read(path), "check"):
+        expected = VERDICT.format(id=CHECK.search(cell.source)[1], outcome="not attempted")
+        shown = list(texts(cell, "text/plain"))
+        assert any(text.startswith(expected) for text in shown), f"{cell.id} shows {shown}"
 
 
 @pytest.mark.parametrize("path", list(filter(has_exercises, PATHS)), ids=lambda path: path.stem)
-def test_checks_pass_with_the_solutions_in_place(path):
-    from dplab.exercises import solution_source
+def test_no_other_cell_uses_what_an_exercise_defines(path):
+    """A chapter's run has the solutions in place after each check, a reader's may have the stubs.
 
-    solved = notebooks.swap(notebooks.read(path), solution_source)
-    verdicts(notebooks.execute(notebooks.for_exercises(solved), CHAPTERS), "passed")
-
-
-@pytest.mark.parametrize("path", list(filter(has_exercises, PATHS)), ids=lambda path: path.stem)
-def test_a_solved_exercise_changes_no_other_cell(path):
-    """So what the untouched chapter does, in its own run, a solved one does as well."""
+    As no cell notices the difference, either of them shows what the other does.
+    """
     from dplab.exercises import solution_source
 
     cells = code_cells(notebooks.swap(notebooks.read(path), solution_source))
@@ -212,6 +206,55 @@ def test_a_solved_exercise_changes_no_other_cell(path):
     shared = {cell.id: both for cell in cells if cell not in theirs
               if (both := solutions & set().union(*notebooks.names(cell.source)))}
     assert not shared
+
+
+SAMPLE = """\
+# %% id=setup
+import os
+from IPython.display import display
+
+outcomes = {"0.1": ["not attempted", "passed"], "1.1": ["wrong", "passed"],
+            "1.2": ["not attempted", "wrong"]}
+homes = [os.environ["DPLAB_HOME"]]
+
+def check(id, attempt):
+    homes.append(os.environ["DPLAB_HOME"])
+    display({"text/plain": f"Exercise {id}: {outcomes[id].pop(0)}"}, raw=True)
+
+# %% id=stub tags=exercise exercise=0.1
+def global_mean(values):
+    raise NotImplementedError
+
+# %% id=check-global-mean tags=check
+check("0.1", global_mean)
+
+# %% id=with-the-solution
+assert "NotImplementedError" not in global_mean.__code__.co_names
+assert homes[0] == homes[1] != homes[2] and os.environ["DPLAB_HOME"] == homes[0]
+
+# %% id=check-local-part tags=check
+check("1.1", None)
+
+# %% id=check-split-d tags=check
+check("1.2", None)
+"""
+
+
+def test_the_run_of_a_notebook_puts_each_solution_behind_its_check(tmp_path):
+    path = tmp_path / "00_sample.ipynb"
+    path.write_text(notebooks.normalise(notebooks.from_percent(SAMPLE)), encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-c", ROOT / "pyproject.toml", "-n", "0", "-rA", path],
+        cwd=ROOT, capture_output=True, text=True, timeout=120)
+    ran = {name: outcome for outcome, name in re.findall(
+        r"^(PASSED|FAILED) .*?::(.+?)(?: - .*)?$", done.stdout, re.MULTILINE)}
+    assert ran == {
+        "Cell 0": "PASSED", "Cell 1": "PASSED", "0.1 not attempted": "PASSED",
+        "0.1 solution": "PASSED", "0.1 solved": "PASSED", "Cell 3": "PASSED",
+        "1.1 not attempted": "FAILED", "1.1 solution": "PASSED", "1.1 solved": "PASSED",
+        "1.2 not attempted": "PASSED", "1.2 solution": "PASSED", "1.2 solved": "FAILED"}
+    assert "should show 'Exercise 1.1: not attempted', and shows Exercise 1.1: wrong" in done.stdout
+    assert "should show 'Exercise 1.2: passed', and shows Exercise 1.2: wrong" in done.stdout
 
 
 @pytest.mark.parametrize("path", list(filter(has_exercises, PATHS)), ids=lambda path: path.stem)

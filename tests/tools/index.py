@@ -1,4 +1,6 @@
-"""Writes the glossary and the index of figures, chapters/glossary.md, from the chapters.
+"""Writes the glossary and the index of figures, chapters/glossary.md.
+
+The terms stand in glossary.toml, and the chapters have the places where they are introduced.
 
     python tests/tools/index.py
 """
@@ -7,30 +9,27 @@ import ast
 import contextlib
 import re
 import sys
+import tomllib
 import xml.etree.ElementTree as ElementTree
 from dataclasses import dataclass
 from pathlib import Path
 
 import notebooks
-from terms import TERMS
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = "chapters/glossary.md"
+TERMS = Path(__file__).with_name("glossary.toml")
 HEADING = re.compile(r"^#{1,6} +(.+?)\s*$", re.MULTILINE)
 FENCE = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
 DRAWING = re.compile(r"\]\(\.\./figures/(\w+\.svg)\)")
-# A sentence ends with a period; quotes, brackets or stars may follow it.
-SENTENCE = re.compile(r"(?:(?<=[.?!])|(?<=[.?!][\"')*])|(?<=[.?!][\"')*]{2}))\s+"
-                      r"(?=[\"'(*]*[A-Z0-9`])")
 SVG = "{http://www.w3.org/2000/svg}"
 
 HEAD = """\
 # Glossary and index of figures
 
-The terms of the course, each in the words of the chapter that introduces it, and at the end all
-figures. A link names a section and opens its chapter. JupyterLab then goes to the very cell; where
-the chapter was not open before, that may take a second click. (`python tests/tools/index.py` makes
-this page from the chapters.)
+The terms of the course, each with the chapter that introduces it, and at the end all figures. A
+link names a section and opens its chapter. JupyterLab then goes to the very cell; where the chapter
+was not open before, that may take a second click. (`python tests/tools/index.py` makes this page.)
 
 ## Terms
 
@@ -91,39 +90,24 @@ def escaped(text):
     return re.sub(r"[|\[\]]", lambda match: "\\" + match[0], text)
 
 
-def sentences(text):
-    """The sentences of a Markdown cell. An item of a list, or a cell of a table, stands alone."""
-    text = HEADING.sub(r"\n\g<0>\n", text)
-    for paragraph in re.split(r"\n\s*\n|\n(?=- |\d+\. |\|)", text.strip()):
-        for part in paragraph.strip("|").split("|") if paragraph[0] == "|" else [paragraph]:
-            words = " ".join(part.removeprefix("- ").split())
-            yield from (sentence for sentence in SENTENCE.split(words) if sentence)
+def introduced(term, chapter):
+    """Where in its cell the chapter introduces the term: in bold, in a heading, or as code."""
+    words = term.get("as", term["name"])
+    name = re.escape(words)
+    marked = re.compile(rf"(?i:\*\*{name}\*\*|^#+ .*\b{name}\b.*$)|`{name}[`(]", re.MULTILINE)
+    found = marked.search(chapter.cell(term["cell"]).source)
+    if found is None:
+        raise ValueError(f"{term['name']}: {words!r} stands neither in bold nor in a heading nor "
+                         f"as code in {chapter.path.name}, cell {term['cell']}")
+    return found.end()
 
 
-def definition(term, chapter):
-    """The chapter's words, and where they begin in the cell."""
-    source, at = chapter.cell(term.cell).source, term.at or f"**{term.name}**"
-    where = f"{chapter.path.name}, cell {term.cell}"
-    parts = list(sentences(source))
-    places = [place for place, part in enumerate(parts) if at.lower() in part.lower()]
-    if not places:
-        raise ValueError(f"{term.name}: no sentence with {at!r} in {where}")
-    text = " ".join(parts[places[0]:places[0] + 1 + term.more])
-    for old, new in term.put.items():
-        if text.count(old) != 1:
-            raise ValueError(f"{term.name}: {old!r} is not once in {text!r}, {where}")
-        text = text.replace(old, new)
-    text = text.replace("**", "").rstrip(".:;,") + "."
-    begin = re.search(r"\s+".join(map(re.escape, at.split())), source, re.IGNORECASE).start()
-    return text[0].upper() + text[1:], begin
-
-
-def terms(chapters):
-    """(term, definition, link) in the order of the alphabet."""
-    for term in sorted(TERMS, key=lambda term: (term.name.casefold(), term.name)):
-        chapter = chapters[term.chapter]
-        text, position = definition(term, chapter)
-        yield term.name, text, chapter.link(term.cell, position)
+def rows(terms, chapters):
+    """The table's lines, in the order of the alphabet."""
+    for term in sorted(terms, key=lambda term: (term["name"].casefold(), term["name"])):
+        chapter = chapters[term["chapter"]]
+        place = chapter.link(term["cell"], introduced(term, chapter))
+        yield f"| **{term['name']}** | {escaped(term['text'])} | {place} |"
 
 
 def figures(chapter):
@@ -160,8 +144,8 @@ def title_of_plot(source, data):
 def build(root=ROOT):
     """The page's text."""
     chapters = [Chapter(path) for path in sorted((root / "chapters").glob("*.ipynb"))]
-    rows = [f"| **{name}** | {escaped(text)} | {place} |"
-            for name, text, place in terms({chapter.number: chapter for chapter in chapters})]
+    terms = tomllib.loads(TERMS.read_text(encoding="utf-8"))["term"]
+    table = rows(terms, {chapter.number: chapter for chapter in chapters})
     lists = ["", f"- {title_of(root / 'figures/one_step.svg')} ("
                  f"{link('drawing', '../figures/one_step.svg')}, in "
                  f"{link('README', '../README.md')})"]
@@ -169,7 +153,7 @@ def build(root=ROOT):
         found = [f"- {escaped(title)} ({place})" for title, place in figures(chapter)]
         if found:
             lists += ["", f"### {link(chapter.title, chapter.path.name)}", "", *found]
-    return HEAD + "\n".join(rows) + "\n" + FIGURES + "\n".join(lists) + "\n"
+    return HEAD + "\n".join(table) + "\n" + FIGURES + "\n".join(lists) + "\n"
 
 
 if __name__ == "__main__":

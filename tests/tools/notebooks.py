@@ -114,20 +114,6 @@ def swap(notebook, solutions):
     return notebook
 
 
-def for_exercises(notebook):
-    """A copy with only the exercises, their checks and the cells that define what these use."""
-    kept, wanted = [], set()
-    for cell in reversed(notebook.cells):
-        if cell.cell_type != "code":
-            continue
-        defined, used = names(cell.source)
-        if ({"exercise", "check"} & set(cell.metadata.get("tags", []))
-                or cell.source.startswith("%load_ext") or defined & wanted):
-            kept.insert(0, copy.deepcopy(cell))
-            wanted = (wanted - defined) | used
-    return new_notebook(metadata=notebook.metadata, cells=kept)
-
-
 def names(source):
     """The names that a cell defines in the notebook, and those of the notebook that it uses."""
     cell = symtable.symtable(TransformerManager().transform_cell(source), "cell", "exec")

@@ -4,17 +4,24 @@ It is no conftest.py, since `pytest chapters` would not load one that lies here.
 """
 
 import contextlib
+import copy
 import fcntl
 import os
+import re
 import tempfile
 from pathlib import Path
 
 import pytest
-from nbval.plugin import IPyNbCell
+from nbval.plugin import IPyNbCell, IPyNbFile
 
 HOME = pytest.StashKey[Path]()
 ROOT = Path(__file__).resolve().parents[2]
 DOOR, ROOM = ROOT / "README.md", ROOT / "pyproject.toml"  # any two files serve as locks
+
+QUICK_CHAPTERS = {"00_start_here"}  # a run of any other takes half a minute or more
+
+CHECK = re.compile(r"""\bcheck\(\s*["'](\d+\.\d+)["']""")
+VERDICT = "Exercise {id}: {outcome}"  # how the plain text of each check begins
 
 
 def pytest_configure(config):
@@ -22,6 +29,17 @@ def pytest_configure(config):
     config.add_cleanup(folder.cleanup)
     config.stash[HOME] = Path(folder.name)
     os.environ["DPLAB_LIVE"] = "0"
+    # Two workers share the cores. Torch's threads in one of them would wait for each other by
+    # spinning, and keep the other from the core that they wait for: a loop takes 100 times as long.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` selects
+def pytest_collection_modifyitems(items):
+    """Whatever belongs to no other tier is quick, so that no list has to be kept."""
+    for item in items:
+        if not any(item.get_closest_marker(tier) for tier in ("slow", "nightly", "gpu")):
+            item.add_marker("quick")
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -52,11 +70,85 @@ def pytest_runtest_setup(item):
     os.environ["DPLAB_HOME"] = str(home)
 
 
-def pytest_itemcollected(item):
-    """Gives cells a number: nbval takes a cell without one for a cell that never ran.
+@pytest.hookimpl(wrapper=True)
+def pytest_collect_file(file_path, parent):
+    """Collects a notebook as a `Chapter` where nbval would collect it as its own kind of file."""
+    found = yield
+    return [Chapter.from_parent(parent, path=file_path) if type(each) is IPyNbFile else each
+            for each in found]
 
-    The numbers that reports quote are not compared: in nbval's kernel, every cell is In[0].
+
+class Chapter(IPyNbFile):
+    """A notebook: its cells as they stand, and after each check the solution and the check again.
+
+    All of them run in one kernel. So one run shows that the notebook as committed runs and agrees
+    with its marked outputs, that every solution passes the chapter's own check, and that the cells
+    after it run with the solution in place.
     """
-    if isinstance(item, IPyNbCell):
-        item.cell.execution_count = 1
-        item.parent.sanitize_patterns[r"cell In\[\d+\]"] = "cell In[N]"
+
+    def setup(self):
+        super().setup()
+        # The numbers that reports quote are not compared: in nbval's kernel, every cell is In[0].
+        self.sanitize_patterns[r"cell In\[\d+\]"] = "cell In[N]"
+
+    def collect(self):
+        if self.path.stem not in QUICK_CHAPTERS:
+            self.add_marker("slow")
+        for item in super().collect():
+            # nbval takes a cell without a number for a cell that never ran.
+            item.cell.execution_count = 1
+            checked = CHECK.search(item.cell.source)
+            if "check" not in item.cell.metadata.get("tags", []) or not checked:
+                yield item
+                continue
+            for kind in (Check, Solution, SolvedCheck):
+                yield kind.from_parent(self, name=f"{checked[1]} {kind.word}", exercise=checked[1],
+                                       cell_num=item.cell_num, cell=copy.deepcopy(item.cell),
+                                       options=item.options)
+
+
+class CellOfExercise(IPyNbCell):
+    def __init__(self, *, exercise, **of_nbval):
+        super().__init__(**of_nbval)
+        self.exercise = exercise
+
+    def reportinfo(self):
+        return self.path, 0, f"{self.path.name}::{self.name}"
+
+
+class Check(CellOfExercise):
+    """The cell that checks an exercise, as it stands behind the stub."""
+
+    word = outcome = "not attempted"
+
+    def runtest(self):
+        super().runtest()
+        expected = VERDICT.format(id=self.exercise, outcome=self.outcome)
+        shown = [output.data.get("text/plain", "") for output in self.test_outputs
+                 if "data" in output]
+        if not any(text.startswith(expected) for text in shown):
+            self.raise_cell_error(f"this should show {expected!r}, and shows " + "\n".join(shown))
+
+
+class Solution(CellOfExercise):
+    """The exercise's solution, as a reader would write it into the stub's cell."""
+
+    word = "solution"
+
+    def setup(self):
+        from dplab.exercises import solution_source
+
+        super().setup()
+        self.cell.source = solution_source(self.exercise).strip("\n")
+
+
+class SolvedCheck(Check):
+    """The check once more. The progress that it writes is kept from cells that show progress."""
+
+    word, outcome = "solved", "passed"
+
+    def setup(self):
+        super().setup()
+        home = self.config.stash[HOME]
+        self.cell.source = (f"%env DPLAB_HOME={home / 'solved'}\n{self.cell.source}\n"
+                            f"%env DPLAB_HOME={home / self.path.stem}")
