@@ -9,7 +9,7 @@ import index
 import pytest
 from terms import TERMS, Term
 
-from dplab.exercises.titles import TITLES
+from dplab.exercises.cards import TITLES
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / index.PAGE
