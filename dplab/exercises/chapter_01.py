@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dplab.exercises.compare import AtMost
 from dplab.exercises.exercise import Exercise, Mistake
-from dplab.exercises.facts import gradients, reduced
+from dplab.exercises.trials import gradients, reduced
 from dplab.measure import CallLog, sent_bytes
 
 # 1.1

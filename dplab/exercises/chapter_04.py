@@ -6,13 +6,12 @@ import torch.nn.functional as F
 from torch import nn
 
 from dplab.exercises.compare import AtMost
-from dplab.exercises.exercise import Exercise, Mistake
-from dplab.exercises.facts import gradients
-from dplab.exercises.first_fault import FirstFault
-from dplab.exercises.training import (
+from dplab.exercises.exercise import Exercise, FirstFault, Mistake
+from dplab.exercises.trials import (
     GLOBAL_BATCH,
     STEPS,
     OnDigits,
+    gradients,
     loop,
     optimizer_for,
     train_steps,

@@ -7,9 +7,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.distributed_c10d import _get_default_store
 
-from dplab.exercises.exercise import Mistake
-from dplab.exercises.facts import gradients
-from dplab.exercises.first_fault import FirstFault
+from dplab.exercises.exercise import FirstFault, Mistake
+from dplab.exercises.trials import gradients
 from dplab.measure import CallLog
 
 _SUM = "You summed and did not divide by the world size: every rank has to end with the mean."

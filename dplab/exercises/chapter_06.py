@@ -12,9 +12,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from dplab.exercises.compare import AtMost
-from dplab.exercises.exercise import Mistake
-from dplab.exercises.first_fault import FirstFault
-from dplab.exercises.training import optimizer_for
+from dplab.exercises.exercise import FirstFault, Mistake
+from dplab.exercises.trials import optimizer_for
 from dplab.measure import CallLog, Trace
 from dplab.predict import step
 

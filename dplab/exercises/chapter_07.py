@@ -3,22 +3,38 @@
 import torch
 import torch.distributed as dist
 
-from dplab.exercises import batch_statistics as bn
 from dplab.exercises.compare import AtMost
-from dplab.exercises.draws import (
-    RIGHT_FACTS,
-    SAME_RUN,
-    drawn,
-    facts_of,
-    from_global_state,
-    from_one,
-)
-from dplab.exercises.exercise import Exercise, Mistake
-from dplab.exercises.facts import reduced
-from dplab.exercises.first_fault import FirstFault
+from dplab.exercises.exercise import Exercise, FirstFault, Mistake
+from dplab.exercises.trials import reduced
 from dplab.measure import CallLog
 
 # 7.1
+
+EPOCHS, SEED = 5, 11
+DATA_SIZE = 13
+
+SAME_RUN = "that a second run with the same seed draws the same"
+OF_DRAWS = (
+    SAME_RUN,
+    "that there are 6 weights and 8 numbers of noise",
+    "that the initial weights are the same on all ranks",
+    "that the initial weights are the same whatever the epoch",
+    "that some initial weights are negative, as normal ones are",
+    "how many samples the ranks draw together in an epoch",
+    "that no sample is drawn twice in an epoch",
+    "that every sample is drawn in every epoch",
+    "that the ranks take equally many, or one more",
+    "that each epoch has another order",
+    "that another seed has another order",
+    "that the noise lies between 0 and 1",
+    "that the noise differs from rank to rank",
+    "that a rank's noise differs from epoch to epoch",
+    "that no rank draws in one epoch what another draws in another",
+    "that another seed has other noise",
+)
+RIGHT_DRAWS = dict.fromkeys(OF_DRAWS, True) | {
+    "how many samples the ranks draw together in an epoch": DATA_SIZE}
+
 
 def draw(seed, epoch, size):
     def from_seed(number):
@@ -29,6 +45,36 @@ def draw(seed, epoch, size):
     order = torch.randperm(size, generator=from_seed(1000 * seed + epoch))
     noise = torch.rand(8, generator=from_seed((1000 * seed + epoch) * ranks + rank))
     return weights, order[rank::ranks], noise
+
+
+def _seeded(number):
+    return torch.Generator().manual_seed(number)
+
+
+def _drawn(weights=lambda seed, epoch, rank, ranks: seed,
+           order=lambda seed, epoch, rank, ranks: 1000 * seed + epoch,
+           noise=lambda seed, epoch, rank, ranks: (1000 * seed + epoch) * ranks + rank,
+           part=lambda order, rank, ranks: order[rank::ranks], shuffled=True, numbers=torch.rand):
+    """The draws with one seed, or the part of the samples, wrong."""
+
+    def attempt(seed, epoch, size):
+        place = seed, epoch, dist.get_rank(), dist.get_world_size()
+        indices = torch.randperm(size, generator=_seeded(order(*place)))
+        indices = indices if shuffled else torch.arange(size)
+        return (torch.randn(6, generator=_seeded(weights(*place))), part(indices, *place[2:]),
+                numbers(8, generator=_seeded(noise(*place))))
+
+    return attempt
+
+
+def _from_one_seed(seed_of):
+    return _drawn(seed_of, seed_of, seed_of)
+
+
+def _from_global_state(seed, epoch, size):
+    order = torch.randperm(size)
+    dist.broadcast(order, src=0)
+    return torch.randn(6), order[dist.get_rank() :: dist.get_world_size()], torch.rand(8)
 
 
 _ONE = ("One seed for all three cannot be right. The weights follow from the seed alone, the order "
@@ -53,46 +99,46 @@ class Draw(Exercise):
     )
     solution = staticmethod(draw)
     mistakes = (
-        Mistake(from_one(lambda seed, epoch, rank, ranks: seed), _ONE),
-        Mistake(from_one(lambda seed, epoch, rank, ranks: seed + rank), _ONE),
-        Mistake(from_one(lambda seed, epoch, rank, ranks: 1000 * seed + epoch), _ONE),
-        Mistake(from_one(lambda seed, epoch, rank, ranks: seed + 1000 * epoch + rank), _ONE),
-        Mistake(from_global_state, _GLOBAL),
-        Mistake(drawn(weights=lambda seed, epoch, rank, ranks: seed + rank), "Each rank draws "
+        Mistake(_from_one_seed(lambda seed, epoch, rank, ranks: seed), _ONE),
+        Mistake(_from_one_seed(lambda seed, epoch, rank, ranks: seed + rank), _ONE),
+        Mistake(_from_one_seed(lambda seed, epoch, rank, ranks: 1000 * seed + epoch), _ONE),
+        Mistake(_from_one_seed(lambda seed, epoch, rank, ranks: seed + 1000 * epoch + rank), _ONE),
+        Mistake(_from_global_state, _GLOBAL),
+        Mistake(_drawn(weights=lambda seed, epoch, rank, ranks: seed + rank), "Each rank draws "
                 "its own initial weights. They have to be the same on all: no rank in their seed."),
-        Mistake(drawn(weights=lambda seed, epoch, rank, ranks: 1000 * seed + epoch), "The initial "
+        Mistake(_drawn(weights=lambda seed, epoch, rank, ranks: 1000 * seed + epoch), "The initial "
                 "weights change with the epoch, so that a job resumed in another epoch would "
                 "build another model: no epoch in their seed."),
-        Mistake(drawn(order=lambda seed, epoch, rank, ranks: 1000 * seed + 100 * epoch + rank),
+        Mistake(_drawn(order=lambda seed, epoch, rank, ranks: 1000 * seed + 100 * epoch + rank),
                 "Each rank shuffles in its own way and takes its slice of another order, so some "
                 "samples are drawn twice and some never: no rank in the seed of the order."),
-        Mistake(drawn(order=lambda seed, epoch, rank, ranks: seed), "Every epoch has the same "
+        Mistake(_drawn(order=lambda seed, epoch, rank, ranks: seed), "Every epoch has the same "
                 "order: its seed has to depend on the epoch (`set_epoch`, in a sampler)."),
-        Mistake(drawn(shuffled=False), "The samples come in the order in which they lie in the "
+        Mistake(_drawn(shuffled=False), "The samples come in the order in which they lie in the "
                 "data set. Shuffle them, anew in every epoch."),
-        Mistake(drawn(order=lambda seed, epoch, rank, ranks: seed,
-                      noise=lambda seed, epoch, rank, ranks: seed + rank), "You make no use of "
+        Mistake(_drawn(order=lambda seed, epoch, rank, ranks: seed,
+                       noise=lambda seed, epoch, rank, ranks: seed + rank), "You make no use of "
                 "the epoch: each has the same order, and on each rank the same noise."),
-        Mistake(drawn(part=lambda order, rank, ranks: order[: len(order) // ranks]), "All ranks "
+        Mistake(_drawn(part=lambda order, rank, ranks: order[: len(order) // ranks]), "All ranks "
                 "take the same part of the order: where it begins has to depend on the rank."),
-        Mistake(drawn(part=lambda order, rank, ranks: order), "Every rank takes all samples: "
+        Mistake(_drawn(part=lambda order, rank, ranks: order), "Every rank takes all samples: "
                 "each has to take its own part, every N-th."),
-        Mistake(drawn(part=lambda order, rank, ranks: order.view(-1)[
+        Mistake(_drawn(part=lambda order, rank, ranks: order.view(-1)[
                 rank * (len(order) // ranks) : (rank + 1) * (len(order) // ranks)]), "The world "
                 "size does not divide the samples, and you drop the rest: give some ranks one "
                 "more, as `order[rank::ranks]` does."),
-        Mistake(drawn(part=lambda order, rank, ranks: torch.cat(
+        Mistake(_drawn(part=lambda order, rank, ranks: torch.cat(
                 [order, order[: -len(order) % ranks]])[rank::ranks]), "The order is padded to a "
                 "multiple of the ranks, as `DistributedSampler` does it, so some samples come "
                 "twice. Give some ranks one more, as `order[rank::ranks]` does."),
-        Mistake(drawn(numbers=torch.randn), "The noise is normally distributed. It should be "
+        Mistake(_drawn(numbers=torch.randn), "The noise is normally distributed. It should be "
                 "uniform, between 0 and 1, as `torch.rand` draws it."),
-        Mistake(drawn(noise=lambda seed, epoch, rank, ranks: 1000 * seed + epoch), "All ranks "
+        Mistake(_drawn(noise=lambda seed, epoch, rank, ranks: 1000 * seed + epoch), "All ranks "
                 "draw the same noise, so N samples drop the same units: the rank belongs in its "
                 "seed."),
-        Mistake(drawn(noise=lambda seed, epoch, rank, ranks: 1000 * seed + rank), "A rank draws "
+        Mistake(_drawn(noise=lambda seed, epoch, rank, ranks: 1000 * seed + rank), "A rank draws "
                 "the same noise in every epoch: the epoch belongs in its seed."),
-        Mistake(drawn(noise=lambda seed, epoch, rank, ranks: seed + epoch + rank), "A sum "
+        Mistake(_drawn(noise=lambda seed, epoch, rank, ranks: seed + epoch + rank), "A sum "
                 "collides: `seed + epoch + rank` is the same for rank 1 in epoch 0 and for rank 0 "
                 "in epoch 1."),
     )
@@ -103,14 +149,60 @@ class Draw(Exercise):
         return alike or [each for each in mistakes if another_run and each.why == _GLOBAL]
 
     def trial(self, attempt):
-        return facts_of(attempt)
+        return _facts_of_draws(attempt)
 
     def expected(self, world_size):
-        return RIGHT_FACTS
+        return RIGHT_DRAWS
+
+
+def _facts_of_draws(attempt):
+    """Each of `OF_DRAWS` of ``attempt(seed, epoch, size)`` on all ranks."""
+    first, second, other = (
+        _draws_of_a_run(attempt, *run) for run in enumerate((SEED, SEED, SEED + 1)))
+    weights, order, noise = first
+    together = [[index for part in epoch for index in part] for epoch in order]
+    return dict(zip(OF_DRAWS, (
+        first == second,
+        all(len(rank) == 6 for epoch in weights for rank in epoch)
+        and all(len(rank) == 8 for epoch in noise for rank in epoch),
+        all(rank == epoch[0] for epoch in weights for rank in epoch),
+        all(epoch == weights[0] for epoch in weights),
+        min(weights[0][0] + other[0][0][0]) < 0,
+        max(map(len, together)),
+        all(len(set(epoch)) == len(epoch) for epoch in together),
+        all(set(epoch) == set(range(DATA_SIZE)) for epoch in together),
+        all(max(map(len, epoch)) - min(map(len, epoch)) <= 1 for epoch in order),
+        _all_differ(order),
+        _all_differ([order, other[1]]),
+        all(0 <= number < 1 for epoch in noise for rank in epoch for number in rank),
+        all(map(_all_differ, noise)),
+        all(map(_all_differ, zip(*noise, strict=True))),
+        _all_differ([of_rank for epoch in noise for of_rank in epoch]),
+        _all_differ([noise, other[2]]),
+    ), strict=True))
+
+
+def _draws_of_a_run(attempt, number, seed):
+    """Weights, order and noise, each as lists of numbers for each epoch and rank."""
+    torch.manual_seed(1000 * number + dist.get_rank())  # a new process has a state of its own
+    own = [[torch.as_tensor(part).tolist() for part in attempt(seed, epoch, DATA_SIZE)]
+           for epoch in range(EPOCHS)]
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, own)
+    return [[[rank[epoch][kind] for rank in everyone] for epoch in range(EPOCHS)]
+            for kind in range(3)]
+
+
+def _all_differ(values):
+    texts = [str(value) for value in values]
+    return len(set(texts)) == len(texts)
 
 
 # 7.2
 
+# `x` has the shape (samples, channels, length), with a number of samples for each rank.
+EPS, MOMENTUM = 1e-5, 0.1
+SAMPLES = (3, 5, 1, 2)  # of each rank
 FAR = 5000
 
 
@@ -125,6 +217,95 @@ def normalize(x, running_mean, running_var):
     running_mean.lerp_(mean, 0.1)
     running_var.lerp_(squares / (count - 1), 0.1)
     return centred / (squares / count + 1e-5).sqrt().view(1, -1, 1)
+
+
+def _total(tensor):
+    return reduced(torch.as_tensor(tensor, dtype=torch.float32).clone())
+
+
+def _per_channel(x):
+    return x.sum(dim=(0, 2))
+
+
+def _along_channels(values):
+    return values.view(1, -1, 1)
+
+
+def _own_count(x):
+    return torch.tensor(x.numel() / x.shape[1])
+
+
+def _count(x):
+    return _total(_own_count(x))
+
+
+def _mean(x):
+    return _total(_per_channel(x)) / _count(x)
+
+
+def _own_mean(x):
+    return x.mean(dim=(0, 2))
+
+
+def _mean_of_both_channels(x):
+    return (_total(x.sum()) / _count(x) / x.shape[1]).expand(x.shape[1])
+
+
+def _mean_of_means(x):
+    return _total(_own_mean(x)) / dist.get_world_size()
+
+
+def _squares(x, mean):
+    return _total(_per_channel((x - _along_channels(mean)).square()))
+
+
+def _own_squares(x, mean):
+    return _per_channel((x - _along_channels(mean)).square())
+
+
+def _mean_of_own_squares(x, mean):
+    return _count(x) * _total(_own_squares(x, mean) / _own_count(x)) / dist.get_world_size()
+
+
+def _mean_of_variances(x, mean):
+    own = _own_squares(x, _own_mean(x)) / _own_count(x)
+    return _count(x) * _total(own) / dist.get_world_size()
+
+
+def _move(running, new, share=MOMENTUM):
+    running.mul_(1 - share).add_(share * new)
+
+
+def _normalized(mean=_mean, squares=_squares, count=_count, *, move=_move, by_running=False,
+                biased=lambda n: n, unbiased=lambda n: n - 1,
+                root=lambda variance: (variance + EPS).sqrt()):
+    """The forward pass with one thing wrong."""
+
+    def attempt(x, running_mean, running_var):
+        center, n = mean(x), count(x)
+        spread = squares(x, center)
+        move(running_mean, center)
+        move(running_var, spread / unbiased(n))
+        if by_running:
+            return (x - _along_channels(running_mean)) / _along_channels((running_var + EPS).sqrt())
+        return (x - _along_channels(center)) / _along_channels(root(spread / biased(n)))
+
+    return attempt
+
+
+def _by_position(x, running_mean, running_var):
+    """With a mean and a variance for each position, not for each channel."""
+    n = _total(len(x))
+    center = _total(x.sum(dim=0)) / n
+    squares = _total((x - center).square().sum(dim=0))
+    _move(running_mean, center.mean(dim=1))
+    _move(running_var, (squares / (n - 1)).mean(dim=1))
+    return (x - center) / (squares / n + EPS).sqrt()
+
+
+def _squares_of_values(x, mean):
+    """n (E[x²] − E[x]²), for float32."""
+    return _count(x) * (_total(_per_channel(x.square())) / _count(x) - mean.square())
 
 
 class Normalize(FirstFault):
@@ -144,72 +325,89 @@ class Normalize(FirstFault):
     )
     solution = staticmethod(normalize)
     mistakes = (
-        Mistake(bn.normalized(bn.own_mean, bn.own_squares, bn.own_count), "These are each rank's "
+        Mistake(_normalized(_own_mean, _own_squares, _own_count), "These are each rank's "
                 "own statistics: an ordinary BatchNorm. Nothing was communicated."),
-        *(Mistake(bn.normalized(bn.mean_of_means, squares), "You averaged the ranks' means. They "
+        *(Mistake(_normalized(_mean_of_means, squares), "You averaged the ranks' means. They "
                   "have different numbers of samples: add up sums and counts.")
-          for squares in (bn.squares, bn.mean_of_squares)),
-        Mistake(bn.normalized(bn.mean_of_means, bn.mean_of_variances), "You averaged the ranks' "
+          for squares in (_squares, _mean_of_own_squares)),
+        Mistake(_normalized(_mean_of_means, _mean_of_variances), "You averaged the ranks' "
                 "means and variances. The ranks have different numbers of samples; and how far "
                 "their means lie from one another belongs to the variance."),
-        Mistake(bn.normalized(squares=lambda x, mean: bn.squares(x, bn.own_mean(x))), "Your "
+        Mistake(_normalized(squares=lambda x, mean: _squares(x, _own_mean(x))), "Your "
                 "squares are those of the distances to each rank's own mean, so how far these "
                 "means lie from one another is lost. Take the mean of *all* values."),
-        Mistake(bn.normalized(squares=bn.own_squares), "You added up the sums, and not the "
+        Mistake(_normalized(squares=_own_squares), "You added up the sums, and not the "
                 "squares: they are still this rank's own."),
-        Mistake(bn.normalized(lambda x: bn.total(bn.per_channel(x)) / bn.own_count(x),
-                              count=bn.own_count), "You divided sums over all ranks by this rank's "
+        Mistake(_normalized(lambda x: _total(_per_channel(x)) / _own_count(x),
+                            count=_own_count), "You divided sums over all ranks by this rank's "
                 "own count. The count has to be added up, too."),
-        Mistake(bn.normalized(unbiased=lambda n: n), "`running_var` takes the unbiased variance, "
+        Mistake(_normalized(unbiased=lambda n: n), "`running_var` takes the unbiased variance, "
                 "with the divisor n − 1. (The output is normalized with n.)"),
-        *(Mistake(bn.normalized(unbiased=divisor), "n counts values, not samples: each sample has "
+        *(Mistake(_normalized(unbiased=divisor), "n counts values, not samples: each sample has "
                   "5 values of a channel.") for divisor in (lambda n: n - 5, lambda n: n / 5 - 1)),
-        Mistake(bn.by_position, "You take statistics for each of the five positions. BatchNorm's "
+        Mistake(_by_position, "You take statistics for each of the five positions. BatchNorm's "
                 "are one for each channel: over samples *and* positions, `dim=(0, 2)`."),
-        Mistake(bn.normalized(biased=lambda n: n - 1), "You normalize with the divisor n − 1. In "
+        Mistake(_normalized(biased=lambda n: n - 1), "You normalize with the divisor n − 1. In "
                 "the output it is n; n − 1 is for `running_var` alone."),
-        Mistake(bn.normalized(move=lambda running, new: None), "`running_mean` and `running_var` "
+        Mistake(_normalized(move=lambda running, new: None), "`running_mean` and `running_var` "
                 "did not change. Write into the tensors, for example with `lerp_`; `running = …` "
                 "makes a new one."),
-        Mistake(bn.normalized(move=lambda running, new: bn.move(running, new, 0.9)), "You "
+        Mistake(_normalized(move=lambda running, new: _move(running, new, 0.9)), "You "
                 "exchanged the weights: 0.9 of the old running statistics stays, and 0.1 is new."),
-        Mistake(bn.normalized(by_running=True), "You normalize with the running statistics. That "
+        Mistake(_normalized(by_running=True), "You normalize with the running statistics. That "
                 "is eval mode; in training it is the batch's own mean and variance."),
-        Mistake(bn.normalized(root=lambda variance: variance.sqrt()), "You left out the 1e-5 under "
+        Mistake(_normalized(root=lambda variance: variance.sqrt()), "You left out the 1e-5 under "
                 "the root, which a channel with hardly any spread needs."),
-        Mistake(bn.normalized(root=lambda variance: variance + bn.EPS), "You divide by the "
+        Mistake(_normalized(root=lambda variance: variance + EPS), "You divide by the "
                 "variance: the square root is missing."),
-        *(Mistake(bn.normalized(bn.of_both_channels, squares), "Both channels have the same mean "
+        *(Mistake(_normalized(_mean_of_both_channels, squares), "Both channels have the same mean "
                   "in yours. Each has its own: sum over `dim=(0, 2)` alone.") for squares in (
-            bn.squares, lambda x, mean: bn.squares(x, mean).mean().expand(2))),
-        Mistake(bn.normalized(root=lambda variance: variance.sqrt() + bn.EPS), "The 1e-5 belongs "
+            _squares, lambda x, mean: _squares(x, mean).mean().expand(2))),
+        Mistake(_normalized(root=lambda variance: variance.sqrt() + EPS), "The 1e-5 belongs "
                 "under the root: you add it to the root."),
-        Mistake(bn.normalized(squares=bn.of_values), "E[x²] − E[x]² is the difference of two large "
-                "numbers where the mean is far above the spread, and float32 loses the variance. "
-                "Take the mean first, then squares of the distances to it."),
+        Mistake(_normalized(squares=_squares_of_values), "E[x²] − E[x]² is the difference of two "
+                "large numbers where the mean is far above the spread, and float32 loses the "
+                "variance. Take the mean first, then squares of the distances to it."),
     )
 
     def trial(self, attempt):
         rank, ranks = dist.get_rank(), dist.get_world_size()
-        x, statistics = bn.samples(rank), bn.running()
+        x, statistics = _samples_of(rank), _running_statistics()
         with CallLog() as log:
             output = attempt(x, *statistics)
-        far = attempt(x + FAR, *bn.running())
+        far = attempt(x + FAR, *_running_statistics())
         return {"the output": output, "`running_mean`": statistics[0],
                 "`running_var`": statistics[1],
                 f"that values around {FAR:,} come out as those around 0":
                     isinstance(far, torch.Tensor) and torch.allclose(
-                        far[:, 0], bn.outputs(ranks)[rank][:, 0], atol=0.1),
+                        far[:, 0], _right_outputs(ranks)[rank][:, 0], atol=0.1),
                 "the bytes in this rank's messages": log.bytes()}
 
     def expected(self, world_size):
-        statistics = bn.running()
+        statistics = _running_statistics()
         sent = AtMost(64, "a few sums for each channel are enough")
         return [{"the output": output, "`running_mean`": statistics[0],
                  "`running_var`": statistics[1],
                  f"that values around {FAR:,} come out as those around 0": True,
                  "the bytes in this rank's messages": sent}
-                for output in bn.outputs(world_size, statistics)]
+                for output in _right_outputs(world_size, statistics)]
+
+
+def _samples_of(rank):
+    """Rank r's samples, (samples, 2, 5): each rank with its own mean; one channel hardly varies."""
+    x = torch.sin(2.1 * torch.arange(10.0 * SAMPLES[rank]) + rank).view(SAMPLES[rank], 2, 5)
+    return (x + rank) * torch.tensor([1.0, 0.003]).view(1, 2, 1)
+
+
+def _running_statistics():
+    return torch.tensor([0.5, -0.25]), torch.tensor([2.0, 3.0])
+
+
+def _right_outputs(world_size, statistics=(None, None)):
+    """Each rank's part of the output, by torch's BatchNorm on all samples."""
+    whole = torch.cat([_samples_of(rank) for rank in range(world_size)])
+    normal = torch.nn.functional.batch_norm(whole, *statistics, training=True)
+    return normal.split(SAMPLES[:world_size])
 
 
 # 7.3
@@ -233,15 +431,15 @@ def _mean_over_ranks(tensor):
     return reduced(tensor) / dist.get_world_size()
 
 
-def _squared(own):
+def _squared_norm(own):
     return own.square().sum()
 
 
-def _mean_of_squares(own):
-    return _mean_over_ranks(_squared(own))
+def _mean_squared_norm(own):
+    return _mean_over_ranks(_squared_norm(own))
 
 
-def _noise(small=_mean_of_squares, big=_squared, *, batches=lambda b, ranks: (b, ranks * b),
+def _noise(small=_mean_squared_norm, big=_squared_norm, *, batches=lambda b, ranks: (b, ranks * b),
            parts=lambda small, big, b, B: ((B * big - b * small) / (B - b),
                                            (small - big) / (1 / b - 1 / B)), alone=True):
     """The two estimates with one thing wrong; ``alone``: whether one rank is a case of its own."""
@@ -283,7 +481,7 @@ class SignalAndNoise(FirstFault):
     )
     solution = staticmethod(signal_and_noise)
     mistakes = (
-        Mistake(_noise(_squared), "You used this rank's own squared norm, so each rank finds "
+        Mistake(_noise(_squared_norm), "You used this rank's own squared norm, so each rank finds "
                 "another result, with N times the noise. Take its mean over the ranks."),
         Mistake(_noise(lambda own: _mean_over_ranks(own.norm()), torch.Tensor.norm), "These are "
                 "norms, not their squares. Only squares add up: |G|² + tr Σ / b."),
@@ -291,9 +489,9 @@ class SignalAndNoise(FirstFault):
                 "squares add up: |G|² + tr Σ / B."),
         Mistake(_noise(lambda own: _mean_over_ranks(own.norm()).square()), "You squared the mean "
                 "of the norms. What adds up is the mean of the *squared* norms."),
-        Mistake(_noise(lambda own: _mean_of_squares(own) * dist.get_world_size()), "You summed "
+        Mistake(_noise(lambda own: _mean_squared_norm(own) * dist.get_world_size()), "You summed "
                 "the squared norms over the ranks and did not divide by the world size."),
-        Mistake(_noise(lambda own: _mean_of_squares(own) / len(own),
+        Mistake(_noise(lambda own: _mean_squared_norm(own) / len(own),
                        lambda averaged: averaged.square().mean()), "You took means over the "
                 "elements, `square().mean()`. A squared norm is the sum of the squares."),
         Mistake(_noise(parts=lambda small, big, b, B: (big, (small - big) / (1 / b - 1 / B))),
@@ -321,9 +519,11 @@ class SignalAndNoise(FirstFault):
         Mistake(_noise(parts=lambda small, big, b, B: (small - big) / (1 / b - 1 / B) * (B - b) /
                        (B * big - b * small)), "You return the ratio. Return the two estimates: "
                 "each has to be smoothed over the steps before one is divided by the other."),
-        *(Mistake(_noise(small, alone=False), _ALONE) for small in (_mean_of_squares, _squared)),
-        Mistake(lambda own, averaged, b: _noise(lambda own: _mean_of_squares(own).item(),
-                lambda averaged: _squared(averaged).item(), alone=False)(own, averaged, b), _ALONE),
+        *(Mistake(_noise(small, alone=False), _ALONE) for small in (
+            _mean_squared_norm, _squared_norm)),
+        Mistake(lambda own, averaged, b: _noise(lambda own: _mean_squared_norm(own).item(),
+                lambda averaged: _squared_norm(averaged).item(), alone=False)(own, averaged, b),
+                _ALONE),
         Mistake(_anew, _BYTES),
     )
 
@@ -408,7 +608,7 @@ class OuterStep(FirstFault):
     mistakes = (
         Mistake(_outer(lambda start, end: start - end), "The outer gradient is this rank's own: "
                 "nothing was communicated, and the ranks drift apart."),
-        Mistake(_outer(lambda start, end: bn.total(start - end)), "You summed the differences and "
+        Mistake(_outer(lambda start, end: _total(start - end)), "You summed the differences and "
                 "did not divide by the world size: the outer step is N times too long."),
         Mistake(_outer(lambda start, end: _mean_over_ranks(end - start)), "The sign is wrong: a "
                 "gradient points away from where the ranks went, anchor − parameter. You step "

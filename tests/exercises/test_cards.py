@@ -10,8 +10,8 @@ from pictures import contrast
 
 import dplab
 from dplab.exercises import cards, every_exercise, find, record
+from dplab.exercises.cards import TITLES
 from dplab.exercises.exercise import NOT_ATTEMPTED, PASSED, WRONG
-from dplab.exercises.titles import TITLES
 
 EXERCISES = every_exercise()
 

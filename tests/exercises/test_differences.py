@@ -9,10 +9,10 @@ from dplab.exercises.compare import (
     COMMUNICATED,
     AtMost,
     agree,
+    explained,
     first_difference,
     same_outcome,
 )
-from dplab.exercises.evidence import explained
 
 
 @pytest.mark.parametrize(("mine", "theirs", "alike"), [

@@ -1,18 +1,44 @@
-"""What exercises share that train the digits' classifier: data, the loop, and ways to get it wrong.
+"""What trials of several chapters are made of: facts of gradients and cases, and training.
 
-The optimizer is Adam with a large epsilon on purpose: it is not linear in the gradients, so that
+The training is that of the digits' classifier: data, the loop, and ways to get it wrong. The
+optimizer is Adam with a large epsilon on purpose: it is not linear in the gradients, so that
 averaging weights in their place shows, nor blind to their scale, so that a forgotten division does.
 """
+
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import nn
 
 from dplab import parallel
-from dplab.exercises.first_fault import FirstFault
+from dplab.exercises.exercise import FirstFault
 from dplab.workloads.digits import digits_classifier, load_digits
 
 STEPS, GLOBAL_BATCH = 20, 24
+
+
+def gradients(model: nn.Module, when: str = "") -> dict[str, torch.Tensor | None]:
+    """The gradients as facts; a copy of each, since the next step changes it."""
+    return {f"the gradient of `{name}`{when}":
+            None if parameter.grad is None else parameter.grad.clone()
+            for name, parameter in model.named_parameters()}
+
+
+def of_cases(facts_of: Callable[[tuple, object], dict], cases: Iterable[tuple],
+             function: Callable) -> dict:
+    """What ``facts_of(case, answer)`` makes of the function's answer to each case, together."""
+    facts: dict = {}
+    for case in cases:
+        facts |= facts_of(case, function(*case))
+    return facts
+
+
+def reduced(tensor: torch.Tensor, group=None, op=dist.ReduceOp.SUM) -> torch.Tensor:
+    """The same tensor, after an all-reduce of it in place."""
+    dist.all_reduce(tensor, op=op, group=group)
+    return tensor
 
 
 def optimizer_for(model):
