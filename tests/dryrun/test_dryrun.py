@@ -265,3 +265,10 @@ def test_a_smaller_unit_needs_less_at_the_peak():
     assert gathered[0] == 2 * 65 * 64  # one layer
     assert gathered[1] == 2 * root.parameters
     assert by_layer.peak < root.peak
+
+
+def test_the_copies_that_autocast_makes_of_weights_count_as_gathered():
+    dry = dry_runs(setup(LLAMA, strategy="DDP", precision="mixed"))[0]
+    linear = [each for each in Transformer(LLAMA).modules() if isinstance(each, torch.nn.Linear)]
+    cast = 2 * sum(layer.weight.numel() for layer in linear)  # to bf16; LLAMA has no biases
+    assert max(sample.bytes["gathered"] for sample in dry.samples) == cast

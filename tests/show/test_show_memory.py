@@ -74,6 +74,9 @@ def test_memory_is_stacked_as_given_with_texts_apart(step, limit):
     texts = [text.get_text() for text in figure.axes[0].texts]
     assert all(phase.name in texts for phase in phases)
     peak = max(samples, key=lambda sample: sum(sample.bytes.values()))
+    [marker] = [line for line in figure.axes[0].lines if line.get_label() == "_peak"]
+    [x], [y] = marker.get_data()
+    assert peak.op <= x < peak.op + 1 and y * unit == pytest.approx(sum(peak.bytes.values()))
     for name in held:
         [label] = [text for text in texts if text.startswith(f"{name} ")]
         shown = float(label.removeprefix(name).replace(",", ""))
