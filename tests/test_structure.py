@@ -18,7 +18,7 @@ FILES = sorted((ROOT / "dplab").rglob("*.py"))
 
 PUBLIC_NAMES = {
     "dplab": """check device expect_failure hint load_ipython_extension progress RankError run
-        solution""",
+        solution warm_up""",
     "dplab.dryrun": "Collective ddp DryRun fully_shard UnsupportedOperator zero_1",
     "dplab.measure": """aligned available_cores available_memory CallLog describe_machine
         EmulatedLink layer_times MemoryTimeline NoiseScale
@@ -49,7 +49,7 @@ MAY_IMPORT = {
     "spawn": "",  # a library that stands alone
     "parallel": "",
     "predict": "",
-    "workloads": "",
+    "workloads": "dplab dryrun measure parallel predict",
     "show": "",
     "measure": "dplab predict spawn",
     "dryrun": "measure predict spawn workloads",
