@@ -49,7 +49,7 @@ MAY_IMPORT = {
     "spawn": "",  # a library that stands alone
     "parallel": "",
     "predict": "",
-    "workloads": "dplab dryrun measure parallel predict",
+    "workloads": "dryrun measure parallel predict spawn",
     "show": "",
     "measure": "dplab predict spawn",
     "dryrun": "measure predict spawn workloads",
