@@ -1,7 +1,7 @@
 """Starts N ranks, runs a function on each, and brings back their values or a diagnosis.
 
 Four rooms. Each imports from those below it in this list, and none imports anything else of the
-package that this one is a part of: it can be lifted out as a library.
+package that this one is a part of: a copy of this folder, under any name, is a library.
 
 ``parent``   the notebook's side. `run` sends a function to ranks, `supervise` watches them from the
              first fork to the last process gone, `ranks` talks with them, `stages` has what may
@@ -20,12 +20,12 @@ has returned or the run has failed; then the server ends the ranks with their ch
 `parent.stages` names the stages of a run and of a rank, and what may follow what.
 """
 
-from dplab.spawn.between.errors import RankError, expect_failure
-from dplab.spawn.parent import output
-from dplab.spawn.parent.run import register_magic, run
-from dplab.spawn.rank.device import device
-from dplab.spawn.server import start
-from dplab.spawn.server.start import warm_up
+from .between.errors import RankError, expect_failure
+from .parent import output
+from .parent.run import register_magic, run
+from .rank.device import device
+from .server import start
+from .server.start import warm_up
 
 __all__ = ["RankError", "configure", "device", "expect_failure", "register_magic", "run", "warm_up"]
 

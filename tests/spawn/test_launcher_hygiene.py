@@ -3,6 +3,7 @@
 import errno
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -270,6 +271,40 @@ run(print, 2)""")
 def test_what_starts_the_server(code, started, environment):
     done = python(f"{code}\nimport psutil\nprint(len(psutil.Process().children()))", **environment)
     assert done.stdout.strip() == str(started), done.stderr
+
+
+def test_a_copy_of_the_launcher_is_a_library(tmp_path):
+    """Under another name, where there is no dplab; handed a module to load, and a colour."""
+    shutil.copytree(ROOT / "dplab/spawn", tmp_path / "launcher")
+    (tmp_path / "handed_in.py").write_text("import os\nloaded_in = os.getpid()\n")
+    (tmp_path / "script.py").write_text("""
+import os, sys
+sys.modules["dplab"] = None  # an import of it would fail
+import launcher
+import torch, torch.distributed as dist
+
+def total():
+    import handed_in
+    mine = torch.tensor([dist.get_rank() + 1.0])
+    dist.all_reduce(mine)
+    return mine.item(), str(launcher.device()), handed_in.loaded_in == os.getppid()
+
+def fails():
+    if dist.get_rank() == 1:
+        raise ValueError("lost")
+    dist.barrier()
+
+launcher.configure(preload=("handed_in",))
+print(launcher.run(total, 3))
+with launcher.expect_failure() as failure:
+    launcher.run(fails, 2)
+print(failure.rank, failure.kind)
+""")
+    done = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, text=True,
+                          capture_output=True, timeout=100,
+                          env={**os.environ, "PYTHONPATH": str(tmp_path)})
+    assert str([(6.0, "cpu", True)] * 3) in done.stdout, done.stderr
+    assert done.stdout.endswith("1 raised\n") and "script.py, in fails" in done.stdout
 
 
 def test_the_server_ends_with_its_parent():

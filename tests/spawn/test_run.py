@@ -83,6 +83,27 @@ def test_keywords_other_than_its_own_go_to_the_function():
     assert run(work, 2, 7, rank=3, group="g") == [(7, {"rank": 3, "group": "g"})] * 2
 
 
+def steps(count, seed=7, *, timeout=3.0):
+    return count, seed, timeout
+
+
+@pytest.mark.parametrize(("options", "whose"), [({"seed": 5}, "seed"), ({"timeout": 9}, "timeout"),
+                                                ({"seed": 0, "timeout": 60.0}, "timeout")])
+def test_an_option_that_the_function_has_too_is_refused(options, whose):
+    with pytest.raises(TypeError, match=rf"{whose}= .* steps\(\) has a parameter of that name"):
+        run(steps, 2, 1, **options)
+
+
+@pytest.mark.parametrize(("fn", "args", "options", "expected"), [
+    (steps, [1], {}, (1, 7, 3.0)),  # the function's own defaults
+    (steps, [1, 2], {"seed": 5}, (1, 2, 3.0)),  # given by position already
+    (functools.partial(steps, 1, seed=2), [], {"seed": 5, "link": None}, (1, 2, 3.0)),
+    (lambda **rest: rest, [], {"seed": 5, "count": 4}, {"count": 4}),
+])
+def test_an_option_that_cannot_be_meant_for_the_function_is_runs(fn, args, options, expected):
+    assert run(fn, 1, *args, **options) == [expected]
+
+
 def test_classes_travel_by_value():
     class Point:
         def __init__(self, x):

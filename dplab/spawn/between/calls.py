@@ -46,8 +46,10 @@ _SLOT, _SLOTS, _HEADER = 512, 2048, 64
 LOG_BYTES = _HEADER + _SLOT * _SLOTS
 _GROUP, _FILE = 40, 100  # characters, of their ends: what a slot has room for
 
-_OUTSIDE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-_LIBRARIES = tuple(os.path.join(folder, "") for folder in (_OUTSIDE, os.path.dirname(os.__file__)))
+PACKAGE = os.path.abspath(__file__)  # the folder of the package that this file belongs to
+for _ in range(__name__.count(".")):
+    PACKAGE = os.path.dirname(PACKAGE)
+_LIBRARIES = tuple(os.path.join(folder, "") for folder in (PACKAGE, os.path.dirname(os.__file__)))
 _TYPED_IN = ("<ipython-input", "<stdin>")  # the cells of a terminal's IPython, Python's own prompt
 
 

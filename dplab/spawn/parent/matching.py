@@ -8,8 +8,8 @@ send or receive without a counterpart, needs another rank to come; where that on
 waits in the same way, nobody comes.
 """
 
-from dplab.spawn.between.calls import DEFAULT_GROUP, Call
-from dplab.spawn.rank.recording import WAIT
+from ..between.calls import DEFAULT_GROUP, Call
+from ..rank.recording import WAIT
 
 
 class CallComparison:

@@ -5,15 +5,14 @@ import os
 import re
 import signal
 
-from dplab.spawn.between.calls import is_learners
-from dplab.spawn.between.errors import RankError, advice_on
-from dplab.spawn.between.messages import Frame, crash_file
-from dplab.spawn.parent.matching import is_waiting
-from dplab.spawn.parent.output import ipython
-from dplab.spawn.parent.stages import RankStage
+from ..between.calls import PACKAGE, is_learners
+from ..between.errors import RankError, advice_on
+from ..between.messages import Frame, crash_file
+from ..parent.matching import is_waiting
+from ..parent.output import ipython
+from ..parent.stages import RankStage
 
 _LAUNCHER = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
-_PACKAGE = os.path.join(os.path.dirname(os.path.dirname(_LAUNCHER)), "")
 _SIGNALS = {
     signal.SIGKILL: "was killed (SIGKILL): by a kill -9, or by the system when memory runs out",
     signal.SIGABRT: "aborted (SIGABRT): C++ code gave up; its last words stand in the output",
@@ -260,7 +259,8 @@ def _learners(frames):
     """The learner's frames; where there are none, those of the package around this launcher."""
     mine = [frame for frame in frames if is_learners(frame.file)]
     return mine or [frame for frame in frames
-                    if frame.file.startswith(_PACKAGE) and not frame.file.startswith(_LAUNCHER)]
+                    if frame.file.startswith(os.path.join(PACKAGE, ""))
+                    and not frame.file.startswith(_LAUNCHER)]
 
 
 def _spot(file: str, line: int) -> str:

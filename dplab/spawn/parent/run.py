@@ -11,12 +11,12 @@ import numbers
 import os
 import time
 
-from dplab.spawn.between import values
-from dplab.spawn.between.errors import RankError, ServerEnded, expect_failure
-from dplab.spawn.parent.supervise import Supervisor
-from dplab.spawn.rank import device as devices
-from dplab.spawn.rank import life
-from dplab.spawn.server.start import MOST_RANKS, warm_up
+from ..between import values
+from ..between.errors import RankError, ServerEnded, expect_failure
+from ..parent.supervise import Supervisor
+from ..rank import device as devices
+from ..rank import life
+from ..server.start import MOST_RANKS, warm_up
 
 _LARGEST_SEED = 2**32
 _OPTIONS = ("timeout", "backend", "link", "seed")

@@ -3,8 +3,8 @@
 import enum
 from dataclasses import dataclass, field
 
-from dplab.spawn.between.calls import Call
-from dplab.spawn.between.messages import Answer
+from ..between.calls import Call
+from ..between.messages import Answer
 
 
 class RunStage(enum.Enum):

@@ -6,12 +6,12 @@ import signal
 import threading
 import time
 
-from dplab.spawn.between import values
-from dplab.spawn.between.errors import Interrupted
-from dplab.spawn.parent import report
-from dplab.spawn.parent.matching import CallComparison, Meetings, waits_without_end
-from dplab.spawn.parent.ranks import Ranks
-from dplab.spawn.parent.stages import RunStage
+from ..between import values
+from ..between.errors import Interrupted
+from ..parent import report
+from ..parent.matching import CallComparison, Meetings, waits_without_end
+from ..parent.ranks import Ranks
+from ..parent.stages import RunStage
 
 _TICK = 0.1  # seconds between two looks at the call logs
 _GRACE = 0.15  # seconds that other ranks have to fail too, after the first did

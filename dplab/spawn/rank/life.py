@@ -25,11 +25,11 @@ import traceback
 import types
 from multiprocessing.connection import Connection
 
-from dplab.spawn.between import values
-from dplab.spawn.between.calls import DEFAULT_GROUP, map_log
-from dplab.spawn.between.messages import Answer, Frame, Task, crash_file, log_file, store_file
-from dplab.spawn.rank import device as devices
-from dplab.spawn.rank import recording
+from ..between import values
+from ..between.calls import DEFAULT_GROUP, map_log
+from ..between.messages import Answer, Frame, Task, crash_file, log_file, store_file
+from ..rank import device as devices
+from ..rank import recording
 
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 

@@ -5,7 +5,7 @@ import mmap
 import threading
 import time
 
-from dplab.spawn.between.calls import (
+from ..between.calls import (
     COLLECTIVES,
     LOG_BYTES,
     POINT_TO_POINT,

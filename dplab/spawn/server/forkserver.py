@@ -24,7 +24,7 @@ import struct
 import sys
 import time
 
-from dplab.spawn.rank import life, recording
+from ..rank import life, recording
 
 EXIT_RECORD = struct.Struct("ii")
 _TORCH = (

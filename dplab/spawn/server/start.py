@@ -16,10 +16,10 @@ import subprocess
 import sys
 import threading
 
-from dplab.spawn.between.errors import ServerEnded, advice_on
-from dplab.spawn.rank import device, life
-from dplab.spawn.server import forkserver
-from dplab.spawn.server.forkserver import EXIT_RECORD
+from ..between.errors import ServerEnded, advice_on
+from ..rank import device, life
+from ..server import forkserver
+from ..server.forkserver import EXIT_RECORD
 
 preload: tuple[str, ...] = ()  # see `configure`
 
