@@ -1,6 +1,6 @@
-"""What dplab needs of the machine, said in a sentence before something fails for lack of it.
+"""What dplab needs: a sentence says what is missing before something fails for lack of it.
 
-In words that old Pythons read too, or they could not say it.
+This file keeps to the syntax of old Pythons, so that they can read it and print the sentence.
 """
 
 import re

@@ -5,7 +5,7 @@ on one rank alone; its loss is on text that none has seen. `delays` trains the d
 that are a chosen number of updates old, over learning rates.
 
 One process with one thread plays all ranks: each weight has one more dimension, that of ranks and
-seeds. tests/test_bench_infrequent.py compares it with `dplab.parallel` on real ranks.
+seeds. tests/bench/test_bench_infrequent.py compares it with `dplab.parallel` on real ranks.
 """
 
 import collections

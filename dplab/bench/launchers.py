@@ -72,8 +72,8 @@ class Launcher:
 _DPLAB = """
 import dplab
 
-def launch(function, ranks={ranks}):
-    return dplab.run(function, ranks, timeout=600)
+def launch(function):
+    return dplab.run(function, {ranks}, timeout=600)
 """
 
 # A child imports the module that its function lies in; what it returns is lost.

@@ -41,8 +41,11 @@ def run_bench(name: str, arguments: list[str], heading: bool = False) -> None:
     parser = argparse.ArgumentParser(prog=_command(name), description=summary(name))
     bench.add_arguments(parser)
     options = parser.parse_args(arguments)
-    if getattr(options, "save", False):
-        check_folder()  # before the minutes that it takes
+    if getattr(options, "save", False):  # says before the minutes of measuring if it cannot
+        try:
+            check_folder()
+        except FileNotFoundError as error:
+            parser.error(str(error))
     if heading:
         print(dplab.measure.describe_machine(), flush=True)
     bench.main(options)

@@ -1,1 +1,1 @@
-"""The models and the data that chapters and benches share."""
+"""The models, the data and the ways to train them that chapters and benches share."""

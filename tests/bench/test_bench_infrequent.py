@@ -22,6 +22,7 @@ from dplab.workloads.digits import digits_classifier, load_digits
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 STEPS, SEED = 12, 1
+WAYS = [(None, None), (4, (1.0, 0.0)), (4, (0.7, 0.9))]  # synchronous, local SGD, DiLoCo
 
 
 def train(every, outer):
@@ -50,11 +51,18 @@ def train(every, outer):
     return model.state_dict(), sent / STEPS
 
 
-@pytest.mark.parametrize(("every", "outer"), [(None, None), (4, (1.0, 0.0)), (4, (0.7, 0.9))])
-def test_the_played_ranks_compute_what_real_ones_do(every, outer):
+@pytest.fixture(scope="module")
+def on_ranks():
+    """One of WAYS: what `train` gave on each of two ranks."""
+    of_ranks = dplab.run(lambda: [train(*way) for way in WAYS], 2, backend="gloo")
+    return dict(zip(WAYS, zip(*of_ranks, strict=True), strict=True))
+
+
+@pytest.mark.parametrize(("every", "outer"), WAYS)
+def test_the_played_ranks_compute_what_real_ones_do(on_ranks, every, outer):
     seeds = [0, SEED]  # the other seed must not matter
     played = infrequent.trained(2, every, outer, STEPS, seeds)[1].state_dict()
-    for state, sent in dplab.run(train, 2, every, outer, backend="gloo"):
+    for state, sent in on_ranks[every, outer]:
         for name, value in played.items():
             torch.testing.assert_close(state[name], value, rtol=1e-3, atol=1e-4)
         size = sum(p.numel() for p in infrequent.transformer(0).parameters())

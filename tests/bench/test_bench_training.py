@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import dplab
-from dplab import show
 from dplab.bench import training
 from dplab.bench.results import FOLDER
 from dplab.workloads import moved_digits
@@ -136,20 +135,6 @@ def test_the_committed_steps_reach_the_target_at_each_batch_size(optimizer):
              if row["optimizer"] == optimizer}
     assert list(found) == training.TARGET_BATCHES
     assert all(len(steps) == 5 and max(steps) < math.inf for steps in found.values())
-
-
-def test_a_sweep_draws_means_and_ranges():
-    lines = {"linear": {32: [2.0, 4.0], 64: [3.0, 9.0]}, "best": {32: [1.0], 64: [2.0]}}
-    figure = show.batch_sweep({"SGD": lines, "Adam": {"linear": {32: [5.0], 64: [6.0]}}},
-                              title="a title", ylabel="error", dashed=("best",))
-    left, right = figure.axes
-    assert list(left.lines[0].get_ydata()) == [3.0, 6.0]
-    assert left.lines[0].get_color() == right.lines[0].get_color() != left.lines[1].get_color()
-    band = left.collections[0].get_paths()[0].vertices
-    assert band[:, 1].min() == 2.0 and band[:, 1].max() == 9.0
-    assert "a title" in figure.alt and "SGD, linear from 3 to 6" in figure.alt
-    with pytest.raises(ValueError, match="at least one panel"):
-        show.batch_sweep({"SGD": {}}, title="", ylabel="")
 
 
 def mean_error(optimizer, batch, rule, warm_up=1 / 8):

@@ -40,7 +40,7 @@ class PeakMemory:
             held = family_bytes(self._process)
             self.bytes = max(self.bytes, sum(held))
             self.processes = max(self.processes, len(held))
-            # To look takes time from those who are looked at: a tenth of a core at most.
+            # Looking takes time from the processes themselves: a tenth of a core at most.
             pause = max(INTERVAL, 9 * (time.perf_counter() - start))
 
 
