@@ -8,7 +8,6 @@ import functools
 import pytest
 import torch
 import torch.distributed as dist
-from job import two_ranks_under_torchrun
 from ranks import world_sizes
 
 import dplab
@@ -270,19 +269,6 @@ def test_in_a_group_only_its_ranks_take_part():
 
 
 # --- elsewhere ----------------------------------------------------------------------------------
-
-def test_it_runs_under_plain_torchrun(tmp_path):
-    done = two_ranks_under_torchrun(
-        tmp_path,
-        "import torch, torch.distributed as dist\n"
-        "from dplab.parallel import collectives\n"
-        "dist.init_process_group('gloo')\n"
-        "tensor = torch.arange(5.0) * (dist.get_rank() + 1)\n"
-        "collectives.ring_all_reduce(tensor)\n"
-        "assert tensor.tolist() == [0, 3, 6, 9, 12], tensor\n"
-        "dist.destroy_process_group()\n")
-    assert done.returncode == 0, done.stderr
-
 
 def on_gpus():
     results = []

@@ -4,11 +4,9 @@ That it trains as an unsharded model, its memory and its bytes are tested in tes
 """
 
 import contextlib
-import re
 
 import torch
 import torch.distributed as dist
-from job import two_ranks_under_torchrun
 from ranks import inputs, mine, world_sizes
 from torch import nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
@@ -272,23 +270,3 @@ def test_state_dicts():
                                 ([pieces[0]] * 3, 5, "rank: 0 there, 1 here"),
                                 (pieces, 6, "another model")):
         assert words in run(refused, len(states), states, size, backend="gloo")[1]
-
-
-UNDER_TORCHRUN = """
-import sys, torch, torch.distributed as dist
-from dplab.parallel import FullyShardedModel
-dist.init_process_group("gloo")
-model = FullyShardedModel(torch.nn.Sequential(torch.nn.Linear(2, 1), torch.nn.Linear(1, 1)))
-(model(torch.ones(1, 2)) * (dist.get_rank() + 1)).sum().backward()
-others = [m for m in sys.modules if m.startswith("dplab.")
-          and not m.startswith(("dplab.parallel", "dplab.needs"))]
-print(f"<{model.module[1].bias.grad.tolist()} {others}>", flush=True)
-dist.destroy_process_group()
-"""
-
-
-def test_runs_under_plain_torchrun_and_its_thread_ends(tmp_path):
-    done = two_ranks_under_torchrun(tmp_path, UNDER_TORCHRUN)
-    assert done.returncode == 0, done.stderr
-    # two ranks may write into one line
-    assert sorted(re.findall("<.*?>", done.stdout)) == ["<[1.5] []>", "<[] []>"]

@@ -15,7 +15,6 @@ from ddp_models import (
     each_wrapper,
     tensors_of,
 )
-from job import two_ranks_under_torchrun
 from ranks import mine, run_each, world_sizes
 from torch import nn
 from torch.nn import functional as F
@@ -200,8 +199,8 @@ def forward_twice_then_backward(wrapper):
 
 @each_wrapper
 def test_two_forwards_before_one_backward(wrap):
-    expected = dplab.run(forward_twice_then_backward, 2, DistributedDataParallel)[0]
-    assert_all_equal(dplab.run(forward_twice_then_backward, 2, wrap), expected)
+    results = run_each(forward_twice_then_backward, (DistributedDataParallel, *EACH), 2)
+    assert_all_equal(results[wrap], results[DistributedDataParallel][0])
 
 
 # --- as a module --------------------------------------------------------------------------------
@@ -218,23 +217,3 @@ def save_and_load():
 
 def test_state_dict_has_the_keys_of_ddp_and_loads():
     assert_all_equal(dplab.run(save_and_load, 2), Normalised(seed=0).state_dict(), rtol=0, atol=0)
-
-
-UNDER_TORCHRUN = """
-import sys, torch, torch.distributed as dist
-from dplab.parallel import ManualDDP
-dist.init_process_group("gloo")
-model = ManualDDP(torch.nn.Linear(2, 1))
-(model(torch.ones(1, 2)) * (dist.get_rank() + 1)).sum().backward()
-model.finish_gradient_sync()
-others = [m for m in sys.modules if m.startswith("dplab.")
-          and not m.startswith(("dplab.parallel", "dplab.needs"))]
-print(f"<{model.module.bias.grad.item()} {others}>", flush=True)
-dist.destroy_process_group()
-"""
-
-
-def test_runs_under_plain_torchrun_and_needs_torch_alone(tmp_path):
-    done = two_ranks_under_torchrun(tmp_path, UNDER_TORCHRUN)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("<1.5 []>") == 2

@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from matplotlib.colors import to_hex
 from pictures import areas_of, assert_readable, contrast, ground_of, labels_of
+from ranks import run_each
 
 import dplab.parallel
-from dplab import run
 from dplab.predict import cost
 
 FIGURES = Path(__file__).parents[2] / "figures"
@@ -210,17 +210,21 @@ def record(name):
         send(message, group_dst=group_dst, group=group)
 
     dist.batch_isend_irecv, dist.send = recording_batch, recording_send
-    getattr(dplab.parallel, name)(tensor)
+    getattr(dplab.parallel, f"{name}_all_reduce")(tensor)
+    dist.batch_isend_irecv, dist.send = batch, send
     return messages, [*states, tensor.tolist()]
 
 
-@pytest.mark.parametrize("name", ["naive", "tree", "ring"])
+ALL_REDUCES = ("naive", "tree", "ring")
+
+
+@pytest.mark.parametrize("name", ALL_REDUCES)
 def test_the_algorithms_picture_sends_what_the_algorithms_send(name):
     module = runpy.run_path(str(FIGURES / "all_reduce_algorithms.py"))
     [(steps, size)] = [(one[2], one[3]) for one in module["ALGORITHMS"] if one[0] == name]
     drawn = [[(to, 4 * size) for step in steps for source, to in step if source == rank]
              for rank in range(4)]
-    ran = run(record, 4, f"{name}_all_reduce", backend="gloo")
+    ran = run_each(record, ALL_REDUCES, 4, backend="gloo")[name]
     assert [messages for messages, _ in ran] == drawn
     assert module["bytes_sent"](steps, size) == [
         sum(elements for _, elements in messages) / 4 for messages, _ in ran]
@@ -254,7 +258,7 @@ def test_the_ring_picture_shows_what_the_ring_does():
     assert len(module["HEADS"]) == len(expected)
     assert [len(chunks[rank]) for rank, chunks in enumerate(expected[3])] == [4] * 4
 
-    ran = run(record, 4, "ring_all_reduce", backend="gloo")
+    ran = run_each(record, ALL_REDUCES, 4, backend="gloo")["ring"]
     sums = [[[sum(10**rank for rank in parts) for parts in chunks] for chunks in ranks]
             for ranks in module["STATES"]]
     assert sums == [list(ranks) for ranks in zip(*(states for _, states in ran), strict=True)]

@@ -17,12 +17,14 @@ several = pytest.mark.parametrize("world_size", [2, 3, 4])
 
 
 @functools.cache
-def run_each(function: Callable, cases: tuple[Hashable, ...], world_size: int, *arguments):
+def run_each(function: Callable, cases: tuple[Hashable, ...], world_size: int, *arguments,
+             backend: str | None = None):
     """By case, what each rank returned from ``function(case, *arguments)``: one run has them all.
 
     For tests of several cases where no case needs ranks that are fresh.
     """
-    ranks = run(lambda: [function(case, *arguments) for case in cases], world_size)
+    ranks = run(lambda: [function(case, *arguments) for case in cases], world_size,
+                backend=backend)
     return dict(zip(cases, zip(*ranks, strict=True), strict=True))
 
 
