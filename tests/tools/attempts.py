@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _world
 
 from dplab import RankError, run
 from dplab.exercises.exercise import Exercise
@@ -90,11 +91,14 @@ def _facts_in_turn(exercise, attempts, folder):
 
     A rank that makes another call than the others meets their barrier, and the run fails.
     """
-    rank = dist.get_rank()
+    rank, stores = dist.get_rank(), _world.pg_map
+    backend, store = stores[dist.group.WORLD]
     for number, attempt in enumerate(attempts):
+        # As in fresh ranks: their seed, and a store without the keys of others.
         random.seed(rank)
         numpy.random.seed(rank)
-        torch.manual_seed(rank)  # as every fresh rank
+        torch.manual_seed(rank)
+        stores[dist.group.WORLD] = backend, dist.PrefixStore(f"attempt {number}", store)
         facts = exercise._facts(attempt, True)
         place = Path(folder, f"{number}.{rank}")
         place.write_bytes(pickle.dumps(facts))
