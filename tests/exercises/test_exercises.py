@@ -55,7 +55,7 @@ def names_it(exercise, mistake):
 @pytest.mark.parametrize("exercise", EXERCISES, ids=lambda exercise: exercise.id)
 def test_an_exercise_is_complete(exercise):
     assert re.fullmatch(r"\d+\.\d+", exercise.id)
-    assert len(exercise.hints) >= 2
+    assert len(exercise.hints) == 3
     assert len({mistake.why for mistake in exercise.mistakes}) >= 3
     source = exercise.solution_source()
     assert source.startswith((f"def {exercise.name}(", f"class {exercise.name}"))
