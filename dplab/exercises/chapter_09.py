@@ -535,6 +535,10 @@ class ChooseUnits(Exercise):
         return [mistake for mistake in mistakes
                 if self._attempted is not None and self._parts(mistake.attempt) == self._attempted]
 
+    def _still_alike(self, mistakes, attempt, world_size):
+        """The same units are the same on more ranks."""
+        return mistakes
+
     def _diagnose(self, attempt, difference, *arguments):
         self._attempted = self._parts(attempt)
         verdict = super()._diagnose(attempt, difference, *arguments)

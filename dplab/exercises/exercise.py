@@ -15,6 +15,7 @@ import types
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import torch
 import torch.distributed as dist
 
 from dplab import RankError, run
@@ -78,6 +79,10 @@ class Exercise:
         # What is the same in every check, by world size:
         self._expectations = {}
         self._outcomes = {}  # of the known mistakes
+
+    def __getstate__(self):
+        """What a rank gets: not what is known of other attempts."""
+        return vars(self) | {"_expectations": {}, "_outcomes": {}}
 
     @property
     def chapter(self) -> int:
@@ -166,16 +171,22 @@ class Exercise:
         stuck = crashed and difference.kind == "stuck"
         alike = self._alike([mistake for mistake in self.mistakes if mistake.hangs == stuck],
                             got, expected, world_size)
-        for larger in self.world_sizes:
-            if larger > world_size and alike and not crashed:
-                later = self._observe(attempt, larger)
-                alike = self._alike(alike, later, self._expected(larger), larger)
+        if not crashed:
+            alike = self._still_alike(alike, attempt, world_size)
         if alike:
             return Verdict(WRONG, alike[0].why, detail)
         if (not crashed and self.stub is None and self.communicates and world_size > 1
                 and not any(facts[COMMUNICATED] for facts in got)):
             return Verdict(WRONG, "Nothing was communicated: no rank called a collective.", detail)
         return Verdict(CRASHED if crashed else WRONG, f"{where}:" if crashed else "", detail)
+
+    def _still_alike(self, mistakes, attempt, world_size):
+        """Those of the mistakes that end as the attempt does on more ranks, too."""
+        for larger in self.world_sizes:
+            if larger > world_size and mistakes:
+                later = self._observe(attempt, larger)
+                mistakes = self._alike(mistakes, later, self._expected(larger), larger)
+        return mistakes
 
     def _alike(self, mistakes, got, expected, world_size):
         """The mistakes that end as the attempt did."""
@@ -190,7 +201,12 @@ class Exercise:
 
     def _expected(self, world_size):
         if world_size not in self._expectations:
-            expected = self.expected(world_size)
+            threads = torch.get_num_threads()
+            torch.set_num_threads(1)  # these tensors are small: threads would wait for one another
+            try:
+                expected = self.expected(world_size)
+            finally:
+                torch.set_num_threads(threads)
             self._expectations[world_size] = (
                 [expected] * world_size if isinstance(expected, dict) else expected)
         return self._expectations[world_size]

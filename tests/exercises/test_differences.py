@@ -25,6 +25,20 @@ def test_counts_within_their_limit_do_not_tell_mistakes_apart(mine, theirs, alik
     assert same_outcome(facts(mine), facts(theirs), expected, 1e-5) is alike
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("fact", ["weights", "calls", "right", COMMUNICATED])
+def test_an_outcome_is_another_where_one_fact_of_one_rank_differs(fact, rank):
+    def facts():
+        return [{"weights": torch.ones(2), "calls": 3, "right": True, COMMUNICATED: True}
+                for _ in range(2)]
+
+    expected = [{"weights": torch.zeros(2), "calls": 1, "right": True}] * 2
+    other = facts()
+    assert same_outcome(facts(), other, expected, 1e-5)
+    other[rank][fact] = other[rank][fact] * 1.001 if fact == "weights" else False
+    assert not same_outcome(facts(), other, expected, 1e-5)
+
+
 @pytest.mark.parametrize(("expected", "got", "right"), [
     (torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.0 + 1e-6]), True),
     (torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.001]), False),
