@@ -42,7 +42,8 @@ REGISTRY = re.compile(
 
 # Part of the course: the parts of dplab that it may import. `dplab` is what dplab/__init__ offers.
 MAY_IMPORT = {
-    "__init__": "bench demos dryrun exercises measure needs parallel predict show spawn workloads",
+    "__init__": """bench demos dplab dryrun exercises measure needs parallel predict show spawn
+        workloads""",
     "needs": "",
     "spawn": "",  # a library that stands alone
     "parallel": "",
@@ -121,6 +122,7 @@ def imports_in(part, source):
     ("spawn", "print(dplab.measure.CallLog)"),
     ("spawn", "importlib.import_module('dplab.measure')"),
     ("spawn", "importlib.import_module(f'dplab.exercises.{name}')"),
+    ("spawn", "importlib.import_module(f'dplab.{name}')"),
     ("spawn", "PRELOAD = ('torch', 'dplab.parallel')"),
     ("spawn", "Popen([sys.executable, '-m', 'dplab.exercises'])"),
     ("spawn", "Popen('exec python -m dplab.exercises', shell=True)"),
@@ -209,6 +211,17 @@ def test_files_name_no_machine(pattern):
                   for number, line in enumerate(text.splitlines(), start=1)
                   for match in pattern.finditer(line)]
     assert not found
+
+
+@pytest.mark.slow
+def test_the_quick_tier_has_tests_of_every_part():
+    done = subprocess.run([sys.executable, "-m", "pytest", "-n", "0", "--collect-only", "-q", "-m",
+                           "quick"], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    tests = [line.split("::")[0] for line in done.stdout.splitlines() if "::" in line]
+    assert len(tests) >= 300, done.stdout + done.stderr
+    folders = {path.name for path in (ROOT / "tests").iterdir() if list(path.glob("test_*.py"))}
+    assert {path.split("/")[1] for path in tests if path.count("/") > 1} == folders
+    assert "chapters/00_start_here.ipynb" in tests
 
 
 def test_ruff_finds_nothing():
