@@ -22,6 +22,7 @@ def test_cells_are_code(launcher):
         ast.parse(cell.removeprefix("%%writefile functions.py\n"))
 
 
+@pytest.mark.slow
 def test_dplab_in_a_kernel():
     tried = launch._tried(launchers.DPLAB, 2, rounds=2)
     assert len(tried.times) == 2 and min(tried.times) > 0
@@ -91,6 +92,7 @@ def launch(function):
 """)
 
 
+@pytest.mark.slow
 def test_a_launcher_that_fails_or_gives_other_values_is_said_to(monkeypatch, capsys):
     monkeypatch.setattr(launchers, "PEERS", [BROKEN, WRONG])
     tried = launch._tried
@@ -101,6 +103,7 @@ def test_a_launcher_that_fails_or_gives_other_values_is_said_to(monkeypatch, cap
     assert failed["wrong"].endswith("failed: AssertionError: [3.0, 2.0]")
 
 
+@pytest.mark.slow
 def test_a_launcher_that_never_returns_is_given_up(monkeypatch):
     monkeypatch.setattr(launch, "PATIENCE", 2)
     tried = launch._tried(STUCK, 2, rounds=1)

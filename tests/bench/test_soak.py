@@ -9,6 +9,8 @@ from dplab.bench import soak
 from dplab.bench.soak.plan import Ends, Plan
 from dplab.bench.soak.run import Attempt, Place
 
+pytestmark = pytest.mark.slow
+
 FEW = ("healthy", "raise", "exit", "SIGKILL", "deadlock", "closed output", "two faults",
        "interrupt")
 

@@ -39,12 +39,14 @@ def each_runs_once(monkeypatch, seen):
     monkeypatch.setattr(Exercise, "_observe", once)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("each_runs_once")
 @pytest.mark.parametrize(("exercise", "mistake"), MISTAKES)
 def test_a_known_mistake_is_named(exercise, mistake):
     names_it(exercise, mistake)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("exercise", "mistake"), [
     pytest.param(exercise, mistake, id=exercise.id) for exercise in EXERCISES
     for mistake in exercise.mistakes[-1:]])

@@ -97,6 +97,7 @@ def all_at_once():
     return [tensor for tensors in [*results, gathered] for tensor in tensors]
 
 
+@pytest.mark.slow
 def test_on_eight_ranks():
     results = run(all_at_once, 8, backend="gloo")
     assert_same_on_all_ranks(results)
@@ -243,6 +244,7 @@ def test_in_a_group_only_its_ranks_take_part(function):
 
 # --- elsewhere ----------------------------------------------------------------------------------
 
+@pytest.mark.slow
 def test_it_runs_under_plain_torchrun(tmp_path):
     done = two_ranks_under_torchrun(
         tmp_path,

@@ -5,6 +5,7 @@ That it trains as an unsharded model, its memory and its bytes are tested in tes
 
 import contextlib
 
+import pytest
 import torch
 import torch.distributed as dist
 from job import two_ranks_under_torchrun
@@ -286,6 +287,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 def test_runs_under_plain_torchrun_and_its_thread_ends(tmp_path):
     done = two_ranks_under_torchrun(tmp_path, UNDER_TORCHRUN)
     assert done.returncode == 0, done.stderr

@@ -2,6 +2,7 @@
 
 import copy
 
+import pytest
 import torch
 import torch.distributed as dist
 from ddp_models import (
@@ -101,6 +102,7 @@ def differences_from_ddp(wrap, steps):
                                            (torch.optim.AdamW, {"lr": 1e-3}))}
 
 
+@pytest.mark.slow
 @each_wrapper
 @world_sizes
 def test_trains_as_ddp(world_size, wrap):
@@ -233,6 +235,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 def test_runs_under_plain_torchrun_and_needs_torch_alone(tmp_path):
     done = two_ranks_under_torchrun(tmp_path, UNDER_TORCHRUN)
     assert done.returncode == 0, done.stderr

@@ -27,6 +27,7 @@ def metered(name, nbytes):
     return least_on_the_wire(calls[name])
 
 
+@pytest.mark.slow
 @pytest.mark.alone
 @several
 @pytest.mark.parametrize(("name", "factor"), [
