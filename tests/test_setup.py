@@ -124,6 +124,7 @@ def limited():
         resource.setrlimit(which, value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("left", [30, 70])  # some logs of the 40 ranks; all, and some pipes
 def test_too_few_descriptors_are_named_and_none_is_lost(limited, left):
     assert run(total, 2) == [2.0, 2.0]
@@ -208,12 +209,14 @@ exit $status
 """
 
 
+@pytest.mark.slow
 def test_a_container_with_little_memory_no_names_and_a_proxy(namespace):
     done = python(RUN.format(ranks=16), *namespace, ROUGH, "sh", HTTP_PROXY="http://127.0.0.1:9",
                   http_proxy="http://127.0.0.1:9", all_proxy="socks5://127.0.0.1:9")
     assert done.stdout.strip() == str([16.0] * 16), done.stderr
 
 
+@pytest.mark.slow
 def test_no_space_is_said_and_leaves_nothing(namespace, tmp_path):
     done = python(RUN.format(ranks=2), *namespace, FULL, "sh", TMPDIR=str(tmp_path / "full"))
     assert done.returncode == 1

@@ -23,6 +23,7 @@ def test_cells_are_code(launcher):
         ast.parse(cell.removeprefix("%%writefile functions.py\n"))
 
 
+@pytest.mark.slow
 def test_dplab_in_a_kernel():
     tried = launchers._tried(launchers.DPLAB, 2, rounds=2)
     assert len(tried.times) == 2 and min(tried.times) > 0
@@ -92,6 +93,7 @@ def launch(function):
 """)
 
 
+@pytest.mark.slow
 def test_a_launcher_that_fails_or_gives_other_values_is_said_to(monkeypatch, capsys):
     monkeypatch.setattr(launchers, "PEERS", [BROKEN, WRONG])
     tried = launchers._tried
@@ -102,6 +104,7 @@ def test_a_launcher_that_fails_or_gives_other_values_is_said_to(monkeypatch, cap
     assert failed["wrong"].endswith("failed: AssertionError: [3.0, 2.0]")
 
 
+@pytest.mark.slow
 def test_a_launcher_that_never_returns_is_given_up(monkeypatch):
     monkeypatch.setattr(launchers, "PATIENCE", 2)
     tried = launchers._tried(STUCK, 2, rounds=1)

@@ -81,6 +81,7 @@ def test_long_benches_are_run_when_all_are_asked_for_and_others_left_out(monkeyp
     assert "not run: python -m dplab.bench infrequent" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_one_bench_runs_by_its_name(capsys):
     assert command.main(["published_runs", "--summary"]) == 0
     first, second, *_ = capsys.readouterr().out.splitlines()

@@ -66,6 +66,7 @@ def whole():
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES + DEEPSPEED)
 def test_ranks_train_as_one_process_does(name, of_ranks, whole):
     losses_of = [losses[name] for losses in of_ranks]

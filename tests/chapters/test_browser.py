@@ -22,6 +22,8 @@ from reading import (
     window,
 )
 
+pytestmark = pytest.mark.slow
+
 CHAPTER = "chapters/02_why_averaging_is_right.ipynb"
 RUN_ALL_SECONDS = 180  # generous: a slow machine may take three times the minute that we aim for
 

@@ -97,6 +97,7 @@ def printed_by_train(*arguments):
     return done.stdout.splitlines()
 
 
+@pytest.mark.slow
 def test_a_checkpoint_serves_every_strategy_and_a_broken_one_none(tmp_path):
     options = ["--batch", 4, "--print-every", 1, "--save-every", 2]
     whole = printed_by_train(*options, "--steps", 7, "--checkpoints", tmp_path / "whole")

@@ -240,6 +240,7 @@ check("1.2", None)
 """
 
 
+@pytest.mark.slow
 def test_the_run_of_a_notebook_puts_each_solution_behind_its_check(tmp_path):
     path = tmp_path / "00_sample.ipynb"
     path.write_text(notebooks.normalise(notebooks.from_percent(SAMPLE)), encoding="utf-8")
@@ -319,6 +320,7 @@ def test_an_id_that_is_there_twice_is_refused(tmp_path):
         notebooks.read(path)
 
 
+@pytest.mark.slow
 def test_refresh_gives_the_same_bytes_twice_and_swap_puts_solutions_in(tmp_path):
     path = tmp_path / "04_sample.ipynb"
     path.write_text(notebooks.normalise(notebooks.from_percent(DRAFT)), encoding="utf-8")

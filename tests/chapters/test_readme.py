@@ -56,6 +56,7 @@ def fetch(url):
             time.sleep(0.1)
 
 
+@pytest.mark.slow
 def test_the_start_command_serves_the_chapters_and_their_pictures(served):
     notebook = re.search(r"jupyter lab .*(chapters/\S+\.ipynb)", README)[1]
     pictures = {f"figures/{path.name}" for path in (ROOT / "figures").glob("*.svg")}

@@ -75,6 +75,7 @@ def notebook(tmp_path):
     return write
 
 
+@pytest.mark.slow
 def test_a_notebook_runs_in_its_folder_and_its_peak_is_seen(notebook):
     path = notebook("held = bytearray(b'x') * (300 * 2**20)", "import time; time.sleep(1)",
                     "del held", "open('beside', 'w').write('x')")

@@ -23,6 +23,7 @@ from dplab.workloads.transformer import Transformer
 
 pytestmark = pytest.mark.skipif(missing() is not None and "CI" not in os.environ,
                                 reason=str(missing()))
+pytestmark = [pytestmark, pytest.mark.slow]
 STEPS = 2
 WHOLE = 4 * training.CONFIG.parameters  # bytes of all gradients, or of all parameters
 ROOT = 4 * sum(torch.Size(shape).numel() for shape in training.CONFIG.units[-1])

@@ -48,6 +48,7 @@ def check_facts(text, ranks):
     assert float(of_ddp[1]) == pytest.approx(100 * hidden / float(rows["torch DDP"][4]), abs=0.5)
 
 
+@pytest.mark.slow
 def test_as_a_module(tmp_path):
     done = run(*MODULE, "--ranks", 2, "--steps", 12, "--plot", tmp_path / "shares.png")
     assert done.returncode == 0, done.stderr
@@ -58,6 +59,7 @@ def test_as_a_module(tmp_path):
     assert len({tuple(pixel) for row in image[::5, ::5] for pixel in row}) > 4
 
 
+@pytest.mark.slow
 def test_under_torchrun_it_prints_once(tmp_path):
     done = run(*TORCHRUN, 2, SCRIPT, "--steps", 12, "--plot", tmp_path / "shares.svg")
     assert done.returncode == 0, done.stderr

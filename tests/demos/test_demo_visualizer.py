@@ -35,6 +35,7 @@ def flat(gradients):
     return torch.cat([gradients[name].flatten() for name in sorted(gradients)])
 
 
+@pytest.mark.slow
 def test_before_each_rank_has_the_gradients_of_its_own_digits(facts):
     size = visualizer.SAMPLES
     for rank, found in enumerate(facts["before"]):
@@ -151,6 +152,7 @@ def is_a_picture(path):
         {tuple(pixel) for row in image[::7, ::7] for pixel in row}) > 50
 
 
+@pytest.mark.slow
 def test_the_visualizer_as_a_module(tmp_path):
     picture = tmp_path / "picture.png"
     done = run(sys.executable, *VISUALIZER, "--ranks", 2, "--save", picture)
@@ -160,6 +162,7 @@ def test_the_visualizer_as_a_module(tmp_path):
     assert done.stdout.endswith(f"Saved {picture}\n") and is_a_picture(picture)
 
 
+@pytest.mark.slow
 def test_the_visualizer_under_torchrun(tmp_path):
     done = run(*TORCHRUN, 2, *VISUALIZER, "--save", tmp_path / "picture.svg")
     assert done.returncode == 0, done.stderr

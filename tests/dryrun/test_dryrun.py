@@ -118,6 +118,7 @@ def dry_runs(*jobs):
     return run(every, 1, backend="gloo", timeout=300)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("case", "world_size"), CASES, ids=[name(*each) for each in CASES])
 def test_collectives_and_states_are_those_of_real_ranks(case, world_size):
     ranks, dry = real_steps(world_size)[case], dry_steps(world_size)[case]
@@ -151,6 +152,7 @@ def test_ddp_averages_every_gradient_once():
 
 # Arithmetic
 
+@pytest.mark.slow
 def test_states_equal_the_prediction():
     cases = [(strategy, config, precision, world_size)
              for strategy in ("fully_shard", "DDP", "ZeRO-1")
@@ -196,6 +198,7 @@ def test_a_collective_counts_what_a_ring_sends():
 
 # A few blocks in place of all
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("config", "more"), [
     (replace(LLAMA, layers=8), {}), (replace(GPT, layers=7), {"checkpointing": True}),
     (replace(GPT, layers=15), {"units": 2, "optimizer": torch.optim.SGD}),
@@ -210,6 +213,7 @@ def test_few_blocks_stand_for_all(config, more):
     assert (few.states, few.parameters) == (whole.states, whole.parameters)
 
 
+@pytest.mark.slow
 def test_blocks_that_do_not_repeat_are_all_traced():
     foreach = functools.partial(torch.optim.AdamW, foreach=True)
     variants = ({"optimizer": foreach}, {"units": "root"},

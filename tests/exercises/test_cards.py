@@ -28,6 +28,7 @@ def test_the_colour_of_a_card_is_seen_on_light_and_on_dark(background):
     assert not faint
 
 
+@pytest.mark.slow
 def test_cards_in_plain_text(capsys):
     dplab.check("4.2", stub)
     assert capsys.readouterr().out.startswith("Exercise 4.2: not attempted\n")

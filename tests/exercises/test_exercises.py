@@ -32,12 +32,14 @@ def share(monkeypatch, ranks, **how):
             monkeypatch.setattr(kind, "_observe", ranks.in_place_of(kind._observe, **how))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("exercise", "mistake"), MISTAKES)
 def test_a_known_mistake_is_named(exercise, mistake, monkeypatch, ranks):
     share(monkeypatch, ranks, attempts_too=True)
     names_it(exercise, mistake)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("exercise", "mistake"), [
     pytest.param(exercise, mistake, id=exercise.id) for exercise in EXERCISES
     for mistake in exercise.mistakes[-1:]])

@@ -60,6 +60,7 @@ def test_an_error_of_the_readers_is_shown_with_their_line():
     assert "return model.no_such_thing" in verdict.detail
 
 
+@pytest.mark.slow
 def test_a_hang_ends_at_the_time_limit_and_shows_who_waits():
     exercise = type(find("4.2"))()
     exercise.seconds = 2.0
@@ -119,12 +120,14 @@ def hangs_on_more_than_two(model):
         dist.barrier()
 
 
+@pytest.mark.slow
 def test_an_attempt_that_fails_only_at_a_larger_world_size_is_still_judged():
     verdict = find("4.2").judge(hangs_on_more_than_two)
     assert (verdict.outcome, verdict.why) == (WRONG, "")
     assert "it is 2 times the reference" in verdict.detail
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("id", "attempt", "said"), [
     ("4.1", does_nothing, "Nothing was communicated"),
     ("4.2", does_not_wait, "keep the handle"),

@@ -232,6 +232,7 @@ def three_at_once():
     return launched, pending, last, all(work.is_completed() for work in works)
 
 
+@pytest.mark.slow
 def test_collectives_in_flight_share_the_link_and_block_nobody():
     link = EmulatedLink(bandwidth=1e12, latency=0.4)
     for launched, pending, last, complete in run(three_at_once, 2, link=link):

@@ -88,6 +88,7 @@ def test_both_estimates_are_unbiased_over_all_draws():
         assert variance == pytest.approx(trace, rel=1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_a_known_gradient_and_covariance_are_found(world_size):
     """Gaussian samples with mean G and covariance diag(λ); five standard errors, and not more.

@@ -35,6 +35,7 @@ def states_after_steps():
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_states_are_those_predicted_to_the_byte(ranks):
     measured = run(states_after_steps, ranks, backend="gloo")

@@ -107,6 +107,7 @@ def all_at_once():
     return [tensor for tensors in [*results, gathered] for tensor in tensors]
 
 
+@pytest.mark.slow
 def test_on_eight_ranks():
     results = run(all_at_once, 8, backend="gloo")
     assert_same_on_all_ranks(results)

@@ -144,6 +144,7 @@ def run_each(cases, world_size, **options):
     return list(zip(*dplab.run(work, world_size, backend="gloo"), strict=True))
 
 
+@pytest.mark.slow
 @world_sizes
 def test_local_sgd_is_what_one_process_computes(world_size):
     cases = [(Net, optimizer, 7, every) for optimizer in OPTIMIZERS for every in (1, 3)]
@@ -152,6 +153,7 @@ def test_local_sgd_is_what_one_process_computes(world_size):
         assert_equal_states(states, simulated(net, optimizer, world_size, steps, every, mean))
 
 
+@pytest.mark.slow
 @world_sizes
 @pytest.mark.parametrize(("learning_rate", "momentum"), [(0.7, 0.9), (0.5, 0.0)])
 def test_diloco_is_what_one_process_computes(world_size, learning_rate, momentum):

@@ -2,6 +2,7 @@
 
 import copy
 
+import pytest
 import torch
 import torch.distributed as dist
 from ddp_models import (
@@ -101,6 +102,7 @@ def differences_from_ddp(wrap, steps):
                                            (torch.optim.AdamW, {"lr": 1e-3}))}
 
 
+@pytest.mark.slow
 @each_wrapper
 @world_sizes
 def test_trains_as_ddp(world_size, wrap):

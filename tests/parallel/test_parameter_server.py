@@ -155,6 +155,7 @@ def test_synchronously_without_backups_every_update_is_of_all_workers():
     assert_all_have(found, mean_of([[(w, n) for w in (1, 2, 3)] for n in range(6)]))
 
 
+@pytest.mark.slow
 def test_late_gradients_are_dropped_and_never_applied():
     """Worker 3 sleeps through the first two updates; then the others sleep, until it has come."""
     pauses = {(3, 0): 1.5, (1, 2): 2.5, (2, 2): 2.5}

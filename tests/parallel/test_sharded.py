@@ -49,6 +49,7 @@ def transformer_on_ranks(way):
     return transformer_with(way, dist.get_rank(), dist.get_world_size(), mine)
 
 
+@pytest.mark.slow
 @ways
 @world_sizes
 def test_a_transformer_trains_as_unsharded(world_size, way):
@@ -83,6 +84,7 @@ def mlp_on_ranks():
             for way in WAYS for optimizer in OPTIMIZERS}
 
 
+@pytest.mark.slow
 @world_sizes
 def test_an_mlp_trains_as_unsharded_in_float32(world_size):
     results = run(mlp_on_ranks, world_size)
@@ -203,6 +205,7 @@ def accumulate(way):
     return outcomes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", [Stage2, Stage3])
 @several
 def test_accumulation_equals_one_big_batch(world_size, way):

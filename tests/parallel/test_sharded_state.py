@@ -57,6 +57,7 @@ def load(way, states, sizes=(7, 5)):
         return str(error)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", [Stage1Reducing, Stage2])
 def test_a_state_that_does_not_fit_is_refused(way):
     states = run(saved, 3, way, backend="gloo")

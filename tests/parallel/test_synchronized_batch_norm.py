@@ -87,6 +87,7 @@ def assert_same_training(on_ranks, alone):
             assert torch.equal(state[name], on_ranks[0][1][name])
 
 
+@pytest.mark.slow
 @world_sizes
 @pytest.mark.parametrize("shape", PLAIN, ids=str)
 def test_training_is_that_of_one_process(world_size, shape):

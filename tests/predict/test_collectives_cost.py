@@ -37,6 +37,7 @@ def measured_bytes(world_size):
     return run(metered, world_size, backend="gloo")[0]
 
 
+@pytest.mark.slow
 @pytest.mark.alone
 @several
 @pytest.mark.parametrize(("name", "factor"), [

@@ -175,6 +175,7 @@ def units_of(strategy):
     return UNITS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_calls_and_bytes_are_those_of_real_implementations(ranks):
     measured = run(calls_of_a_step, ranks, STRATEGIES, backend="gloo")

@@ -50,6 +50,7 @@ def cells_of(figure, size):
     return [[(text.get_text(), text.get_color() == "white") for text in row] for row in cells]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parts", RINGS.values(), ids=RINGS)
 def test_a_ring_is_drawn_as_given_with_texts_apart(parts):
     states, size = ring_states(parts), len(parts)

@@ -27,6 +27,7 @@ def case(request):
     return ranks, show.timeline(ranks, names=NAMES.get(request.param), title="A finding")
 
 
+@pytest.mark.slow
 def test_rows_say_how_long_they_are_and_how_much_is_exposed(case):
     ranks, figure = case
     unit = unit_of(figure)
@@ -43,6 +44,7 @@ def test_rows_say_how_long_they_are_and_how_much_is_exposed(case):
     assert next(exposed, None) is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [7.5, 5.5])
 @pytest.mark.parametrize("case", CASES)
 def test_texts_are_apart_and_on_nothing_else(case, width, monkeypatch):

@@ -156,6 +156,7 @@ def any_source():
     dist.send(torch.ones(3), 0)
 
 
+@pytest.mark.slow
 def test_a_receive_from_anyone_is_no_deadlock():
     assert run(any_source, 3)[0] == [1, 2]
 
@@ -186,5 +187,6 @@ def many_messages(messages):
     return messages
 
 
+@pytest.mark.slow
 def test_more_messages_than_the_log_holds_are_no_deadlock():
     assert run(many_messages, 2, 6_000) == [6_000, 6_000]

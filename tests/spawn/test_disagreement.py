@@ -114,6 +114,7 @@ def test_a_rank_that_loops_for_ever(ranks):
     assert error.reports[0].endswith("dist.barrier()")
 
 
+@pytest.mark.slow
 def test_a_rank_deep_in_c_code():
     def work():
         if dist.get_rank() == 1:
@@ -253,6 +254,7 @@ def thousands():
             dist.barrier()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("fn", "ranks"), [
     (objects, 2), (objects, 4), (scatters_and_exchanges, 2), (scatters_and_exchanges, 4),
     (subgroups, 2), (grid, 4), (point_to_point, 2), (point_to_point, 4), (waited_later, 2),

@@ -167,6 +167,7 @@ def stop_in_the_middle_of(message_bytes):
     Connection._send = partly
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_stopped_while_its_value_is_on_its_way():
     def work():
         if dist.get_rank() == 1:
@@ -189,6 +190,7 @@ class StopsRankOne:
         return backend
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_stopped_before_it_has_joined(monkeypatch):
     run(int, 2, "7")
     monkeypatch.setattr(supervise, "_START", 4.0)
@@ -219,6 +221,7 @@ def test_the_store_is_removed_before_all_have_joined():
     assert ", where the ranks meet, was removed while they started" in str(error)
 
 
+@pytest.mark.slow
 def test_much_is_sent_to_a_rank_that_is_stopped(monkeypatch):
     run(int, 2, "7")
     monkeypatch.setattr(supervise, "_START", 3.0)
@@ -290,6 +293,7 @@ def test_run_inside_a_rank():
     assert "RuntimeError: this process is a rank already" in str(error)
 
 
+@pytest.mark.slow
 def test_the_cells_of_a_terminal_ipython_are_the_learners_too():
     code = """
 from IPython.core.interactiveshell import InteractiveShell

@@ -81,6 +81,7 @@ def test_at_a_bad_moment(nothing_left, monkeypatch, where, name, when, presses):
     assert "rank 1 " in str(kept.value)
 
 
+@pytest.mark.slow
 def test_while_much_is_sent_to_a_server_that_still_loads(nothing_left):
     kill_server()
     started = time.monotonic()
@@ -89,6 +90,7 @@ def test_while_much_is_sent_to_a_server_that_still_loads(nothing_left):
     assert time.monotonic() - started < 10
 
 
+@pytest.mark.slow
 def test_while_much_comes_back(nothing_left):
     def work():
         return torch.full((1 << 26,), 1.0 + dist.get_rank())

@@ -57,6 +57,7 @@ def says(reply, *parts):
     return reply
 
 
+@pytest.mark.slow
 def test_classes_of_the_notebook(kernel):
     kernel.run("""
 class Net(nn.Module):
@@ -181,6 +182,7 @@ def test_interrupt(kernel, how):
         says(reply, "rank 1 waits in barrier number 2")
 
 
+@pytest.mark.slow
 def test_interrupt_while_the_server_still_loads():
     with Kernel() as kernel:
         kernel.run("import torch")
@@ -194,6 +196,7 @@ def test_interrupt_while_the_server_still_loads():
         assert kernel.run("run(lambda: 1, 2)").value == "[1, 1]"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("doing", ["idle", "loading", "loop", "collective", "workers"])
 def test_the_kernel_is_killed(doing, tmp_path):
     with Kernel() as kernel:
@@ -240,6 +243,7 @@ print("second from", dist.get_rank())""")
         f"[rank {rank}] {which} from {rank}" for rank in range(4) for which in ("first", "second")]
 
 
+@pytest.mark.slow
 def test_very_much_output_is_cut(kernel):
     reply = kernel.run("""%%ranks 2
 for number in range(700_000):
@@ -255,6 +259,7 @@ for number in range(700_000):
     assert reply.seconds < 100
 
 
+@pytest.mark.slow
 def test_live_output_while_a_rank_works():
     with Kernel(DPLAB_LIVE="1") as kernel:
         kernel.run(SETUP)

@@ -127,6 +127,7 @@ def test_a_rank_may_close_its_output(shown):
     assert shown() == [["before"], ["before"]]
 
 
+@pytest.mark.slow
 def test_very_much_output_is_cut(shown):
     def work():
         for number in range(700_000):
@@ -170,6 +171,7 @@ def test_what_is_kept_does_not_depend_on_how_it_arrives(chunk):
     assert lines[1600:-1600] == ["… 68.0 kB not shown …"]
 
 
+@pytest.mark.slow
 def test_large_values_come_back_whole_and_memory_is_given_back():
     def work():
         return torch.full((2**27,), 1.0 + dist.get_rank()) if dist.get_rank() else "small"

@@ -7,6 +7,8 @@ import soak
 from soak.plan import Ends, Plan
 from soak.run import Attempt, Place
 
+pytestmark = pytest.mark.slow
+
 FEW = ("healthy", "raise", "exit", "SIGKILL", "deadlock", "closed output", "two faults",
        "interrupt")
 

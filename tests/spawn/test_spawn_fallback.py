@@ -13,6 +13,8 @@ from kernel import Kernel, descendants, wait_for, wait_until_gone
 
 from dplab import RankError, run
 
+pytestmark = pytest.mark.slow
+
 # functions of this file travel as those of a notebook do: by value
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 

@@ -1,6 +1,9 @@
 """`run` inside a torchrun job: it joins the job, and starts nothing."""
 
+import pytest
 from job import two_ranks_under_torchrun
+
+pytestmark = pytest.mark.slow
 
 SCRIPT = """
 import os, sys

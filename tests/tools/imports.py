@@ -13,7 +13,7 @@ import dplab
 ROOT = Path(__file__).resolve().parents[2]
 GUARDS = ("TYPE_CHECKING", "typing.TYPE_CHECKING")
 # In a string: a dotted name and nothing else, the rest of a command line, a script's statement.
-DOTTED = re.compile(r"dplab(?:\.\w+)+\.?")
+DOTTED = re.compile(r"dplab\.(?:\w+\.?)*")
 NAMED_IN = re.compile(r"-m (dplab(?:\.\w+)*)|^\s*(?:from|import) (dplab(?:\.\w+)*)", re.MULTILINE)
 
 
