@@ -41,6 +41,7 @@ def one_epoch(optimizer, batch, base, peak, seed):
             F.cross_entropy(logits, data.test_labels).item())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("optimizer", "base", "peak"), [("SGD", 0.05, 0.6), ("Adam", 2e-3, 8e-3)])
 def test_seeds_side_by_side_are_ordinary_runs_on_two_ranks(monkeypatch, optimizer, base, peak):
     monkeypatch.setattr(training, "EPOCHS", 1)

@@ -134,6 +134,7 @@ SAME_KERNELS = [(case, world_size) for case, world_size in CASES
                 if case[:2] == ("fully_shard", GPT)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("case", "world_size"), SAME_KERNELS,
                          ids=[name(*each) for each in SAME_KERNELS])
 def test_the_peak_is_that_of_real_ranks_to_the_byte(case, world_size):
