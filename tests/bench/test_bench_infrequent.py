@@ -58,6 +58,7 @@ def on_ranks():
     return dict(zip(WAYS, zip(*of_ranks, strict=True), strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("every", "outer"), WAYS)
 def test_the_played_ranks_compute_what_real_ones_do(on_ranks, every, outer):
     seeds = [0, SEED]  # the other seed must not matter

@@ -53,6 +53,7 @@ def test_a_bench_that_fails_is_said_and_the_page_goes_on(a_short_bench, monkeypa
     assert printed.splitlines()[-1].endswith("failed: ddp, sharded")
 
 
+@pytest.mark.slow
 def test_a_page_of_which_nothing_fails(a_short_bench, monkeypatch, capsys):
     monkeypatch.setattr(page, "ON_PAGE", {"published_runs": "--summary"})
     assert command.main([]) == 0
@@ -90,6 +91,7 @@ def test_one_bench_runs_by_its_name(capsys):
         command.main(["published"])
 
 
+@pytest.mark.slow
 def test_a_summary_has_the_errors_of_the_runs(a_short_bench, capsys):
     published_runs.main(argparse.Namespace(summary=True, assumptions=False))
     printed = capsys.readouterr().out

@@ -36,6 +36,7 @@ def test_a_folder_is_no_figure(tmp_path, capsys):
     assert f"is a folder: try {tmp_path / 'shares.png' / 'picture.png'}" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_torchrun_contradicted():
     done = run(*TORCHRUN, 2, SCRIPT, "--ranks", 3)
     assert done.returncode == 1
@@ -77,6 +78,7 @@ def test_the_visualizer_writes_over_no_folder_and_takes_121_ranks_for_too_many(t
     assert "world_size must be 1 to 120, not 121" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_torchrun_emulates_no_link(monkeypatch, capsys):
     for name, value in {"TORCHELASTIC_RUN_ID": "1", "WORLD_SIZE": "2", "RANK": "0"}.items():
         monkeypatch.setenv(name, value)

@@ -144,6 +144,7 @@ def test_a_reader_that_is_overtaken_reads_the_last_calls_and_no_torn_one(tmp_pat
     assert overwritten is None
 
 
+@pytest.mark.slow
 def test_what_watches_calls_works_under_plain_torchrun(tmp_path):
     done = two_ranks_under_torchrun(
         tmp_path,

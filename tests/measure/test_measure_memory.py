@@ -197,6 +197,7 @@ def steps_of_a_transformer():
                backend="gloo")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("stage", "implementation"), [("DDP", "DDP"), ("ZeRO-3", "fully_shard")])
 def test_a_transformers_step_stays_just_within_its_budget(stage, implementation):
     predicted = budget(SMALL_GPT, 2, 80e9, stage=stage, precision="fp32", batch=8, sequence=32)

@@ -51,6 +51,7 @@ def memory_of(way):
             sum(p.numel() for p in trainer.pieces()))
 
 
+@pytest.mark.slow
 @several
 def test_each_rank_holds_its_share_and_no_more(world_size):
     total = sum(p.numel() for p in MLP(0).parameters())
@@ -157,6 +158,7 @@ def metered_ways(world_size):
     return run(lambda: {kind: metered(kind) for kind in FACTORS}, world_size, backend="gloo")[0]
 
 
+@pytest.mark.slow
 @pytest.mark.alone
 @several
 @pytest.mark.parametrize("kind", FACTORS)

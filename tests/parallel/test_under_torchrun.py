@@ -2,7 +2,10 @@
 
 import re
 
+import pytest
 from job import two_ranks_under_torchrun
+
+pytestmark = pytest.mark.slow
 
 SCRIPT = """
 import sys, torch, torch.distributed as dist

@@ -59,6 +59,7 @@ def test_bytes_of_sharded_strategies():
         assert budget.total == pytest.approx(16 * parameters / ranks + 2 * whole + shared)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "run", "options"), [
     ("DDP", dryrun.ddp, {}), ("ZeRO-1", dryrun.zero_1, {}), ("FSDP", dryrun.fully_shard, {}),
     ("FSDP, kept", dryrun.fully_shard, {"reshard_after_forward": False})])
@@ -259,6 +260,7 @@ def under_all():
     return dict(zip(cases, results, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_settings_for_torch_train_alike_and_hold_what_they_say(recompute):
     results = [under_all()[name, recompute] for name in CHOICES]

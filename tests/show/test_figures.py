@@ -57,6 +57,7 @@ def drawn_again(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", SCRIPTS, ids=named)
 def test_drawing_again_gives_the_same_bytes_whatever_the_readers_settings(script, drawn_again):
     again = drawn_again / f"{script.stem}.svg"

@@ -54,6 +54,7 @@ def total(x):
     return tensor.item(), folder_of_this_rank()
 
 
+@pytest.mark.slow
 def test_hundreds_of_runs_leave_nothing():
     run(total, 2, 0)
     me, server = psutil.Process(), server_of()
@@ -138,6 +139,7 @@ def test_ranks_listen_on_the_loopback_alone(monkeypatch):
         "127.0.0.1", "::1", "::ffff:127.0.0.1", None}
 
 
+@pytest.mark.slow
 def test_the_server_is_restarted_after_its_death():
     run(total, 2, 0)
     server = server_of()
@@ -159,6 +161,7 @@ def test_an_idle_server_gathers_its_memory_into_huge_pages():
     assert [value for value, _ in run(total, 2, 3)] == [7.0, 7.0]
 
 
+@pytest.mark.slow
 def test_a_server_that_dies_before_it_forks_is_replaced(monkeypatch):
     def dies(self, *args):
         monkeypatch.undo()
@@ -174,6 +177,7 @@ def test_a_server_that_dies_before_it_forks_is_replaced(monkeypatch):
     assert [value for value, _ in run(total, 2, 3)] == [7.0, 7.0]
 
 
+@pytest.mark.slow
 def test_servers_that_died_leave_no_descriptor():
     me, counts = psutil.Process(), []
     for _ in range(3):
@@ -183,6 +187,7 @@ def test_servers_that_died_leave_no_descriptor():
     assert len(set(counts)) == 1, counts
 
 
+@pytest.mark.slow
 def test_a_child_in_a_session_of_its_own_is_ended_too(tmp_path):
     def work(path):
         child = subprocess.Popen(["sh", "-c", "sleep 1000; true"], start_new_session=True)
@@ -217,6 +222,7 @@ def test_no_room_for_the_second_log_leaves_no_folder(monkeypatch, tmp_path):
     assert run(int, 2, "7") == [7, 7]
 
 
+@pytest.mark.slow
 def test_the_server_dies_during_a_run(tmp_path):
     def work(path):
         open(f"{path}/{dist.get_rank()}", "w").write(f"{os.getpid()} {folder_of_this_rank()}")
@@ -261,6 +267,7 @@ run(print, 2)""")
     assert "ImportError: this torch is broken" in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("code", "started", "environment"), [
     ("import dplab.predict", 0, {}), ("import dplab.spawn", 0, {}),
     ("from dplab import RankError, device, run", 0, {}),
@@ -273,6 +280,7 @@ def test_what_starts_the_server(code, started, environment):
     assert done.stdout.strip() == str(started), done.stderr
 
 
+@pytest.mark.slow
 def test_a_copy_of_the_launcher_is_a_library(tmp_path):
     """Under another name, where there is no dplab; handed a module to load, and a colour."""
     shutil.copytree(ROOT / "dplab/spawn", tmp_path / "launcher")
@@ -307,12 +315,14 @@ print(failure.rank, failure.kind)
     assert done.stdout.endswith("1 raised\n") and "script.py, in fails" in done.stdout
 
 
+@pytest.mark.slow
 def test_the_server_ends_with_its_parent():
     done = python("from dplab import run; run(int, 2); import psutil\n"
                   "print(psutil.Process().children()[0].pid)")
     assert not psutil.pid_exists(int(done.stdout)), done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGTERM])
 def test_a_script_that_is_killed_leaves_nothing(sign, tmp_path):
     code = f"""

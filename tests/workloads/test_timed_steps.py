@@ -6,6 +6,7 @@ from dplab.predict import cost
 from dplab.workloads import timed_steps
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_an_emulated_step_lasts_at_least_as_long_as_its_all_reduces(ranks):
     configuration = {"kind": "emulated", "model": "8 layers of 768", "ranks": ranks,
