@@ -70,6 +70,7 @@ def test_the_played_ranks_compute_what_real_ones_do(on_ranks, every, outer):
         assert sent == 4 * size / (every or 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [1, 3])
 def test_delayed_gradients_are_those_of_a_server_that_takes_turns(workers):
     images, labels, *_ = load_digits()

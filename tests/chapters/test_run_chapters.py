@@ -52,6 +52,7 @@ def test_what_processes_share_is_counted_once():
     assert copied - base == pytest.approx(400, rel=0.1)
 
 
+@pytest.mark.slow
 def test_the_peak_is_what_was_held_at_once():
     script = ("import time; a = bytearray(b'x') * (150 * 2**20); time.sleep(1); del a\n"
               "b = bytearray(b'x') * (100 * 2**20); time.sleep(1)")

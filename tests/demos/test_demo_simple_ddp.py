@@ -69,6 +69,7 @@ def test_under_torchrun_it_prints_once(tmp_path):
     assert root.tag == "{http://www.w3.org/2000/svg}svg"
 
 
+@pytest.mark.slow
 def test_from_python_with_a_batch_that_does_not_divide(capsys):
     assert simple_ddp.main(["--ranks", "3", "--steps", "6", "--batch", "10"]) == 0
     check_facts(capsys.readouterr().out, ranks=3)

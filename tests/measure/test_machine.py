@@ -9,6 +9,7 @@ import pytest
 from dplab.measure import machine
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="no affinity on this system")
 def test_cores_are_those_that_the_process_may_use():
     script = ("import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n"

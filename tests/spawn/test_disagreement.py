@@ -98,6 +98,7 @@ def test_a_rank_that_returns_early_is_found_before_the_timeout(ranks):
         assert error.reports[rank].endswith("dist.all_reduce(total)")
 
 
+@pytest.mark.slow
 @both_sizes
 def test_a_rank_that_loops_for_ever(ranks):
     def work():

@@ -86,6 +86,7 @@ with tempfile.TemporaryDirectory() as path:
     assert reply.value == "[(True, True, [0, 1, 4, 9, 16]), (True, True, [0, 1, 4, 9, 16])]", reply
 
 
+@pytest.mark.slow
 def test_backward_with_threads_before_a_run(kernel):
     reply = kernel.run("""
 torch.set_num_threads(4)
