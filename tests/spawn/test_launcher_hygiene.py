@@ -56,7 +56,7 @@ def total(x):
 
 @pytest.mark.slow
 def test_hundreds_of_runs_leave_nothing():
-    run(total, 2, 0)
+    run(lambda: torch.optim.SGD.__name__, 2)  # from here on the server has loaded everything
     me, server = psutil.Process(), server_of()
     before, folders = (traces(me), traces(server)), set()
     for number in range(60):
@@ -278,6 +278,24 @@ run(print, 2)""")
 def test_what_starts_the_server(code, started, environment):
     done = python(f"{code}\nimport psutil\nprint(len(psutil.Process().children()))", **environment)
     assert done.stdout.strip() == str(started), done.stderr
+
+
+@pytest.mark.slow
+def test_the_first_ranks_wait_only_for_what_they_name():
+    """The server loads torch, serves, and loads the rest when it is idle, or when it is asked."""
+    done = python("""
+import sys
+from dplab import run
+
+def plain():
+    return "torch._dynamo" in sys.modules
+
+def trains():
+    import torch
+    return plain(), torch.optim.SGD.__name__
+
+print(run(plain, 2), run(trains, 2))""")
+    assert done.stdout.strip() == "[False, False] [(True, 'SGD'), (True, 'SGD')]", done.stderr
 
 
 @pytest.mark.slow

@@ -45,7 +45,7 @@ class Ranks:
         try:
             self.folder, self.logs = _folder_with_logs(len(self.states), nbytes)
             self._store = open(store_file(self.folder), "x")
-            self._start()
+            self._start(payload)
         except OSError as error:
             raise with_advice(error, len(self.states), nbytes) from None
         common = {
@@ -57,7 +57,7 @@ class Ranks:
             mailbox.send_bytes(payload)
             self._listen_to(state)
 
-    def _start(self):
+    def _start(self, payload):
         self._selector = selectors.DefaultSelector()
         pairs = []
         try:
@@ -69,7 +69,7 @@ class Ranks:
                 self._selector.register(ours, selectors.EVENT_READ, (self._hear, state.rank))
                 self._selector.register(reader, selectors.EVENT_READ,
                                         (self._read, state.rank, reader))
-            self._handle = start_ranks(self.folder, pairs)
+            self._handle = start_ranks(self.folder, pairs, payload)
         finally:
             for descriptor in (descriptor for pair in pairs for descriptor in pair):
                 os.close(descriptor)

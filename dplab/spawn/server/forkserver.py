@@ -1,12 +1,15 @@
 """The process that ranks are forked from: torch preloaded, one thread, no CUDA.
 
 Started with ``FD PARENT [MODULE ...]``: a socket, the parent's process id, and what to load beside
-torch. On the socket come requests: a JSON object with the run's folder, and with it the
-descriptors ``[run socket, rank 0's connection, its output, rank 1's connection, ...]``. On the
-run's socket the server reports how each rank ended (rank, and its exit code or minus its signal,
-two integers); when the other side closes it, the server ends what is left of the ranks, with their
-children, removes the run's folder and closes its own end. A byte that the server sends on FD says
-that it has loaded. The parent's death closes all these sockets.
+torch. It serves as soon as torch itself is there, and loads the rest while it has nothing else to
+do: who only sends and receives need not wait for optimizers.
+
+On the socket come requests: a JSON object with the run's folder and whether its ranks need the
+rest, and with it the descriptors ``[run socket, rank 0's connection, its output, rank 1's
+connection, ...]``. On the run's socket the server reports how each rank ended (rank, and its exit
+code or minus its signal, two integers); when the other side closes it, the server ends what is left
+of the ranks, with their children, removes the run's folder and closes its own end. A byte that the
+server sends on FD says that it serves. The parent's death closes all these sockets.
 """
 
 import contextlib
@@ -27,8 +30,8 @@ import time
 from ..rank import life, recording
 
 EXIT_RECORD = struct.Struct("ii")
-_TORCH = (
-    "torch", "torch.distributed", "numpy",
+_FIRST = ("torch", "torch.distributed", "numpy")
+_REST = (
     # the first torch.optim or DDP constructor imports _dynamo: two seconds in every rank
     "torch._dynamo", "torch.optim", "torch.nn.parallel", "torch.distributed.fsdp",
     "torch.distributed.tensor", "torch.distributed.optim", "torch.distributed.algorithms.join",
@@ -37,7 +40,7 @@ _TORCH = (
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _PATIENCE = 5.0  # seconds that ranks have to be gone after their parent
 _HUGE_PAGE, _MADV_COLLAPSE = 1 << 21, 25
-_IDLE = 0.02  # seconds without a request, after which there is time for a huge page
+_IDLE = 0.02  # seconds without a request, after which there is time for a module or a huge page
 
 
 def prctl(option, value):
@@ -134,8 +137,33 @@ def _huge_pages():
                                     _MADV_COLLAPSE)
 
 
-def serve(requests: socket.socket, parent: int) -> None:
-    """Serves until the parent is gone."""
+class _Chores:
+    """What is done while there is nothing else to do, in steps: modules, then huge pages."""
+
+    def __init__(self, modules):
+        self._steps = self._all(modules)
+        self._has_loaded = False
+
+    def step(self) -> bool:
+        """Does one; whether there was one left."""
+        return next(self._steps, "none") != "none"
+
+    def load(self):
+        """Does all that is left but for the huge pages."""
+        while not self._has_loaded:
+            self.step()
+
+    def _all(self, modules):
+        for name in modules:
+            yield importlib.import_module(name)
+        gc.collect()
+        gc.freeze()
+        self._has_loaded = True
+        yield from _huge_pages()
+
+
+def serve(requests: socket.socket, parent: int, modules) -> None:
+    """Serves until the parent is gone; loads the modules meanwhile."""
     wake, wake_writer = os.pipe()
     os.set_blocking(wake_writer, False)
     os.set_blocking(wake, False)
@@ -143,14 +171,14 @@ def serve(requests: socket.socket, parent: int) -> None:
     signal.signal(signal.SIGCHLD, lambda *_: None)
     prctl(_PR_SET_CHILD_SUBREAPER, 1)
     runs: dict[socket.socket, _Run] = {}
-    to_gather = _huge_pages()
+    chores = _Chores(modules)
     patience = _IDLE
     with contextlib.suppress(OSError):
-        requests.send(b"!")  # loaded
+        requests.send(b"!")  # it serves
     while True:
         watched: list[int | socket.socket] = [requests, wake, *runs]
         readable, _, _ = select.select(watched, [], [], patience)
-        if not readable and not runs and next(to_gather, "all") == "all":
+        if not readable and not runs and not chores.step():
             patience = 1.0
         if requests in readable:
             message, descriptors = b"", list[int]()
@@ -158,7 +186,10 @@ def serve(requests: socket.socket, parent: int) -> None:
                 message, descriptors, _, _ = socket.recv_fds(requests, 65536, 253)
             if not message:
                 break
-            run = _Run(socket.socket(fileno=descriptors[0]), json.loads(message)["folder"])
+            request = json.loads(message)
+            if request["needs_all"]:
+                chores.load()
+            run = _Run(socket.socket(fileno=descriptors[0]), request["folder"])
             _fork_ranks(run, descriptors[1:], [requests, *runs], (wake, wake_writer))
             runs[run.channel] = run
         elif os.getppid() != parent:  # only after its last requests: their folders must go
@@ -219,12 +250,10 @@ def _fork_ranks(run, descriptors, sockets, wakeup):
 def _main():
     requests = socket.socket(fileno=int(sys.argv[1]))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    for name in (*_TORCH, *sys.argv[3:]):
+    for name in _FIRST:
         importlib.import_module(name)
     recording.install()
-    gc.collect()
-    gc.freeze()
-    serve(requests, int(sys.argv[2]))
+    serve(requests, int(sys.argv[2]), [*_REST, *sys.argv[3:]])
 
 
 if __name__ == "__main__":

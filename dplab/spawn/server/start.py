@@ -9,6 +9,7 @@ import contextlib
 import errno
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -26,7 +27,8 @@ preload: tuple[str, ...] = ()  # see `configure`
 MOST_RANKS = 120  # a message between processes carries at most 253 descriptors, a rank needs two
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TORCH_FR_BUFFER_SIZE": "256", "DPLAB_INSIDE": "1"}
 _RANK = f"import sys; from {life.__name__} import main; sys.exit(main(*map(int, sys.argv[1:])))"
-_PATIENCE, _WHILE_LOADING = 10.0, 0.3  # seconds that the server has to end a run's ranks
+_HEAVY = ("optim", "parallel", "fsdp", "DTensor", "device_mesh", "compile", "DataLoader")
+_PATIENCE, _BEFORE_IT_SERVES = 10.0, 0.3  # seconds that the server has to end a run's ranks
 _lock = threading.Lock()
 _server = None
 
@@ -50,15 +52,21 @@ def warm_up() -> None:
             _server = _Server()
 
 
-def start_ranks(folder: str, pairs: list[tuple[int, int]]):
-    """Starts one rank for each pair of descriptors (connection, output)."""
+def needs_all(payload) -> bool:
+    """Whether a function, as bytes, names what a rank would take seconds to load by itself."""
+    words = {*_HEAVY, *(name.partition(".")[0] for name in preload)}
+    return re.search("|".join(map(re.escape, words)).encode(), payload) is not None
+
+
+def start_ranks(folder: str, pairs: list[tuple[int, int]], payload):
+    """Starts one rank for each pair of descriptors (connection, output), to run the payload."""
     if not forks():
         return _Spawned(folder, pairs)
     warm_up()
     server = _server
     assert server is not None
     try:
-        return server.fork(folder, pairs)
+        return server.fork(folder, pairs, needs_all(payload))
     except OSError as error:
         if error.errno in (errno.EMFILE, errno.EAGAIN):  # the server is well
             raise
@@ -70,7 +78,7 @@ class _Server:
         self._requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._errors = open(os.memfd_create("dplab-server"), "w+b", buffering=0)
         self._words = None
-        self._has_loaded = False
+        self._serves = False
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-W", "ignore::RuntimeWarning:runpy", "-m",
@@ -84,19 +92,20 @@ class _Server:
     def alive(self):
         return self._owner == os.getpid() and self._process.poll() is None
 
-    def has_loaded(self):
+    def serves(self):
         with contextlib.suppress(BlockingIOError):
-            self._has_loaded = self._has_loaded or bool(
+            self._serves = self._serves or bool(
                 self._requests.recv(1, socket.MSG_DONTWAIT))
-        return self._has_loaded
+        return self._serves
 
-    def fork(self, folder, pairs):
+    def fork(self, folder, pairs, needs_all):
         channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             descriptors = [theirs.fileno(), *(fd for pair in pairs for fd in pair)]
             with _lock:
-                socket.send_fds(self._requests, [json.dumps({"folder": folder}).encode()],
-                                descriptors)
+                socket.send_fds(
+                    self._requests,
+                    [json.dumps({"folder": folder, "needs_all": needs_all}).encode()], descriptors)
         return _Forked(channel, self, folder)
 
     def last_words(self):
@@ -144,11 +153,11 @@ class _Forked:
 
     def end(self) -> bool:
         """Ends every rank and its children; whether they are gone when it returns. A server that
-        is still loading ends them as soon as it has started them."""
+        does not serve yet ends them as soon as it has started them."""
         gone = False
         with contextlib.suppress(OSError):
             self.channel.shutdown(socket.SHUT_WR)
-            self.channel.settimeout(_PATIENCE if self._server.has_loaded() else _WHILE_LOADING)
+            self.channel.settimeout(_PATIENCE if self._server.serves() else _BEFORE_IT_SERVES)
             while self.channel.recv(EXIT_RECORD.size):
                 pass
             gone = True
