@@ -48,6 +48,10 @@ def traces(process):
     return process.num_fds(), logs, len(process.children(recursive=True))
 
 
+def let_the_server_load_everything():
+    run(lambda: torch.optim.SGD.__name__, 2)
+
+
 def total(x):
     tensor = torch.tensor([float(x + dist.get_rank())])
     dist.all_reduce(tensor)
@@ -56,7 +60,7 @@ def total(x):
 
 @pytest.mark.slow
 def test_hundreds_of_runs_leave_nothing():
-    run(lambda: torch.optim.SGD.__name__, 2)  # from here on the server has loaded everything
+    let_the_server_load_everything()
     me, server = psutil.Process(), server_of()
     before, folders = (traces(me), traces(server)), set()
     for number in range(60):
@@ -78,7 +82,7 @@ def test_failures_leave_nothing_either():
             how()
         dist.barrier()
 
-    run(total, 2, 0)
+    let_the_server_load_everything()
     me, server = psutil.Process(), server_of()
     before = traces(me), traces(server)
     for how in (lambda: 1 // 0, lambda: os._exit(1), lambda: os.abort(), lambda: None) * 3:
