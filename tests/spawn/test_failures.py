@@ -227,8 +227,8 @@ def test_much_is_sent_to_a_rank_that_is_stopped(monkeypatch):
     monkeypatch.setattr(supervise, "_START", 3.0)
     start = parents_ranks.start_ranks
 
-    def stopped(folder, pairs):
-        handle = start(folder, pairs)
+    def stopped(*where):
+        handle = start(*where)
         wait_for(lambda: len(server_of().children()) == 2)
         for rank in server_of().children():
             rank.suspend()
