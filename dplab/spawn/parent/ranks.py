@@ -14,9 +14,9 @@ from typing import Any
 from ..between.calls import LOG_BYTES, CallReader
 from ..between.errors import SHARED_MEMORY, with_advice
 from ..between.messages import Mailbox, Task, log_file, store_file
-from ..parent import output, report
-from ..parent.stages import RankStage, RankState
 from ..server.start import start_ranks
+from . import output, report
+from .stages import RankStage, RankState
 
 _ANSWER = 0.5  # seconds that a rank has to say where it is
 _NEWS = 0.05  # seconds by which the news of a death may come after the errors that it causes

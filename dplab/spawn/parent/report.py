@@ -8,9 +8,9 @@ import signal
 from ..between.calls import PACKAGE, is_learners
 from ..between.errors import RankError, advice_on
 from ..between.messages import Frame, crash_file
-from ..parent.matching import is_waiting
-from ..parent.output import ipython
-from ..parent.stages import RankStage
+from .matching import is_waiting
+from .output import ipython
+from .stages import RankStage
 
 _LAUNCHER = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
 _SIGNALS = {

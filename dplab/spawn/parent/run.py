@@ -13,10 +13,10 @@ import time
 
 from ..between import values
 from ..between.errors import RankError, ServerEnded, expect_failure
-from ..parent.supervise import Supervisor
 from ..rank import device as devices
 from ..rank import life
 from ..server.start import MOST_RANKS, warm_up
+from .supervise import Supervisor
 
 _LARGEST_SEED = 2**32
 _OPTIONS = ("timeout", "backend", "link", "seed")

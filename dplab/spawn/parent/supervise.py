@@ -8,10 +8,10 @@ import time
 
 from ..between import values
 from ..between.errors import Interrupted
-from ..parent import report
-from ..parent.matching import CallComparison, Meetings, waits_without_end
-from ..parent.ranks import Ranks
-from ..parent.stages import RunStage
+from . import report
+from .matching import CallComparison, Meetings, waits_without_end
+from .ranks import Ranks
+from .stages import RunStage
 
 _TICK = 0.1  # seconds between two looks at the call logs
 _GRACE = 0.15  # seconds that other ranks have to fail too, after the first did

@@ -28,8 +28,8 @@ from multiprocessing.connection import Connection
 from ..between import values
 from ..between.calls import DEFAULT_GROUP, map_log
 from ..between.messages import Answer, Frame, Task, crash_file, log_file, store_file
-from ..rank import device as devices
-from ..rank import recording
+from . import device as devices
+from . import recording
 
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 

@@ -19,8 +19,8 @@ import threading
 
 from ..between.errors import ServerEnded, advice_on
 from ..rank import device, life
-from ..server import forkserver
-from ..server.forkserver import EXIT_RECORD
+from . import forkserver
+from .forkserver import EXIT_RECORD
 
 preload: tuple[str, ...] = ()  # see `configure`
 
