@@ -57,7 +57,7 @@ class _Stage(enum.Enum):
 
     AT_WORK = "they run, and the server reports who has ended"
     ENDING = "the parent has closed the run's socket: all are killed, and reaped as they go"
-    GONE = "no process is left: the folder is removed, and the socket closed"
+    # once no process is left, the folder is removed and the run forgotten
 
 
 class _Run:
@@ -214,7 +214,6 @@ def serve(requests: socket.socket, parent: int, modules) -> None:
 
 
 def _forget(runs, run):
-    run.stage = _Stage.GONE
     shutil.rmtree(run.folder, ignore_errors=True)
     del runs[run.channel]
     run.channel.close()
