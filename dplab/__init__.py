@@ -19,10 +19,11 @@ _MODULE_OF = {
     "check": "exercises",
     "hint": "exercises",
     "solution": "exercises",
+    "reset": "exercises",
     "progress": "exercises",
 }
-_PACKAGES = {"bench", "demos", "dryrun", "exercises", "measure", "parallel", "predict", "show",
-             "spawn", "workloads"}
+_PACKAGES = {"bench", "demos", "desk", "dryrun", "exercises", "measure", "parallel", "predict",
+             "show", "spawn", "workloads"}
 
 _PRELOAD = (  # what ranks of the course ask for: small each, and as long as their start together
     "dplab.measure", "dplab.parallel", "dplab.predict.memory", "dplab.workloads.digits",

@@ -57,6 +57,6 @@ def test_a_failing_rank_is_named_under_nccl():
     assert caught.value.kind == "raised"
 
 
-@pytest.mark.parametrize("exercise", every_exercise(), ids=lambda exercise: exercise.id)
+@pytest.mark.parametrize("exercise", every_exercise(), ids=lambda exercise: exercise.slug)
 def test_exercises_pass_beside_a_gpu(exercise):
     assert exercise.judge(exercise.solution).outcome == PASSED

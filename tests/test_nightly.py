@@ -26,7 +26,7 @@ def test_the_launcher_under_fire():
 
 
 @pytest.mark.parametrize(("exercise", "mistake"), [
-    pytest.param(exercise, mistake, id=f"{exercise.id}-{index}")
+    pytest.param(exercise, mistake, id=f"{exercise.slug}-{index}")
     for exercise in every_exercise() for index, mistake in enumerate(exercise.mistakes)])
 def test_a_known_mistake_is_named_in_a_fresh_check(exercise, mistake):
     """As a reader's first check finds it: no run is shared with another mistake's test."""

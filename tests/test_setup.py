@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from dplab import RankError, needs, run
-from dplab.exercises import record
+from dplab.desk import record
 from dplab.spawn.between.calls import LOG_BYTES
 from dplab.spawn.between.errors import advice_on
 from dplab.spawn.parent import ranks
@@ -176,7 +176,7 @@ def test_without_a_home_progress_has_a_place_that_can_be_named(monkeypatch):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(pwd, "getpwuid", unknown)
     assert record.folder() == Path("/.dplab")
-    assert isinstance(record.outcomes(), dict)
+    assert isinstance(record.entries("exercises"), dict)
 
 
 @pytest.fixture

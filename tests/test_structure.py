@@ -16,8 +16,8 @@ TOP_LEVEL = {"README.md", "requirements.txt", "pyproject.toml", "chapters", "dpl
 FILES = sorted((ROOT / "dplab").rglob("*.py"))
 
 PUBLIC_NAMES = {
-    "dplab": """check device expect_failure hint load_ipython_extension progress RankError run
-        solution warm_up""",
+    "dplab": """check device expect_failure hint load_ipython_extension progress RankError
+        reset run solution warm_up""",
     "dplab.dryrun": "Collective ddp DryRun fully_shard UnsupportedOperator zero_1",
     "dplab.measure": """aligned available_cores available_memory CallLog describe_machine
         EmulatedLink layer_times MemoryTimeline NoiseScale
@@ -43,7 +43,7 @@ REGISTRY = re.compile(
 
 # Part of the course: the parts of dplab that it may import. `dplab` is what dplab/__init__ offers.
 MAY_IMPORT = {
-    "__init__": """bench demos dplab dryrun exercises measure needs parallel predict show spawn
+    "__init__": """bench demos desk dplab dryrun exercises measure needs parallel predict show spawn
         workloads""",
     "needs": "",
     "spawn": "",  # a library that stands alone
@@ -53,7 +53,8 @@ MAY_IMPORT = {
     "show": "",
     "measure": "dplab predict spawn",
     "dryrun": "measure predict spawn workloads",
-    "exercises": "dryrun measure parallel predict spawn workloads",
+    "desk": "spawn",
+    "exercises": "desk dryrun measure parallel predict spawn workloads",
     "demos": "dplab measure parallel show spawn workloads",
     "bench": "dplab dryrun measure parallel predict spawn workloads",
     "figures": "predict show",

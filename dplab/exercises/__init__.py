@@ -2,50 +2,108 @@
 
 An exercise is a class of one of the ``chapter_NN`` files: a goal, hints, a solution that is real
 code, and the known mistakes, each a short wrong implementation with one sentence that explains it.
+Each has a slug, such as ``"average-gradients"``, which stays its own for good, and a number, such
+as ``"4.2"``, which says where it stands today. All functions here take either.
 """
 
 import functools
 import importlib
+import json
 import pkgutil
+from pathlib import Path
 
-from dplab.exercises import cards, record
-from dplab.exercises.exercise import Exercise
+from dplab.desk import cards, course, record
+from dplab.exercises import outcomes
+from dplab.exercises.exercise import NOT_ATTEMPTED, PASSED, Exercise
+from dplab.exercises.running import watched
+from dplab.spawn.parent.output import in_notebook, ipython
 
-__all__ = ["Exercise", "check", "every_exercise", "find", "hint", "progress", "solution",
+__all__ = ["Exercise", "check", "every_exercise", "find", "hint", "progress", "reset", "solution",
            "solution_source"]
 
 
 def check(id: str, *objects) -> None:
     """Runs the reader's code on real ranks and shows one of four outcomes; raises nothing.
 
-    ``id`` is chapter and exercise, such as ``"4.1"``; ``objects`` is what the exercise asks for.
+    ``id`` is the exercise's slug or number; ``objects`` is what the exercise asks for.
     """
     exercise = find(id)
     if exercise is None:
         return
-    verdict = exercise.judge(*objects)
-    saved = record.save_outcome(id, verdict.outcome)
-    cards.show_verdict(exercise, verdict, saved=saved)
+    verdict = watched(exercise, objects)
+    saved = verdict.outcome == NOT_ATTEMPTED or record.update(
+        "exercises", exercise.slug, functools.partial(_note, outcome=verdict.outcome))
+    outcomes.show_verdict(exercise, verdict, following=_after(exercise), saved=saved)
+    _offer_help(exercise, verdict.outcome)
 
 
 def hint(id: str) -> None:
     """Shows the next hint."""
     exercise = find(id)
-    if exercise is not None:
-        number = record.next_hint(id, len(exercise.hints))
-        cards.show_hint(exercise, number)
+    if exercise is None:
+        return
+    count = len(exercise.hints)
+    number = 0
+
+    def take(entry):
+        nonlocal number
+        number = min(entry.get("hints", 0), count - 1)
+        entry["hints"] = min(entry.get("hints", 0) + 1, count)
+
+    record.update("exercises", exercise.slug, take)
+    outcomes.show_hint(exercise, number)
 
 
 def solution(id: str) -> None:
     """Shows the reference solution."""
     exercise = find(id)
     if exercise is not None:
-        cards.show_solution(exercise)
+        record.update("exercises", exercise.slug, lambda entry: entry.update(solution_seen=True))
+        outcomes.show_solution(exercise)
 
 
-def progress() -> None:
-    """Shows every exercise with its last outcome, by chapter."""
-    cards.show_progress(every_exercise(), record.outcomes())
+def reset(id: str) -> None:
+    """Puts the exercise's stub into a new cell below, and forgets how far you were with it."""
+    exercise = find(id)
+    if exercise is None:
+        return
+    record.forget("exercises", exercise.slug)
+    stub = course.stub_of(exercise.chapter, exercise.slug)
+    head = f"Exercise {exercise.number}: forgotten"
+    if stub is None:
+        cards.card(head, "The course's notebooks are not beside the package, so its stub is not "
+                         "at hand.")
+    elif in_notebook():
+        ipython().set_next_input(stub)
+        cards.card(head, "The cell below holds the stub as it was. Your own cell is left alone.")
+    else:
+        cards.card(head, "The stub as it was:", stub)
+
+
+def progress(export: str | Path | None = None, *, code: bool = False) -> None:
+    """Shows every exercise with its last outcome, by chapter.
+
+    ``export`` names a JSON file to write instead, for an instructor to collect: for each exercise
+    whether it is passed, how many tries and hints that took; and the guesses. With ``code``, your
+    own answers too.
+    """
+    kept = record.entries("exercises")
+    if export is None:
+        outcomes.show_progress(every_exercise(), {slug: entry["outcome"]
+                                                 for slug, entry in kept.items()
+                                                 if entry.get("outcome")})
+        return
+    exercises = []
+    for exercise in every_exercise():
+        entry = kept.get(exercise.slug, {})
+        exercises.append({
+            "exercise": exercise.slug, "number": exercise.number,
+            "passed": entry.get("outcome") == PASSED, "tries": entry.get("tries", 0),
+            "hints": entry.get("hints", 0), "solution seen": entry.get("solution_seen", False)})
+    Path(export).write_text(json.dumps(
+        {"edition": record.EDITION, "exercises": exercises,
+         "guesses": record.entries("guesses"), "drills": record.entries("drills")}, indent=1))
+    cards.card(f"Progress written to {export}", "It holds no code of yours." if not code else "")
 
 
 def solution_source(id: str) -> str:
@@ -66,8 +124,34 @@ def every_exercise() -> tuple[Exercise, ...]:
 
 
 def find(id: str) -> Exercise | None:
-    """The exercise of this id; for an unknown one, None, and a card that lists the known ones."""
-    exercises = {exercise.id: exercise for exercise in every_exercise()}
-    if id not in exercises:
-        cards.show_unknown(id, exercises.values())
-    return exercises.get(id)
+    """The exercise of this slug or number; for another, None, and a card that lists them all."""
+    for exercise in every_exercise():
+        if str(id) in (exercise.slug, exercise.number):
+            return exercise
+    outcomes.show_unknown(id, every_exercise())
+    return None
+
+
+def _note(entry, outcome):
+    """Counts the tries up to the first pass; a pass stays a pass."""
+    if entry.get("outcome") != PASSED:
+        entry["tries"] = entry.get("tries", 0) + 1
+        entry["outcome"] = outcome
+
+
+def _after(exercise):
+    exercises = every_exercise()
+    index = exercises.index(exercise) + 1
+    return exercises[index] if index < len(exercises) else None
+
+
+def _offer_help(exercise, outcome):
+    slug = exercise.slug
+    actions, words = {}, []
+    if outcome != PASSED:
+        actions["Hint"] = functools.partial(hint, slug)
+        words.append(f'dplab.hint("{slug}")')
+    if outcome != NOT_ATTEMPTED:
+        actions["Solution"] = functools.partial(solution, slug)
+        words.append(f'dplab.solution("{slug}")')
+    cards.buttons(actions, "   ".join(words))

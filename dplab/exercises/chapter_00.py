@@ -84,7 +84,8 @@ def all_reduced_parts(values):
 
 
 class GlobalMean(Exercise):
-    id = "0.1"
+    slug = "global-mean"
+    number = "0.1"
     title = "The mean of numbers that lie on different ranks"
     name = "global_mean"
     minutes = 5

@@ -60,7 +60,8 @@ _NOT_MOVED = ("The first ranks take one more, as they should, but parts behind t
 
 
 class LocalPart(Exercise):
-    id = "1.1"
+    slug = "local-part"
+    number = "1.1"
     title = "This rank's part of a global batch"
     name = "local_part"
     minutes = 10
@@ -217,7 +218,8 @@ _NOT_STACKED = ("You put the ranks' results side by side. They are not parts of 
 
 
 class SplitOverD(Exercise):
-    id = "1.2"
+    slug = "tensor-parallel-sum"
+    number = "1.2"
     title = "Tensor parallelism by hand: split the sum"
     name = "einsum_split_over_d"
     minutes = 10
@@ -354,7 +356,8 @@ _LEFT_OUT = "The last, smaller micro-batch is left out: its samples belong to th
 
 
 class AccumulateGradients(Exercise):
-    id = "1.3"
+    slug = "accumulate-gradients"
+    number = "1.3"
     title = "Gradient accumulation over micro-batches"
     name = "accumulate_gradients"
     minutes = 15

@@ -64,7 +64,8 @@ def _without_the_empty(model, samples):
 
 
 class AverageUnequalParts(Exercise):
-    id = "2.1"
+    slug = "average-unequal-parts"
+    number = "2.1"
     title = "Average the gradients of unequal parts"
     name = "average_gradients"
     minutes = 10
@@ -231,7 +232,8 @@ def _mean_of_sequence_means(logits, targets):
 
 
 class TokenLossForDDP(Exercise):
-    id = "2.2"
+    slug = "token-loss"
+    number = "2.2"
     title = "A token loss for DDP"
     name = "token_loss_for_ddp"
     minutes = 15
@@ -401,7 +403,8 @@ def _everyones_loss(queries, keys, temperature):
 
 
 class ContrastiveLoss(Exercise):
-    id = "2.3"
+    slug = "contrastive-loss"
+    number = "2.3"
     title = "A contrastive loss over the global batch"
     name = "contrastive_loss"
     minutes = 20

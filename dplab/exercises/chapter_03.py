@@ -246,7 +246,8 @@ def _reduce_scatter_in_place(tensor):
 
 
 class RingReduceScatter(OnARing):
-    id = "3.1"
+    slug = "ring-reduce-scatter"
+    number = "3.1"
     title = "The first half of the ring: reduce-scatter"
     name = "ring_reduce_scatter"
     minutes = 25
@@ -338,7 +339,8 @@ def _into_a_new_tensor(tensor):
 
 
 class RingAllReduce(OnARing):
-    id = "3.2"
+    slug = "ring-all-reduce"
+    number = "3.2"
     title = "The whole ring: all-reduce"
     name = "ring_all_reduce"
     minutes = 20
@@ -414,7 +416,8 @@ def _link_for_bus(*case):
 
 
 class PredictAllReduce(Exercise):
-    id = "3.3"
+    slug = "predict-all-reduce"
+    number = "3.3"
     title = "Predict an all-reduce"
     name = "predict_all_reduce"
     minutes = 15

@@ -112,7 +112,8 @@ _AVERAGED = ("You averaged the ranks' values. The ranks agree then, but not on r
 
 
 class BroadcastWeights(FirstFault):
-    id = "4.1"
+    slug = "broadcast-weights"
+    number = "4.1"
     title = "Broadcast the initial weights"
     name = "broadcast_weights"
     minutes = 5
@@ -249,7 +250,8 @@ _WEIGHTS = ("You all-reduced the parameters, not their gradients. The weights we
 
 
 class AverageGradients(Exercise):
-    id = "4.2"
+    slug = "average-gradients"
+    number = "4.2"
     title = "All-reduce the gradients"
     name = "average_gradients"
     minutes = 10
@@ -354,7 +356,8 @@ def _with_torch(model, *rest):
 
 
 class TrainByHand(OnDigits):
-    id = "4.3"
+    slug = "train-by-hand"
+    number = "4.3"
     title = "A whole training loop that matches DDP"
     name = "train_by_hand"
     minutes = 20
@@ -429,7 +432,8 @@ def _within_ddp(**wrong):
 
 
 class SpotTheBug(OnDigits):
-    id = "4.4"
+    slug = "spot-the-bug"
+    number = "4.4"
     title = "Spot the bug in a DDP training loop"
     name = "train_steps"
     minutes = 5

@@ -82,7 +82,8 @@ def _in_buckets(*, order=reversed, number_bytes=4, early=False, more=0, limit=No
 
 
 class AverageInBuckets(FirstFault):
-    id = "5.1"
+    slug = "gradient-buckets"
+    number = "5.1"
     title = "All-reduce the gradients in buckets"
     name = "average_in_buckets"
     minutes = 20
@@ -252,7 +253,8 @@ class _AverageParameters:
 
 
 class OverlapGradients(FirstFault):
-    id = "5.2"
+    slug = "overlapped-gradients"
+    number = "5.2"
     title = "Send buckets while backward computes"
     name = "OverlappedGradients"
     minutes = 30
@@ -402,7 +404,8 @@ def _predict(seconds=_ring, exposed=_one_after_another, returned=lambda *pair: p
 
 
 class ExposedCommunication(FirstFault):
-    id = "5.3"
+    slug = "exposed-communication"
+    number = "5.3"
     title = "Predict what overlap cannot hide"
     name = "exposed_communication"
     minutes = 15

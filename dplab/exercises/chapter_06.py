@@ -85,7 +85,8 @@ def _analysis(*, rank=max, begin=max, busy=(step.COMPUTE,), communication=step.e
 
 
 class CommunicationRatio(FirstFault):
-    id = "6.1"
+    slug = "communication-ratio"
+    number = "6.1"
     title = "The communication ratio of a run"
     name = "communication_ratio"
     minutes = 25
@@ -216,7 +217,8 @@ def _whole_batch(model, optimizer, micro_batches):
 
 
 class AccumulatedStep(FirstFault):
-    id = "6.2"
+    slug = "accumulate-then-send"
+    number = "6.2"
     title = "Accumulate gradients, send them once"
     name = "accumulated_step"
     minutes = 15
@@ -394,7 +396,8 @@ def _sparse(*, whole=lambda it: it.gradient + it.residual, score=lambda it: it.w
 
 
 class SparseAverage(FirstFault):
-    id = "6.3"
+    slug = "sparse-average"
+    number = "6.3"
     title = "Send the largest elements, keep the rest"
     name = "sparse_average"
     minutes = 25

@@ -84,7 +84,8 @@ _GLOBAL = ("You draw from the random state that a rank happens to have, so that 
 
 
 class Draw(Exercise):
-    id = "7.1"
+    slug = "seeds-of-ranks"
+    number = "7.1"
     title = "What must agree, and what must differ"
     name = "draw"
     minutes = 15
@@ -309,7 +310,8 @@ def _squares_of_values(x, mean):
 
 
 class Normalize(FirstFault):
-    id = "7.2"
+    slug = "batch-norm-over-ranks"
+    number = "7.2"
     title = "BatchNorm over all ranks"
     name = "normalize"
     minutes = 20
@@ -466,7 +468,8 @@ _PER_SAMPLE = ("Your tr Σ is that of the mean gradient of a local batch. Per sa
 
 
 class SignalAndNoise(FirstFault):
-    id = "7.3"
+    slug = "noise-scale"
+    number = "7.3"
     title = "The noise scale from two norms"
     name = "signal_and_noise"
     minutes = 15
@@ -592,7 +595,8 @@ def _outer(gradient=lambda start, end: _mean_over_ranks(start - end), *,
 
 
 class OuterStep(FirstFault):
-    id = "7.4"
+    slug = "diloco-outer-step"
+    number = "7.4"
     title = "The outer step of DiLoCo"
     name = "outer_step"
     minutes = 15

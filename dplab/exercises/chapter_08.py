@@ -59,7 +59,8 @@ def _states(first=(3, 2, 1), sizes=(2, 2), optimizer=lambda K: K, total=sum, onl
 
 
 class BytesPerRank(FirstFault):
-    id = "8.1"
+    slug = "bytes-per-rank"
+    number = "8.1"
     title = "The memory of a configuration, on paper"
     name = "bytes_per_rank"
     minutes = 10
@@ -220,7 +221,8 @@ _ADDED = ("You added up or averaged the ranks' values. Each element has one owne
 
 
 class ShardTheOptimizer(FirstFault):
-    id = "8.2"
+    slug = "sharded-optimizer"
+    number = "8.2"
     title = "Shard the optimizer, gather the parameters"
     name = "ShardedOptimizer"
     minutes = 25
@@ -397,7 +399,8 @@ _SLICED = ("The values are right, but every rank is sent everything, as in an al
 
 
 class ScatterGradients(FirstFault):
-    id = "8.3"
+    slug = "scatter-gradients"
+    number = "8.3"
     title = "Reduce-scatter the gradients"
     name = "scatter_gradients"
     minutes = 15

@@ -126,7 +126,8 @@ def _without_bias(whole, x, rows, columns):
 
 
 class ForwardOfShards(FirstFault):
-    id = "9.1"
+    slug = "forward-of-shards"
+    number = "9.1"
     title = "Gather, use, free"
     name = "forward_of_shards"
     minutes = 20
@@ -313,7 +314,8 @@ _NO_SUM = ("You used the norm of this rank's own shards, as torch's `clip_grad_n
 
 
 class ClipByGlobalNorm(FirstFault):
-    id = "9.2"
+    slug = "clip-by-global-norm"
+    number = "9.2"
     title = "Clip sharded gradients by their global norm"
     name = "clip_by_global_norm"
     minutes = 15
@@ -453,7 +455,8 @@ _LARGE = "Your units are too large: for a moment, two neighbours are whole at th
 
 
 class ChooseUnits(Exercise):
-    id = "9.3"
+    slug = "choose-units"
+    number = "9.3"
     title = "Units that fit"
     name = "choose_units"
     minutes = 25

@@ -82,7 +82,8 @@ _FIXED_K = ("You took a number for K. With an fp32 master copy it is 12, without
 
 
 class ChooseStrategy(Exercise):
-    id = "10.1"
+    slug = "choose-strategy"
+    number = "10.1"
     title = "The cheapest strategy that fits"
     name = "choose_strategy"
     minutes = 15
@@ -267,7 +268,8 @@ def _uneven(tensor, inside, across):
 
 
 class HierarchicalAllReduce(Exercise):
-    id = "10.2"
+    slug = "hierarchical-all-reduce"
+    number = "10.2"
     title = "An all-reduce over two levels"
     name = "hierarchical_all_reduce"
     minutes = 25
@@ -462,7 +464,8 @@ def _checkpoint(write=_replace, *, writers=lambda rank: rank == 0, wait=lambda r
 
 
 class SurvivingCheckpoint(FirstFault):
-    id = "10.3"
+    slug = "checkpoint-that-survives"
+    number = "10.3"
     title = "A checkpoint that survives"
     name = "Checkpoint"
     minutes = 25
@@ -660,7 +663,8 @@ _OF_LOG = ("You took the failures of the log for those of your job. With more ra
 
 
 class PlanCheckpoints(FirstFault):
-    id = "10.4"
+    slug = "checkpoint-interval"
+    number = "10.4"
     title = "How often to save"
     name = "plan_checkpoints"
     minutes = 15

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from dplab import RankError, run
 from dplab.exercises.compare import COMMUNICATED, explained, first_difference, same_outcome
 from dplab.measure import CallLog
+from dplab.spawn.parent.output import headed
 
 NOT_ATTEMPTED, PASSED, WRONG, CRASHED = "not attempted", "passed", "wrong", "crashed"
 
@@ -61,7 +62,8 @@ class Exercise:
     returns is made once, in the notebook's process, and is ``self.given`` in both.
     """
 
-    id: str
+    slug: str  # its own for good
+    number: str  # where it stands today, for display
     title: str
     name: str  # of the function or class that the reader writes
     minutes: int
@@ -86,7 +88,7 @@ class Exercise:
 
     @property
     def chapter(self) -> int:
-        return int(self.id.split(".")[0])
+        return int(self.number.split(".")[0])
 
     def prepare(self):
         return None
@@ -105,16 +107,20 @@ class Exercise:
         """By fact, where it is a sum over the ranks: what each rank contributes to this rank's."""
         return {}
 
-    def judge(self, *objects) -> Verdict:
-        """Never raises, but for the reader's own interrupt."""
+    def judge(self, *objects, tell: Callable[[int | None], object] = lambda step: None) -> Verdict:
+        """Never raises, but for the reader's own interrupt.
+
+        ``tell`` hears of each step: the world size that is tried, and None when the known mistakes
+        are compared.
+        """
         if len(objects) != 1 or not callable(objects[0]):
-            return Verdict(CRASHED, f'Call it as dplab.check("{self.id}", {self.name}): the name '
+            return Verdict(CRASHED, f'Call it as dplab.check("{self.slug}", {self.name}): the name '
                                     "itself, without brackets behind it.")
         attempt = objects[0]
         if self.is_untouched(attempt):
             return Verdict(NOT_ATTEMPTED)
         try:
-            return self._judge(attempt)
+            return self._judge(attempt, tell)
         except Exception:
             return Verdict(CRASHED, "The check itself failed; this is a fault of the course.",
                            traceback.format_exc(limit=-3))
@@ -125,10 +131,11 @@ class Exercise:
             return _words_of(attempt) == _words_of(self.stub)
         return "NotImplementedError" in _names_in(attempt)
 
-    def _judge(self, attempt):
+    def _judge(self, attempt, tell):
         if self.given is None:
             self.given = self.prepare()
         for world_size in self.world_sizes:
+            tell(world_size)
             expected = self._expected(world_size)
             got = self._observe(attempt, world_size)
             difference = got if isinstance(got, RankError) else first_difference(
@@ -139,14 +146,16 @@ class Exercise:
                         difference, self._expected(1)[0] if 1 in self.world_sizes else {},
                         self.quantities(world_size, difference.rank),
                         self.parts(world_size, difference.rank), self.tolerance)
+                tell(None)
                 return self._diagnose(attempt, difference, got, expected, world_size)
         return Verdict(PASSED, world_sizes=list(self.world_sizes))
 
     def _observe(self, attempt, world_size, *, quiet=False):
         """The ranks' facts, or the RankError in place of them."""
         try:
-            return run(self._facts, world_size, attempt, quiet, timeout=self.seconds,
-                       backend="gloo")
+            with headed(f"Your code printed, on {world_size} rank{'s' * (world_size > 1)}:"):
+                return run(self._facts, world_size, attempt, quiet, timeout=self.seconds,
+                           backend="gloo")
         except RankError as error:
             return error
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import index
 import pytest
 
-from dplab.exercises.cards import TITLES
+from dplab.desk.course import TITLES
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / index.PAGE

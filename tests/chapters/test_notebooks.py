@@ -16,6 +16,8 @@ import pytest
 from nbformat.warnings import DuplicateCellId
 from sandbox import CHECK, ROOT, VERDICT
 
+from dplab.desk import course
+
 PATHS = sorted((ROOT / "chapters").glob("*.ipynb"))
 
 MOST_LINES, MOST_LINES_OF_EXERCISE = 15, 30
@@ -166,6 +168,8 @@ def test_what_counts_as_a_timing(text, is_timing):
 
 @each_notebook
 def test_each_exercise_has_one_stub_and_then_one_check(path):
+    from dplab.exercises import find
+
     notebook = notebooks.read(path)
     order = []
     for cell in code_cells(notebook):
@@ -180,16 +184,16 @@ def test_each_exercise_has_one_stub_and_then_one_check(path):
     assert sorted(order) == sorted((kind, name) for name in stubs for kind in ("check", "stub"))
     assert len(set(stubs)) == len(stubs)
     for name in stubs:
-        assert name.split(".")[0] == str(int(path.stem.split("_")[0])), "not of this chapter"
+        assert find(name).chapter == int(path.stem.split("_")[0]), "not of this chapter"
         assert order.index(("stub", name)) < order.index(("check", name))
 
 
 @each_notebook
 def test_checks_of_an_untouched_chapter_say_not_attempted(path):
     for cell in code_cells(notebooks.read(path), "check"):
-        expected = VERDICT.format(id=CHECK.search(cell.source)[1], outcome="not attempted")
         shown = list(texts(cell, "text/plain"))
-        assert any(text.startswith(expected) for text in shown), f"{cell.id} shows {shown}"
+        outcomes = [found[1] for text in shown if (found := VERDICT.match(text))]
+        assert outcomes == ["not attempted"], f"{cell.id} shows {shown}"
 
 
 @pytest.mark.parametrize("path", list(filter(has_exercises, PATHS)), ids=lambda path: path.stem)
@@ -213,30 +217,30 @@ SAMPLE = """\
 import os
 from IPython.display import display
 
-outcomes = {"0.1": ["not attempted", "passed"], "1.1": ["wrong", "passed"],
-            "1.2": ["not attempted", "wrong"]}
+outcomes = {"global-mean": ["not attempted", "passed"], "local-part": ["wrong", "passed"],
+            "token-loss": ["not attempted", "wrong"]}
 homes = [os.environ["DPLAB_HOME"]]
 
 def check(id, attempt):
     homes.append(os.environ["DPLAB_HOME"])
-    display({"text/plain": f"Exercise {id}: {outcomes[id].pop(0)}"}, raw=True)
+    display({"text/plain": f"Exercise 0.1: {outcomes[id].pop(0)}"}, raw=True)
 
-# %% id=stub tags=exercise exercise=0.1
+# %% id=stub tags=exercise exercise=global-mean
 def global_mean(values):
     raise NotImplementedError
 
 # %% id=check-global-mean tags=check
-check("0.1", global_mean)
+check("global-mean", global_mean)
 
 # %% id=with-the-solution
 assert "NotImplementedError" not in global_mean.__code__.co_names
 assert homes[0] == homes[1] != homes[2] and os.environ["DPLAB_HOME"] == homes[0]
 
 # %% id=check-local-part tags=check
-check("1.1", None)
+check("local-part", None)
 
-# %% id=check-split-d tags=check
-check("1.2", None)
+# %% id=check-token-loss tags=check
+check("token-loss", None)
 """
 
 
@@ -250,12 +254,13 @@ def test_the_run_of_a_notebook_puts_each_solution_behind_its_check(tmp_path):
     ran = {name: outcome for outcome, name in re.findall(
         r"^(PASSED|FAILED) .*?::(.+?)(?: - .*)?$", done.stdout, re.MULTILINE)}
     assert ran == {
-        "Cell 0": "PASSED", "Cell 1": "PASSED", "0.1 not attempted": "PASSED",
-        "0.1 solution": "PASSED", "0.1 solved": "PASSED", "Cell 3": "PASSED",
-        "1.1 not attempted": "FAILED", "1.1 solution": "PASSED", "1.1 solved": "PASSED",
-        "1.2 not attempted": "PASSED", "1.2 solution": "PASSED", "1.2 solved": "FAILED"}
-    assert "should show 'Exercise 1.1: not attempted', and shows Exercise 1.1: wrong" in done.stdout
-    assert "should show 'Exercise 1.2: passed', and shows Exercise 1.2: wrong" in done.stdout
+        "Cell 0": "PASSED", "Cell 1": "PASSED", "global-mean not attempted": "PASSED",
+        "global-mean solution": "PASSED", "global-mean solved": "PASSED", "Cell 3": "PASSED",
+        "local-part not attempted": "FAILED", "local-part solution": "PASSED",
+        "local-part solved": "PASSED", "token-loss not attempted": "PASSED",
+        "token-loss solution": "PASSED", "token-loss solved": "FAILED"}
+    assert "should say 'not attempted', and shows Exercise 0.1: wrong" in done.stdout
+    assert "should say 'passed', and shows Exercise 0.1: wrong" in done.stdout
 
 
 @pytest.mark.parametrize("path", list(filter(has_exercises, PATHS)), ids=lambda path: path.stem)
@@ -264,8 +269,20 @@ def test_the_heading_of_an_exercise_is_what_the_check_knows(path):
 
     notebook = notebooks.read(path)
     headings = [found for cell in markdown(notebook) for found in HEADING.findall(cell.source)]
-    known = [(exercise.id, exercise.title, str(exercise.minutes)) for exercise in every_exercise()]
-    assert headings == [each for each in known if each[0] in exercise_ids(notebook)]
+    known = [(exercise.number, exercise.title, str(exercise.minutes))
+             for exercise in every_exercise() if exercise.slug in exercise_ids(notebook)]
+    assert headings == known
+
+
+@pytest.mark.parametrize("path", list(filter(has_exercises, PATHS)), ids=lambda path: path.stem)
+def test_the_cells_of_an_exercise_are_found_by_its_slug(path):
+    """`Next` on a card leads to the heading, and `reset` takes the stub."""
+    notebook = notebooks.read(path)
+    for slug in exercise_ids(notebook):
+        found = {cell.id: cell.source for cell in notebook.cells if cell.id.endswith(f"-{slug}")}
+        assert "### Exercise " in found[f"exercise-{slug}"]
+        assert course.stub_of(int(path.name[:2]), slug) == found[f"stub-{slug}"]
+        assert CHECK.search(found[f"check-{slug}"])[1] == slug
 
 
 DRAFT = '''\
@@ -282,7 +299,7 @@ DRAFT = '''\
 #! #! neither is this lost
 print("one")
 
-# %% id=stub tags=exercise,slow exercise=4.1
+# %% id=stub tags=exercise,slow exercise=local-part
 def answer():
     """Up to you."""
 
@@ -297,7 +314,7 @@ def test_percent_format_and_notebook_turn_into_each_other():
     assert question.source == "# Title\n\n#hashes, ![a picture](x.svg)\n%% is no header here"
     assert magics.source.splitlines()[:2] == ["%load_ext autoreload", "!true"]
     assert magics.source.splitlines()[2:4] == ["# %% is no header here", "#! neither is this lost"]
-    assert stub.metadata == {"tags": ["exercise", "slow"], "dplab": {"exercise": "4.1"}}
+    assert stub.metadata == {"tags": ["exercise", "slow"], "dplab": {"exercise": "local-part"}}
     assert notebooks.to_percent(notebook) == DRAFT
 
 
@@ -331,6 +348,6 @@ def test_refresh_gives_the_same_bytes_twice_and_swap_puts_solutions_in(tmp_path)
     sample = notebooks.read(path)
     assert list(texts(sample.cells[-1])) == ["Exercise 4.1: None\n"]
 
-    solutions = {"4.1": "def answer():\n    return 'passed'\n"}
+    solutions = {"local-part": "def answer():\n    return 'passed'\n"}
     solved = notebooks.execute(notebooks.swap(sample, solutions.get), tmp_path)
     assert list(texts(solved.cells[-1])) == ["Exercise 4.1: passed\n"]

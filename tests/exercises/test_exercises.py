@@ -10,11 +10,11 @@ from dplab.exercises import every_exercise, solution_source
 from dplab.exercises.exercise import PASSED, WRONG, Exercise
 
 EXERCISES = every_exercise()
-MISTAKES = [pytest.param(exercise, mistake, id=f"{exercise.id}-{index}")
+MISTAKES = [pytest.param(exercise, mistake, id=f"{exercise.slug}-{index}")
             for exercise in EXERCISES for index, mistake in enumerate(exercise.mistakes)]
 
 
-@pytest.mark.parametrize("exercise", EXERCISES, ids=lambda exercise: exercise.id)
+@pytest.mark.parametrize("exercise", EXERCISES, ids=lambda exercise: exercise.slug)
 def test_the_solution_passes(exercise):
     verdict = exercise.judge(exercise.solution)
     assert verdict.outcome == PASSED, f"{verdict.why}\n{verdict.detail}"
@@ -41,7 +41,7 @@ def test_a_known_mistake_is_named(exercise, mistake, monkeypatch, ranks):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("exercise", "mistake"), [
-    pytest.param(exercise, mistake, id=exercise.id) for exercise in EXERCISES
+    pytest.param(exercise, mistake, id=exercise.slug) for exercise in EXERCISES
     for mistake in exercise.mistakes[-1:]])
 def test_a_known_mistake_is_named_by_a_run_of_its_own(exercise, mistake, monkeypatch, ranks):
     share(monkeypatch, ranks, attempts_too=False)
@@ -54,9 +54,10 @@ def names_it(exercise, mistake):
     assert verdict.detail, "the evidence is missing"
 
 
-@pytest.mark.parametrize("exercise", EXERCISES, ids=lambda exercise: exercise.id)
+@pytest.mark.parametrize("exercise", EXERCISES, ids=lambda exercise: exercise.slug)
 def test_an_exercise_is_complete(exercise):
-    assert re.fullmatch(r"\d+\.\d+", exercise.id)
+    assert re.fullmatch(r"\d+\.\d+", exercise.number)
+    assert re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)+", exercise.slug)
     assert len(exercise.hints) == 3
     assert len({mistake.why for mistake in exercise.mistakes}) >= 3
     source = exercise.solution_source()
@@ -66,9 +67,10 @@ def test_an_exercise_is_complete(exercise):
     assert not helpers, "the reader's notebook has no such helpers"
 
 
-def test_ids_are_unique_and_in_order():
-    ids = [tuple(map(int, exercise.id.split("."))) for exercise in EXERCISES]
-    assert ids == sorted(set(ids))
+def test_slugs_are_unique_and_numbers_in_order():
+    numbers = [tuple(map(int, exercise.number.split("."))) for exercise in EXERCISES]
+    assert numbers == sorted(set(numbers))
+    assert len({exercise.slug for exercise in EXERCISES}) == len(EXERCISES)
 
 
 def test_solution_source_is_that_of_the_name():

@@ -48,7 +48,7 @@ class SharedRanks:
         def shared(exercise, attempt, world_size, *, quiet=False):
             if not quiet and not attempts_too:
                 return observe(exercise, attempt, world_size)
-            place = exercise.id, attempt, world_size
+            place = exercise.slug, attempt, world_size
             if observe is _OBSERVE and place[::2] not in self._tried:
                 self._tried.add(place[::2])
                 self._try_all(exercise, world_size)
@@ -60,14 +60,14 @@ class SharedRanks:
 
     def _try_all(self, exercise, world_size):
         attempts = [mistake.attempt for mistake in exercise.mistakes
-                    if not mistake.hangs and (exercise.id, mistake.attempt) not in self._alone]
+                    if not mistake.hangs and (exercise.slug, mistake.attempt) not in self._alone]
         while attempts:
             outcomes = _tried_in_turn(exercise, attempts, world_size)
             for attempt, facts in zip(attempts, outcomes, strict=False):
                 if facts is None:
-                    self._alone.add((exercise.id, attempt))
+                    self._alone.add((exercise.slug, attempt))
                 else:
-                    self._outcomes[exercise.id, attempt, world_size] = facts
+                    self._outcomes[exercise.slug, attempt, world_size] = facts
             attempts = attempts[len(outcomes):]
 
 

@@ -9,7 +9,7 @@ The percent format, for writing a chapter in an editor:
     # %% [markdown] id=the-question
     # Markdown, each line behind a hash.
 
-    # %% id=four-ranks tags=exercise exercise=4.1
+    # %% id=four-ranks tags=exercise exercise=broadcast-weights
     #! %%ranks 4
     print("code as it is; a line that is not Python stands behind a hash, a bang and a space")
 """
@@ -106,7 +106,7 @@ def execute(notebook, folder, cell_timeout=CELL_TIMEOUT):
 
 
 def swap(notebook, solutions):
-    """A copy with `solutions(id)` in place of each cell that is tagged `exercise`."""
+    """A copy with `solutions(slug)` in place of each cell that is tagged `exercise`."""
     notebook = copy.deepcopy(notebook)
     for cell in notebook.cells:
         if "exercise" in cell.metadata.get("tags", []):

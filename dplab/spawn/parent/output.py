@@ -1,6 +1,7 @@
 """What the ranks print: shown live, each line labelled with its rank, and left in rank order."""
 
 import contextlib
+import contextvars
 import html
 import os
 import re
@@ -15,6 +16,19 @@ _GLOO_WORDS = re.compile(
     r"terminate called after throwing an instance of '(gloo|$)"  # $: it was cut off there
     r"|\s*what\(\):\s*(\[enforce fail at|$)|\[[EW]\d{4} .*ProcessGroupGloo")
 _CURSOR = re.compile(r"\x1b\[[0-9;?]*[A-HJKSTfhlsu]")
+
+
+_heading = contextvars.ContextVar("heading", default="")
+
+
+@contextlib.contextmanager
+def headed(words: str):
+    """Puts ``words`` above what the ranks of a run in this block print, if they print at all."""
+    before = _heading.set(words)
+    try:
+        yield
+    finally:
+        _heading.reset(before)
 
 
 def rank_color(rank: int) -> str:
@@ -95,6 +109,7 @@ class _Stream:
 
     def __init__(self, world_size):
         self._texts = [RankText(_KEPT_IN_STREAM) for _ in range(world_size)]
+        self._heading = f"{_heading.get()}\n" if _heading.get() else ""
 
     def feed(self, rank, data):
         self._write(rank, _lines(self._texts[rank].feed(data)))
@@ -109,7 +124,8 @@ class _Stream:
     def _write(self, rank, lines):
         if not lines or sys.stdout is None:
             return
-        text = "".join(f"[rank {rank}] {line}\n" for line in lines)
+        text = self._heading + "".join(f"[rank {rank}] {line}\n" for line in lines)
+        self._heading = ""
         encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
         with contextlib.suppress(OSError, ValueError):  # closed: the run and its report go on
             sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding))
@@ -121,6 +137,7 @@ class _Cell:
 
     def __init__(self, world_size):
         self._texts = [RankText() for _ in range(world_size)]
+        self._heading = _heading.get()
         self._handle = None
         self._changed = self._failed = False
         self._next = time.monotonic() + _REFRESH
@@ -157,10 +174,12 @@ class _Cell:
                     yield rank, line
 
     def _plain(self):
-        return "\n".join(f"[rank {rank}] {line}" for rank, line in self._lines())
+        lines = [self._heading] if self._heading else []
+        return "\n".join(lines + [f"[rank {rank}] {line}" for rank, line in self._lines()])
 
     def _html(self):
         rows = [f'<span style="background:{rank_color(rank)};color:#fff;border-radius:3px;'
                 f'padding:0 5px">rank {rank}</span> {html.escape(line)}'
                 for rank, line in self._lines()]
-        return '<pre style="line-height:1.35">' + "\n".join(rows) + "</pre>"
+        heading = f"<div>{html.escape(self._heading)}</div>" if self._heading else ""
+        return f'{heading}<pre style="line-height:1.35">' + "\n".join(rows) + "</pre>"

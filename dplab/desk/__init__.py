@@ -1,0 +1,1 @@
+"""The learner's desk: what is kept of a reader's work, and how results look."""

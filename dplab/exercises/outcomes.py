@@ -1,0 +1,86 @@
+"""What a reader sees of an exercise: verdicts, hints, solutions, progress."""
+
+import itertools
+
+from dplab.desk import cards, record
+from dplab.desk.course import TITLES, link_to
+from dplab.exercises.exercise import CRASHED, NOT_ATTEMPTED, PASSED, WRONG
+
+COLORS = {PASSED: cards.GREEN, WRONG: cards.ORANGE, CRASHED: cards.RED, NOT_ATTEMPTED: cards.GREY}
+
+
+def show_verdict(exercise, verdict, *, following, saved=True):
+    """``following``: the exercise after this one, or None."""
+    why, detail = verdict.why, verdict.detail
+    if verdict.outcome == PASSED:
+        why = why or _where_right(verdict.world_sizes)
+    elif verdict.outcome == NOT_ATTEMPTED:
+        task = "Write" if exercise.stub is None else "This is the loop as it was. Repair"
+        why = f"{task} `{exercise.name}` above, run its cell, and then run this one."
+    elif verdict.outcome == WRONG and not why:
+        why = "Not right yet."
+    if not saved:
+        detail = (f"{detail}\n(Progress could not be written to {record.folder()}: DPLAB_HOME "
+                  "in the environment names another folder.)").strip()
+    links = {}
+    if verdict.outcome == PASSED and following and (
+            address := link_to(following.chapter, following.slug)):
+        links = {f"Next: {following.number} {following.title}": address}
+    cards.card(f"Exercise {exercise.number}: {verdict.outcome}", why, detail,
+               COLORS[verdict.outcome], links=links)
+
+
+def _where_right(world_sizes):
+    if not world_sizes:
+        return "Right."
+    *sizes, last = map(str, world_sizes)
+    return f"Right on {', '.join(sizes)} and {last} ranks." if sizes else f"Right on {last} ranks."
+
+
+def show_hint(exercise, number):
+    count = len(exercise.hints)
+    text = exercise.hints[number]
+    if number == count - 1:
+        text += f' That was the last hint; `dplab.solution("{exercise.slug}")` shows a solution.'
+    cards.card(f"Exercise {exercise.number}: hint {number + 1} of {count}", text)
+
+
+def show_solution(exercise):
+    cards.card(f"Exercise {exercise.number}: a solution", "", exercise.solution_source())
+
+
+def show_unknown(id, exercises):
+    known = ", ".join(f"{exercise.number} {exercise.slug}" for exercise in exercises)
+    cards.card(f"There is no exercise {id!r}", f"The exercises are {known}.", "", cards.RED)
+
+
+def show_progress(exercises, outcomes):
+    """By chapter: its title, how many are passed, and each exercise with its last outcome."""
+    rows = [(exercise, outcomes.get(exercise.slug, NOT_ATTEMPTED)) for exercise in exercises]
+    head, all_passed = _counted(rows, " exercises passed")
+    plain, table = [head], []
+    width = max(len(exercise.title) for exercise in exercises)
+    for chapter, group in itertools.groupby(rows, lambda row: row[0].chapter):
+        group = list(group)
+        title, (count, is_done) = f"{chapter:02d} · {TITLES[chapter]}", _counted(group)
+        plain += ["", f"{title:<{width + 7}}  {count}"]
+        plain += [f"{each.number:>5}  {each.title:<{width}}  {outcome}" for each, outcome in group]
+        table.append(cards.row([title, count], indent=False,
+                               color=cards.GREEN if is_done else cards.GREY,
+                               style="font-weight:600;padding-top:10px"))
+        table += [cards.row([each.number, each.title, outcome], indent=True, color=COLORS[outcome])
+                  for each, outcome in group]
+    rich = f'<table style="border-collapse:collapse">{"".join(table)}</table>'
+    if old := record.of_first_edition():
+        words = (f"Of the first edition you passed {len(old)}: {', '.join(old)}. Exercises have "
+                 "changed since, so these do not count here.")
+        plain += ["", words]
+        rich += f"<div>{words}</div>"
+    cards.show("\n".join(plain),
+               cards.frame(head, rich, cards.GREEN if all_passed else cards.GREY))
+
+
+def _counted(rows, what=""):
+    """How many are passed, in words, and whether all are."""
+    passed = sum(outcome == PASSED for _, outcome in rows)
+    return f"{passed} of {len(rows)}{what}", passed == len(rows)

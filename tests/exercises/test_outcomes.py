@@ -1,0 +1,181 @@
+"""What the reader sees of an exercise, and what is kept of it: cards, hints, progress."""
+
+import html
+import json
+import re
+
+import pytest
+from attempts import raises, stub
+from pictures import contrast
+
+import dplab
+from dplab.desk import cards, course, record
+from dplab.desk.course import TITLES
+from dplab.exercises import every_exercise, find
+from dplab.exercises.exercise import NOT_ATTEMPTED, PASSED, WRONG
+
+EXERCISES = every_exercise()
+
+
+@pytest.fixture(autouse=True)
+def own_record(tmp_path, monkeypatch):
+    monkeypatch.setenv("DPLAB_HOME", str(tmp_path))
+
+
+@pytest.mark.parametrize("background", ["#FFFFFF", "#212121", "#111111"])
+def test_the_colour_of_a_card_is_seen_on_light_and_on_dark(background):
+    faint = [color for color in (cards.GREEN, cards.ORANGE, cards.RED, cards.GREY)
+             if contrast(color, background) < 3]
+    assert not faint
+
+
+def test_an_exercise_is_found_by_slug_and_by_number(capsys):
+    assert find("average-gradients") is find("4.2") is find(4.2)
+    assert capsys.readouterr().out == ""
+    assert find("9.9") is None
+    out = capsys.readouterr().out
+    assert "There is no exercise" in out and "average-gradients" in out
+
+
+@pytest.mark.slow
+def test_cards_in_plain_text(capsys):
+    dplab.check("average-gradients", stub)
+    assert capsys.readouterr().out.startswith("Exercise 4.2: not attempted\n")
+    dplab.check("4.2", find("4.2").solution)
+    assert capsys.readouterr().out.startswith(
+        "Exercise 4.2: passed\nRight on 1, 2, 3 and 4 ranks.")
+    dplab.check("average-gradients", find("4.2").mistakes[0].attempt)
+    out = capsys.readouterr().out
+    assert out.startswith("Exercise 4.2: wrong\nYou summed")
+    assert "it is 2 times the reference" in out
+    dplab.check("9.9", stub)
+    assert "There is no exercise '9.9'" in capsys.readouterr().out
+
+
+def prints_and_averages(model):
+    print("average of", sum(parameter.numel() for parameter in model.parameters()))
+    find("4.2").solution(model)
+
+
+@pytest.mark.slow
+def test_what_an_attempt_prints_stands_below_a_heading_for_each_world_size(capfd):
+    dplab.check("4.2", prints_and_averages)
+    lines = capfd.readouterr().out.splitlines()
+    heads = [index for index, line in enumerate(lines) if line.startswith("Your code printed")]
+    assert [re.search(r"on (\d) rank", lines[index])[1] for index in heads] == list("1234")
+    for start, (index, end) in enumerate(zip(heads, [*heads[1:], len(lines)], strict=True), 1):
+        ranks = re.findall(r"^\[rank (\d)\] average of", "\n".join(lines[index:end]), re.MULTILINE)
+        assert set(ranks) == {str(rank) for rank in range(start)}
+
+
+def test_hints_come_one_at_a_time(capsys):
+    for number in (1, 2, 3, 3):
+        dplab.hint("4.2")
+        assert f"hint {number} of 3" in capsys.readouterr().out
+    assert record.entries("exercises")["average-gradients"]["hints"] == 3
+    dplab.solution("4.2")
+    assert "def average_gradients(model):" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_progress_is_kept_and_a_pass_stays(capsys):
+    dplab.check("4.2", raises)
+    dplab.check("4.2", find("4.2").solution)
+    dplab.check("4.2", raises)
+    dplab.check("4.1", stub)
+    capsys.readouterr()
+    dplab.progress()
+    out = capsys.readouterr().out
+    assert out.startswith(f"1 of {len(EXERCISES)} exercises passed")
+    assert re.search(r"4\.2 .*passed", out)
+    assert re.search(r"4\.1 .*not attempted", out)
+    kept = record.entries("exercises")
+    assert set(kept) == {"average-gradients"}
+    assert (kept["average-gradients"]["outcome"], kept["average-gradients"]["tries"]) == (PASSED, 2)
+
+
+def test_progress_of_the_first_edition_is_named_and_not_counted(capsys, tmp_path):
+    (tmp_path / "progress.json").write_text(json.dumps(
+        {"4.2": {"outcome": "passed"}, "3.1": {"outcome": "wrong"}}))
+    dplab.progress()
+    out = capsys.readouterr().out
+    assert out.startswith(f"0 of {len(EXERCISES)} exercises passed")
+    assert "first edition you passed 1: 4.2" in out
+
+
+def test_reset_forgets_the_record_and_shows_the_stub(capsys):
+    record.update("exercises", "average-gradients", lambda entry: entry.update(outcome=PASSED))
+    record.update("exercises", "broadcast-weights", lambda entry: entry.update(outcome=WRONG))
+    dplab.reset("4.2")
+    assert set(record.entries("exercises")) == {"broadcast-weights"}
+    assert course.stub_of(4, "average-gradients") in capsys.readouterr().out
+
+
+def test_an_instructor_collects_progress_from_a_file(tmp_path, capsys):
+    record.update("exercises", "average-gradients",
+                  lambda entry: entry.update(outcome=PASSED, tries=3, hints=1))
+    record.update("guesses", "ring-time", lambda entry: entry.update(answer="3 ms"))
+    dplab.progress(export=tmp_path / "mine.json")
+    written = json.loads((tmp_path / "mine.json").read_text())
+    rows = {row["exercise"]: row for row in written["exercises"]}
+    assert list(rows) == [exercise.slug for exercise in EXERCISES]
+    mine, other = rows["average-gradients"], rows["broadcast-weights"]
+    assert (mine["passed"], mine["tries"], mine["hints"]) == (True, 3, 1)
+    assert (other["passed"], other["tries"], other["hints"]) == (False, 0, 0)
+    assert written["guesses"] == {"ring-time": {"answer": "3 ms"}}
+
+
+@pytest.fixture
+def progress(monkeypatch):
+    """Shows progress with these outcomes; returns its plain text's lines, and its HTML."""
+    def show(outcomes):
+        shown = []
+        monkeypatch.setattr(cards, "show", lambda *texts: shown.append(texts))
+        for slug, outcome in outcomes.items():
+            record.update("exercises", slug, lambda entry, outcome=outcome: entry.update(
+                outcome=outcome))
+        dplab.progress()
+        [(plain, rich)] = shown
+        return plain.splitlines(), rich
+    return show
+
+
+def test_progress_is_by_chapter(progress):
+    passed, wrong = EXERCISES[0], EXERCISES[1]
+    lines, rich = progress({passed.slug: PASSED, wrong.slug: WRONG, "of-another-course": PASSED})
+    assert lines[0] == f"1 of {len(EXERCISES)} exercises passed"
+    chapters = sorted({int(exercise.number.split(".")[0]) for exercise in EXERCISES})
+    heads = [line for line in lines if re.match(r"\d\d · ", line)]
+    assert [line.split("  ")[0] for line in heads] == [
+        f"{number:02d} · {TITLES[number]}" for number in chapters]
+    for number, head in zip(chapters, heads, strict=True):
+        mine = [exercise for exercise in EXERCISES if exercise.number.startswith(f"{number}.")]
+        count = sum(exercise is passed for exercise in mine)
+        assert head.endswith(f"  {count} of {len(mine)}")
+        below = lines[lines.index(head) + 1:][:len(mine)]
+        for exercise, line in zip(mine, below, strict=True):
+            outcome = {passed: PASSED, wrong: WRONG}.get(exercise, NOT_ATTEMPTED)
+            assert re.fullmatch(
+                rf" +{exercise.number}  {re.escape(exercise.title)} +{outcome}", line)
+    assert len(lines) == 1 + 2 * len(chapters) + len(EXERCISES)
+    assert rich.count("<tr") == len(chapters) + len(EXERCISES)
+    for text in (passed.title, TITLES[0], "1 of 1", NOT_ATTEMPTED):
+        assert html.escape(text) in rich
+    assert re.findall(r">(\d+\.\d+)<", rich) == [exercise.number for exercise in EXERCISES]
+
+
+def test_progress_of_a_finished_course_is_green(progress):
+    lines, rich = progress({exercise.slug: PASSED for exercise in EXERCISES})
+    assert lines[0] == f"{len(EXERCISES)} of {len(EXERCISES)} exercises passed"
+    assert set(re.findall(r"color:(#\w+)", rich)) == {cards.GREEN}
+
+
+def test_progress_of_an_unfinished_course_is_not(progress):
+    assert cards.GREY in progress({EXERCISES[0].slug: PASSED})[1]
+
+
+def test_a_record_that_cannot_be_written_is_mentioned(tmp_path, monkeypatch, capsys):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("DPLAB_HOME", str(tmp_path / "file" / "below"))
+    dplab.check("4.2", raises)
+    assert "Progress could not be written" in capsys.readouterr().out
