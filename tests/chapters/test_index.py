@@ -134,5 +134,24 @@ def test_titles_are_those_of_the_notebooks_and_of_the_readme(path):
     assert f"| {number} | [{title}](chapters/{path.name}) |" in readme
 
 
+def test_the_list_of_chapters_is_up_to_date():
+    text = (ROOT / index.CONTENTS).read_text(encoding="utf-8")
+    assert text == index.contents(), "run python tests/tools/index.py"
+    assert re.findall(r"\]\((\d\d_\w+\.ipynb)\)", text) == [path.name for path in NOTEBOOKS]
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_chapter_leads_to_the_list_the_glossary_and_the_next(path):
+    first, *_, last = index.notebooks.read(path).cells
+    assert "](contents.md)" in first.source and "](glossary.md)" in first.source
+    following = [each for each in NOTEBOOKS if each.name > path.name][:1]
+    [(title, target)] = re.findall(r"^\*\*Next:\*\* \[(.*)\]\((.*)\)$", last.source, re.MULTILINE)
+    assert last.source.endswith(f"[{title}]({target})")
+    if following:
+        assert (target, title) == (following[0].name, headings(following[0])[0])
+    else:
+        assert target == "contents.md"
+
+
 def test_the_readme_leads_to_the_page():
     assert f"]({index.PAGE})" in (ROOT / "README.md").read_text(encoding="utf-8")

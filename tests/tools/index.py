@@ -1,6 +1,7 @@
-"""Writes the glossary and the index of figures, chapters/glossary.md.
+"""Writes the pages beside the chapters: glossary and figures (glossary.md), and contents.md.
 
-The terms stand in glossary.toml, and the chapters have the places where they are introduced.
+The terms stand in glossary.toml, and the chapters have the places where they are introduced; the
+list of chapters is README's.
 
     python tests/tools/index.py
 """
@@ -17,11 +18,12 @@ from pathlib import Path
 import notebooks
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = "chapters/glossary.md"
+PAGE, CONTENTS = "chapters/glossary.md", "chapters/contents.md"
 TERMS = Path(__file__).with_name("glossary.toml")
 HEADING = re.compile(r"^#{1,6} +(.+?)\s*$", re.MULTILINE)
 FENCE = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
 DRAWING = re.compile(r"\]\(\.\./figures/(\w+\.svg)\)")
+CHAPTER_ROW = re.compile(r"\| [\w ]+ \| \[.*?\]\(chapters/\w+\.ipynb\)")
 SVG = "{http://www.w3.org/2000/svg}"
 
 HEAD = """\
@@ -35,6 +37,15 @@ was not open before, that may take a second click. (`python tests/tools/index.py
 
 | term | what it is | chapter |
 |:--|:--|:--|
+"""
+HEAD_OF_CONTENTS = """\
+# Chapters
+
+"""
+END_OF_CONTENTS = """
+To look something up: the [glossary and index of figures](glossary.md). How to set up, and what to
+do when something is in the way: the [README](../README.md). (`python tests/tools/index.py` makes
+this page from README's table.)
 """
 FIGURES = """
 ## Figures
@@ -156,7 +167,17 @@ def build(root=ROOT):
     return HEAD + "\n".join(table) + "\n" + FIGURES + "\n".join(lists) + "\n"
 
 
+def contents(root=ROOT):
+    """The text of the list of chapters: README's table, as seen from the chapters' folder."""
+    lines = (root / "README.md").read_text(encoding="utf-8").splitlines()
+    rows = [line for line in lines if CHAPTER_ROW.match(line)]
+    head = lines.index(rows[0]) - 2
+    table = [line.replace("](chapters/", "](") for line in [*lines[head:head + 2], *rows]]
+    return HEAD_OF_CONTENTS + "\n".join(table) + "\n" + END_OF_CONTENTS
+
+
 if __name__ == "__main__":
+    (ROOT / CONTENTS).write_text(contents(), encoding="utf-8")
     try:
         (ROOT / PAGE).write_text(build(), encoding="utf-8")
     except ValueError as error:

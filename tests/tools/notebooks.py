@@ -38,6 +38,7 @@ METADATA = {
     "language_info": {"name": "python"},
 }
 CELL_METADATA = ("tags", "dplab")
+FOLDED = "hide-input"  # the web book's tag, which goes with JupyterLab's own fold
 WIDGET = "application/vnd.jupyter.widget-view+json"  # refers to a state that is not kept
 CELL_TIMEOUT = 120  # seconds
 
@@ -67,6 +68,8 @@ def normalise(notebook):
     for cell in notebook.cells:
         kept = {name: cell.metadata[name] for name in CELL_METADATA if cell.metadata.get(name)}
         cell.metadata = nbformat.from_dict(kept)
+        if FOLDED in kept.get("tags", ()):
+            cell.metadata["jupyter"] = {"source_hidden": True}
         if cell.cell_type == "code":
             cell.execution_count = None
             cell.outputs = merge_streams(cell.outputs)
