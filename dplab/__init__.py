@@ -21,6 +21,7 @@ _MODULE_OF = {
     "solution": "exercises",
     "reset": "exercises",
     "progress": "exercises",
+    "guess": "desk.guesses",
 }
 _PACKAGES = {"bench", "demos", "desk", "dryrun", "exercises", "measure", "parallel", "predict",
              "show", "spawn", "workloads"}

@@ -13,7 +13,7 @@ def card(head: str, text: str = "", block: str = "", color: str = GREY, *,
 
     ``links``, addresses by their words, stand below, in a notebook only.
     """
-    body = f"<div>{_inline(text)}</div>" if text else ""
+    body = f"<div>{inline(text)}</div>" if text else ""
     if block:
         body += ('<pre style="margin:8px 0 0;padding:8px 10px;border-radius:4px;line-height:1.4;'
                  "overflow-x:auto;background:var(--jp-layout-color2,#f0f2f4);"
@@ -66,7 +66,8 @@ def buttons(actions: dict, plain: str) -> None:
     display(Buttons(actions, plain))
 
 
-def _inline(text):
+def inline(text: str) -> str:
+    """A sentence as HTML; `names` in backquotes become code."""
     parts = html.escape(text).split("`")
     return "".join(f"<code>{part}</code>" if index % 2 else part
                    for index, part in enumerate(parts))

@@ -18,6 +18,11 @@ TITLES: dict[int, str] = {
     10: "Choosing and scaling",
 }
 
+# The slugs of each chapter's guesses, in its order; a test compares.
+GUESSES: dict[int, tuple[str, ...]] = {
+    0: ("counter-after-ranks", "four-fresh-ranks", "two-halves"),
+}
+
 
 def folder() -> Path | None:
     """The course's own notebooks, or None where dplab was installed without them."""

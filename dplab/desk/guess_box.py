@@ -1,0 +1,83 @@
+"""The widget of a guess; loaded only in a notebook, since ipywidgets takes a while."""
+
+import html
+from collections.abc import Callable, Sequence
+
+from ipywidgets import HTML, Button, HBox, Layout, RadioButtons, Text, VBox
+
+from dplab.desk import cards
+
+# ipywidgets makes no group of its radio buttons, and ties neither them nor a field to a question;
+# JupyterLab takes their arrow keys for its own. A style sheet's load event comes once it is in the
+# page; its neighbours may come a moment later.
+NAME_CONTROLS = """
+const name = tries => {
+  const box = this.closest('.dplab-guess');
+  const inputs = box?.querySelectorAll('input') ?? [], said = box?.querySelector('.dplab-said');
+  if (!inputs.length || !said) return tries && setTimeout(name, 50, tries - 1);
+  const question = box.querySelector('.dplab-question').textContent;
+  const group = box.querySelector('.widget-radio-box'), id = `guess-${Math.random()}`;
+  (group ?? inputs[0]).setAttribute('aria-label', question);
+  group?.setAttribute('role', 'radiogroup');
+  if (group) for (const input of inputs) {
+    input.name = id;
+    input.setAttribute('data-lm-suppress-shortcuts', 'true');
+  }
+  said.setAttribute('role', 'status');
+};
+name(100);
+"""
+STYLE = """
+.dplab-guess .widget-html { height: auto; margin: 0; }
+.dplab-guess .widget-html-content, .dplab-guess .widget-radio-box label {
+  font-size: var(--jp-content-font-size1, 14px); line-height: 1.5; height: auto; }
+.dplab-guess .widget-radio { margin: 0; }
+.dplab-guess .widget-radio-box { margin: 2px 0 4px !important; padding: 0; }
+.dplab-guess .widget-radio-box label {
+  display: flex; white-space: normal; padding: 0; margin: 0 0 2px; }
+.dplab-guess .widget-radio-box input {
+  position: static; order: -1; flex: none; margin: 0 8px 0 2px; }
+.dplab-guess .widget-hbox { align-items: center; gap: 6px; margin: 2px 0; }
+.dplab-guess .dplab-said:has(.widget-html-content:empty) { display: none; }
+"""
+
+
+class GuessBox(VBox):
+    """The question, its choices or a field with the unit beside it, and what was noted.
+
+    ``note`` is called with each answer: the label of a choice, or the text in the field.
+    """
+
+    def __init__(self, question: str, choices: Sequence[str], unit: str | None, answer: str | None,
+                 note: Callable[[str], None]):
+        sheet = f'<style onload="{html.escape(NAME_CONTROLS)}">{STYLE}</style>'
+        dot = f'<span style="color:{cards.GREY}">● </span>'
+        in_unit = f"<span hidden> In {html.escape(unit)}.</span>" if unit else ""
+        head = HTML(f'{sheet}<div style="font-weight:700">{dot}Your guess</div>'
+                    f'<div class="dplab-question">{question}{in_unit}</div>')
+        self._said = HTML()
+        self._said.add_class("dplab-said")
+        if choices:
+            self.field = RadioButtons(options=choices, value=answer, layout=Layout(width="auto"))
+            self._controls = [self.field]
+            below = self.field
+        else:
+            self.field = Text(answer or "", continuous_update=False, layout=Layout(width="10em"))
+            button = Button(description="Note it", layout=Layout(width="auto"))
+            button.on_click(lambda _: note(self.field.value))
+            self._controls = [self.field, button]
+            below = HBox([self.field, *([HTML(html.escape(unit))] if unit else []), button])
+        self.field.observe(lambda change: note(change["new"]), "value")
+        super().__init__([head, below, self._said], layout=Layout(
+            border_left=f"4px solid {cards.GREY}", padding="6px 14px", margin="4px 0"))
+        self.add_class("dplab-guess")
+
+    def say(self, text: str) -> None:
+        """Shows a line of HTML below."""
+        self._said.value = text
+
+    def lock(self, answer: str) -> None:
+        """Shows this answer, and takes no other."""
+        self.field.value = answer
+        for control in self._controls:
+            control.disabled = True

@@ -1,0 +1,87 @@
+"""A guess in a real JupyterLab: by keyboard alone, to a screen reader, after a restart."""
+
+import os
+
+import nbformat
+import pytest
+from jupyter import NoChromium, jupyter_lab, until
+from nbformat.v4 import new_code_cell, new_notebook
+from reading import controls_without_name, cut_off, focus_by_tab, window
+
+pytestmark = pytest.mark.slow
+
+WAY = "Which way sends the fewest bytes from the busiest rank?"
+SHARE = "Which share of the step is communication?"
+CELLS = {
+    "setup": "import dplab",
+    "way": f'way = dplab.guess("way", "{WAY}", choices=["a tree", "a star", "a ring"])',
+    "share": f'share = dplab.guess("share", "{SHARE}", unit="%")\nshare',
+    "results": 'way.reveal("a ring")\nshare.reveal(37)',
+}
+
+
+@pytest.fixture(scope="module")
+def notebook(tmp_path_factory):
+    root = tmp_path_factory.mktemp("guesses")
+    cells = [new_code_cell(source, id=name) for name, source in CELLS.items()]
+    kernel = {"kernelspec": {"name": "python3", "display_name": "Python 3"}}
+    nbformat.write(new_notebook(cells=cells, metadata=kernel), root / "guesses.ipynb")
+    try:
+        with jupyter_lab(root) as lab, lab.open("guesses.ipynb") as notebook:
+            notebook.run_all()
+            yield notebook
+    except NoChromium as missing:
+        (pytest.fail if os.environ.get("CI") else pytest.skip)(str(missing))
+
+
+def role(notebook, cell, *named):
+    """The one control of this role and name below the cell, as a screen reader finds it."""
+    role, *name = named
+    found = notebook.output(cell).get_by_role(role, **({"name": name[0]} if name else {}))
+    found.wait_for()
+    return found
+
+
+def noted(notebook, cell, text):
+    until(lambda: text in role(notebook, cell, "status").inner_text(), 20, f"not said: {text}")
+
+
+def test_guesses_by_keyboard_alone_are_noted_revealed_and_kept(notebook):
+    press = notebook.page.keyboard.press
+    assert notebook.errors() == []
+    assert notebook.output_text("results").splitlines() == ["● Result: a ring", "● Result: 37 %"]
+    assert notebook.output("share").locator(".dplab-guess").count() == 1
+
+    group = role(notebook, "way", "radiogroup", WAY)
+    choices = [group.get_by_role("radio", name=name) for name in ("a tree", "a star", "a ring")]
+    assert not any(choice.is_checked() for choice in choices)
+    notebook.output("way").evaluate("node => { node.tabIndex = -1; node.focus(); }")
+    for key, expected in (("Tab", None), ("Space", 0), ("ArrowDown", 1), ("ArrowDown", 2),
+                          ("ArrowUp", 1)):
+        press(key)
+        assert [choice.is_checked() for choice in choices] == [at == expected for at in range(3)]
+    noted(notebook, "way", "Your guess: a star")
+
+    field = role(notebook, "share", "textbox", SHARE)
+    focus_by_tab(notebook, "share", field.get_attribute("aria-label"))
+    notebook.page.keyboard.type("0.1")
+    press("Enter")
+    noted(notebook, "share", "0.1 % or 10 %?")
+    press("Control+A")
+    notebook.page.keyboard.type("25 %")
+    press("Enter")
+    noted(notebook, "share", "Your guess: 25 %")
+    assert controls_without_name(notebook, "way") == controls_without_name(notebook, "share") == []
+    with window(notebook, 700, 900):
+        assert cut_off(notebook) == []
+
+    notebook.restart()
+    for cell in CELLS:
+        notebook.run_cell(cell)
+    text = notebook.output_text("results")
+    assert "Your guess: a star · Result: a ring" in text
+    assert "Your guess: 25 % · Result: 37 %" in text
+    assert role(notebook, "way", "radio", "a star").is_checked()
+    assert role(notebook, "way", "radio", "a ring").is_disabled()
+    assert role(notebook, "share", "textbox", SHARE).input_value() == "25 %"
+    assert notebook.errors() == []

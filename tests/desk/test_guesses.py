@@ -1,0 +1,273 @@
+"""A guess is taken, kept, and shown beside its result; without one, only the result is shown."""
+
+import ast
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from IPython.core.inputtransformer2 import TransformerManager
+from kernel import Kernel
+
+import dplab
+from dplab.desk import course, guesses, record
+
+ROOT = Path(__file__).resolve().parents[2]
+WAYS = ["gather and broadcast", "a tree", "a ring"]
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path, monkeypatch):
+    monkeypatch.setenv("DPLAB_HOME", str(tmp_path))
+    return tmp_path
+
+
+@pytest.fixture
+def said(capsys):
+    """What was printed since the last call."""
+    def said():
+        return capsys.readouterr().out
+    said()
+    return said
+
+
+def kept(slug):
+    return record.entries("guesses").get(slug)
+
+
+def share(answer=None):
+    return dplab.guess("share", "Which share is communication?", answer, unit="%")
+
+
+def way(answer=None):
+    return dplab.guess("way", "Which way sends least?", answer, choices=WAYS)
+
+
+def test_without_a_guess_the_result_stands_alone_in_one_line(said):
+    made = share()
+    assert "Which share" in said()
+    made.reveal(37)
+    assert said() == "Result: 37 %\n"
+    made = way()
+    question = said()
+    assert all(choice in question for choice in WAYS)
+    made.reveal("a ring")
+    assert said() == "Result: a ring\n"
+    assert record.entries("guesses") == {}
+
+
+def test_a_page_without_widgets_says_how_to_answer(said):
+    share()
+    assert "answer=" in said()
+    share("25 %")
+    assert "Your guess: 25 %" in said()
+    assert kept("share")["answer"] == "25 %" and kept("share")["value"] == 25
+
+
+@pytest.mark.parametrize(("unit", "answer", "measured", "good", "factor"), [
+    ("%", "10 %", 37, False, "3.7 times your guess"),
+    ("%", "37", 10, False, "3.7 times the result"),
+    ("%", "20 %", 37, True, "1.9 times your guess"),
+    ("%", "50 %", 99, False, "2 times your guess"),  # 49 percentage points
+    ("%", "60 %", 80, True, "1.3 times your guess"),
+    ("ms", "3 s", 1500, True, "2 times the result"),
+    ("ms", "3 s", 1400, False, "2.1 times the result"),
+    ("bytes", "3 MiB", 3 * 2 ** 20, True, "exactly right"),
+    ("times", "2x", 2.04, True, "within 5 %"),
+    (None, "5", 0, False, "5 less than your guess"),
+    (None, "0", 0, True, "exactly right"),
+    (None, "-2", 3, False, "5 more than your guess"),
+    (None, "-2", -5, False, "2.5 times your guess"),
+    ("s", "2", float("nan"), False, "not a finite number"),
+])
+def test_a_number_beside_its_result(said, unit, answer, measured, good, factor):
+    made = dplab.guess("number", "How much?", answer, unit=unit)
+    said()
+    made.reveal(measured)
+    first, second = said().splitlines()
+    assert first == (f"Your guess: {guesses.written(made._value, unit)} · "
+                     f"Result: {guesses.written(measured, unit)}")
+    assert factor in second
+    assert ("Close" in second or "right" in second) == good == kept("number")["good"]
+
+
+@pytest.mark.parametrize(("answer", "good"), [
+    ("a ring", True), ("A RING", True), ("a r", True), ("a tree", False), ("gather", False)])
+def test_a_choice_beside_its_result(said, answer, good):
+    made = way(answer)
+    said()
+    made.reveal("a ring")
+    head, sentence = said().splitlines()
+    assert head.endswith("Result: a ring") and made._value in head
+    assert ("right" in sentence, "wrong" in sentence) == (good, not good)
+    assert kept("way")["good"] is good
+
+
+def test_choices_may_be_numbers(said):
+    made = dplab.guess("ranks", "On how many ranks?", 4, choices=[2, 4, 8])
+    said()
+    made.reveal(np.int64(4))
+    assert "Your guess: 4 · Result: 4" in said() and kept("ranks")["good"]
+    made.reveal(8.0)
+    assert "Result: 8\n" in said()
+
+
+@pytest.mark.parametrize("measured", [
+    37, 37.0, np.float32(37), np.int64(37), np.array(37.0), torch.tensor(37),
+    torch.tensor([37.0], requires_grad=True)], ids=str)
+def test_a_result_may_be_a_scalar_of_numpy_or_torch(said, measured):
+    share("10 %").reveal(measured)
+    assert "Result: 37 %" in said()
+    assert kept("share")["measured"] == 37
+
+
+def test_an_answer_that_is_not_understood_is_asked_about_and_not_kept(said):
+    share("0.1")
+    assert "0.1 % or 10 %?" in said()
+    assert kept("share") is None
+    share("12 %").note("much")
+    way("a").reveal("a ring")
+    assert kept("share")["value"] == 12 and kept("way") is None
+    assert said().endswith("Result: a ring\n")
+
+
+def test_a_guess_can_be_changed_until_the_result_is_shown(said):
+    made = share("10 %")
+    made.note("40 %")
+    made.note(" ")
+    assert kept("share")["value"] == 40
+    made.reveal(37)
+    first = kept("share")
+    assert made.reveal(37) is None and kept("share") == first
+    made.note("37 %")
+    share("37 %").note("38 %")
+    said()
+    share("36 %").reveal(37)
+    assert "Your guess: 40 % · Result: 37 %" in said()
+    assert kept("share") == first
+
+
+def test_a_guess_after_a_run_all_counts():
+    made = share()
+    made.reveal(37)
+    made.note("30 %")
+    made.reveal(37)
+    assert kept("share")["good"] is True
+
+
+def test_an_answer_that_no_longer_fits_the_question_is_asked_for_again(said):
+    way("a tree").reveal("a ring")
+    said()
+    made = dplab.guess("way", "Which way?", choices=["a ring", "a star"])
+    assert "answer=" in said()
+    made.reveal("a ring")
+    assert said() == "Result: a ring\n"
+    made.note("a star")
+    assert set(kept("way")) == {"answer", "value", "when"}
+
+
+@pytest.mark.slow
+def test_a_guess_outlives_the_process(home):
+    def run(answer, then=""):
+        script = ("import dplab\n"
+                  f"g = dplab.guess('share', 'How much?', {answer!r}, unit='%')\n{then}")
+        done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True,
+                              text=True, check=True)
+        return done.stdout
+
+    run("10 %")
+    assert "Result: 37 %" in (text := run(None, "g.reveal(37)")) and "Your guess: 10 %" in text
+    assert "Your guess: 10 %" in run("36 %", "g.reveal(37)")
+    assert kept("share")["value"] == 10 and kept("share")["good"] is False
+
+
+def test_a_guess_that_cannot_be_written_down_is_said_to_be_lost(home, monkeypatch, said):
+    (home / "file").write_text("")
+    monkeypatch.setenv("DPLAB_HOME", str(home / "file" / "below"))
+    made = share("10 %")
+    assert "DPLAB_HOME" in said()
+    made.reveal(37)
+    assert "Your guess: 10 % · Result: 37 %" in said()
+
+
+@pytest.mark.parametrize(("options", "says"), [
+    ({"choices": WAYS, "unit": "ms"}, "has choices"),
+    ({"choices": ["a ring"]}, "two or more"),
+    ({"choices": ["a ring", "a ring", "a tree"]}, "each once"),
+])
+def test_a_question_that_cannot_be_answered_is_an_error(options, says):
+    with pytest.raises(ValueError, match=says):
+        dplab.guess("way", "Which?", **options)
+
+
+def test_a_result_that_is_none_of_the_choices_is_an_error():
+    with pytest.raises(ValueError, match=r"'a star' is not one of the choices.*'way'"):
+        way().reveal("a star")
+
+
+def test_scores_are_by_chapter(monkeypatch):
+    monkeypatch.setattr(course, "GUESSES", {3: ("way", "share", "open"), 4: ("other",)})
+    assert guesses.scores() == {3: (3, 0, 0, 0), 4: (1, 0, 0, 0)}
+    way("a ring").reveal("a ring")
+    share("10 %")
+    dplab.guess("of-no-chapter", "How many?", 3).reveal(3)
+    assert guesses.scores() == {3: (3, 2, 1, 1), 4: (1, 0, 0, 0)}
+    share().reveal(37)
+    score = guesses.scores()[3]
+    assert (score.asked, score.answered, score.revealed, score.good) == (3, 2, 2, 1)
+
+
+def slugs_in(cells):
+    """The slugs of the guesses that code cells ask for, in order."""
+    for source in filter(re.compile(r"\bguess\(").search, cells):
+        for node in ast.walk(ast.parse(TransformerManager().transform_cell(source))):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in ("guess", "dplab.guess"):
+                yield ast.literal_eval(node.args[0])
+
+
+def test_slugs_are_found_in_cells():
+    assert list(slugs_in(['%load_ext dplab\nx = dplab.guess("a-b", "?")\nx',
+                          "print(1)", 'dplab.guess(\n    "c", "?", unit="s").reveal(1)'])) == [
+                              "a-b", "c"]
+
+
+def test_the_course_lists_the_guesses_of_its_chapters():
+    found = {}
+    for path in sorted((ROOT / "chapters").glob("[0-9][0-9]_*.ipynb")):
+        cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+        found[int(path.name[:2])] = tuple(
+            slugs_in("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"))
+    assert len(found) >= 11
+    assert {chapter: slugs for chapter, slugs in found.items() if slugs} == course.GUESSES
+    every = [slug for slugs in found.values() for slug in slugs]
+    assert len(every) == len(set(every))
+    assert [slug for slug in every if not re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", slug)] == []
+
+
+WIDGET = "application/vnd.jupyter.widget-view+json"
+
+
+@pytest.mark.slow
+def test_a_notebook_that_runs_without_answers(home):
+    with Kernel(DPLAB_HOME=str(home)) as kernel:
+        shown = kernel.run("import dplab\nway = dplab.guess('way', 'Which `way`, a < b?', "
+                           f"choices={WAYS!r})\nway")
+        [data] = shown.displays.values()
+        assert shown.value == "" and shown.status == "ok"
+        assert "<code>way</code>, a &lt; b?" in data["text/html"]
+        for page in (data["text/html"], data["text/plain"]):
+            assert all(choice in page for choice in WAYS) and "answer=" in page
+        assert WIDGET in data
+        [data] = kernel.run("way").displays.values()
+        assert WIDGET in data  # in a cell of its own, the question once more
+        [result] = kernel.run("way.reveal('a ring')").displays.values()
+        assert result["text/plain"] == "Result: a ring"
+        kernel.run("way._box.field.value = 'a tree'")
+        assert kept("way")["value"] == "a tree"
+        [result] = kernel.run("way.reveal('a ring')").displays.values()
+        assert "Your guess: a tree" in result["text/plain"]
+        assert kernel.run("way._box.field.disabled").value == "True"
