@@ -21,6 +21,8 @@ TITLES: dict[int, str] = {
 # The slugs of each chapter's guesses, in its order; a test compares.
 GUESSES: dict[int, tuple[str, ...]] = {
     0: ("counter-after-ranks", "four-fresh-ranks", "two-halves"),
+    4: ("ddp-child-processes", "leave-outs-with-an-error", "padded-draws", "rank-without-data",
+        "accuracy-with-repeats", "forgotten-in-a-checkpoint"),
 }
 
 
