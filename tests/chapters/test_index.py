@@ -98,7 +98,7 @@ def course(tmp_path):
 @pytest.mark.parametrize(("old", "new", "message"), [
     ('"id": "three-words"', '"id": "words"', r"00_start_here.ipynb has no cell 'three-words'"),
     ("a **rank** is", "a rank is", "rank: 'rank' stands neither in bold nor in a heading nor as"),
-    ("**root**, the", "root, the", r"root \(of a collective\): 'root' stands neither in bold"),
+    ("is the **root**", "is the root", r"root \(of a collective\): 'root' stands neither in bold"),
 ])
 def test_a_term_that_its_chapter_does_not_introduce_is_an_error(course, old, new, message):
     root, replace = course
