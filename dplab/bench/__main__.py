@@ -19,6 +19,8 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--all", action="store_true", help="the long benches, too")
     parser.add_argument("--without", nargs="+", default=[], choices=page.BENCHES, metavar="NAME",
                         help="leave these out")
+    if arguments and not arguments[0].startswith("-"):
+        parser.error(f"there is no bench {arguments[0]!r}. There are:\n\n{benches}")
     options = parser.parse_args(arguments)
     return 1 if page.print_page(options.without, options.all) else 0
 

@@ -11,9 +11,13 @@ the two disagree or a rank fails, or 2 for arguments that make no sense.
 import contextlib
 import copy
 import itertools
+import os
 import statistics
 import sys
 import time
+
+if __name__ == "__main__" and os.environ.get("RANK", "0") == "0":  # the imports take some seconds
+    print("simple_ddp: loads PyTorch, then trains; --help says how", file=sys.stderr, flush=True)
 
 import torch
 import torch.distributed as dist

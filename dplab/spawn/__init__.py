@@ -3,13 +3,15 @@
 Four rooms. Each imports from those below it in this list, and none imports anything else of the
 package that this one is a part of: a copy of this folder, under any name, is a library.
 
-``parent``   the notebook's side. `run` sends a function to ranks, `supervise` watches them from the
-             first fork to the last process gone, `ranks` talks with them, `stages` has what may
-             become of them, `matching` finds calls that do not fit, `report` puts a failure into
-             words, `output` shows what ranks print.
+``parent``   the notebook's side. `run` sends a function to ranks, and `magic` a cell. `supervise`
+             watches them from the first fork to the last process gone, `ranks` talks with them,
+             `stages` has what may become of them, `matching` finds calls that do not fit, `report`
+             puts a failure into words with lines as in `places`. `output` shows what ranks print,
+             `cell_output` below a notebook's cell, `elapsed` what is said meanwhile.
 ``server``   the process that ranks are forked from: `start` starts it and asks it for ranks,
              `forkserver` is what it runs.
-``rank``     `life` of a rank from start to exit, `recording` of what it calls, its `device`.
+``rank``     `life` of a rank from start to exit, `recording` of what it calls, its `device`, what
+             is `shown` beside text, and the `figures` among it.
 ``between``  what both sides know: `messages` and where a run's files lie, `values` as bytes,
              `calls` and the log of them, `errors`.
 
@@ -22,7 +24,8 @@ has returned or the run has failed; then the server ends the ranks with their ch
 
 from .between.errors import RankError, expect_failure
 from .parent import output
-from .parent.run import register_magic, run
+from .parent.magic import register_magic
+from .parent.run import run
 from .rank.device import device
 from .server import start
 from .server.start import warm_up

@@ -91,6 +91,14 @@ def test_one_bench_runs_by_its_name(capsys):
         command.main(["published"])
 
 
+def test_a_name_that_is_no_bench_is_answered_with_all_the_names(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        command.main(["nosuch", "--steps", "3"])
+    said = capsys.readouterr().err
+    assert "'nosuch'" in said and "--steps" not in said
+    assert [line.split()[0] for line in said.splitlines()[-len(page.BENCHES):]] == [*page.BENCHES]
+
+
 @pytest.mark.slow
 def test_a_summary_has_the_errors_of_the_runs(a_short_bench, capsys):
     published_runs.main(argparse.Namespace(summary=True, assumptions=False))

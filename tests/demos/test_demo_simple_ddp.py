@@ -1,6 +1,7 @@
 """The demo of DDP by hand as a reader starts it. What it prints is parsed."""
 
 import re
+import sys
 from xml.etree import ElementTree
 
 import matplotlib.image
@@ -52,11 +53,20 @@ def check_facts(text, ranks):
 def test_as_a_module(tmp_path):
     done = run(*MODULE, "--ranks", 2, "--steps", 12, "--plot", tmp_path / "shares.png")
     assert done.returncode == 0, done.stderr
-    assert done.stderr == ""
+    assert done.stderr.startswith("simple_ddp: loads PyTorch") and done.stderr.count("\n") == 1
     check_facts(done.stdout, ranks=2)
     image = matplotlib.image.imread(tmp_path / "shares.png")
     assert image.shape[0] > 100 and image.shape[1] > 300
     assert len({tuple(pixel) for row in image[::5, ::5] for pixel in row}) > 4
+
+
+def test_it_speaks_before_it_loads_what_takes_seconds():
+    without_torch = ("import runpy, sys; sys.modules['torch'] = None; "
+                     "runpy.run_module('dplab.demos.simple_ddp', run_name='__main__')")
+    done = run(sys.executable, "-c", without_torch)
+    first, *rest = done.stderr.splitlines()
+    assert first.startswith("simple_ddp: loads PyTorch")
+    assert "import of torch halted" in rest[-1]
 
 
 @pytest.mark.slow
@@ -64,7 +74,7 @@ def test_under_torchrun_it_prints_once(tmp_path):
     done = run(*TORCHRUN, 2, SCRIPT, "--steps", 12, "--plot", tmp_path / "shares.svg")
     assert done.returncode == 0, done.stderr
     check_facts(done.stdout, ranks=2)
-    assert "Traceback" not in done.stderr
+    assert "Traceback" not in done.stderr and done.stderr.count("simple_ddp: ") == 1
     root = ElementTree.parse(tmp_path / "shares.svg").getroot()
     assert root.tag == "{http://www.w3.org/2000/svg}svg"
 

@@ -113,6 +113,8 @@ def test_a_rank_that_loops_for_ever(ranks):
     assert "rank 1 was running: test_disagreement.py" in error.reports[1]
     assert error.reports[0].startswith("  rank 0 waits in barrier number 1")
     assert error.reports[0].endswith("dist.barrier()")
+    advice = str(error).splitlines()[-1]
+    assert "Rank 1 is busy" in advice and "loop" in advice and "timeout=" in advice
 
 
 @pytest.mark.slow

@@ -302,3 +302,16 @@ shell.run_cell("from dplab import run\\ndef work():\\n    return 1 // 0\\n", sto
 shell.run_cell("run(work, 2)", store_history=True)"""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
     assert "cell In[1], in work" in done.stdout and "return 1 // 0" in done.stdout, done
+
+
+@pytest.mark.parametrize("call", [
+    lambda x: dist.all_reduce(x, op="sum"),
+    lambda x: dist.reduce(x, 1, "max"),
+    lambda x: dist.reduce_scatter(x[:1], [x[1:], x[:1]], op=max),
+], ids=["all_reduce", "reduce", "reduce_scatter"])
+def test_what_is_no_reduce_operation_is_answered_with_the_names(call):
+    error = failure(lambda: call(torch.arange(2.0) + dist.get_rank()), 2)
+    assert (error.kind, error.error) == ("raised", "TypeError")
+    head = str(error).splitlines()[0]
+    assert "dist.ReduceOp.SUM" in head and ("'sum'" in head or "max" in head)
+    assert "_distributed_c10d" not in str(error)

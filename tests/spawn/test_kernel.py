@@ -151,21 +151,6 @@ def test_timeout_option(kernel):
     assert reply.seconds < SOON
 
 
-@pytest.mark.parametrize(("line", "text"), [
-    ("", "the following arguments are required: N"), ("two", "invalid int value: 'two'"),
-    ("2 --timeout soon", "invalid float value"), ("2 --quick", "--quick"), ("0", "1 to 120"),
-    ("2 --timeout 0", "positive number of seconds"),
-])
-def test_bad_options(kernel, line, text):
-    reply = says(kernel.run(f"%%ranks {line}\n1"), "ValueError", text)
-    assert reply.status == "error"
-
-
-def test_syntax_error_in_the_cell(kernel):
-    reply = says(kernel.run("%%ranks 2\nx = 1\ny = = 2\n"), "SyntaxError", "y = = 2", "line 3")
-    assert reply.status == "error"
-
-
 @pytest.mark.parametrize("how", [LOOP, WAIT, None], ids=["loop", "collective", "workers"])
 def test_interrupt(kernel, how):
     kernel.run(COLLECTIVE + how if how else CHILDREN)

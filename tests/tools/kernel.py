@@ -26,7 +26,8 @@ class Reply:
     text: str = ""  # stdout, stderr, the last state of each display, the value, in this order
     error: str = ""
     value: str = ""
-    displays: dict = field(default_factory=dict)
+    displays: dict = field(default_factory=dict)  # an empty one was taken away
+    history: list = field(default_factory=list)  # each state of each display, as text
 
 
 class Kernel:
@@ -72,6 +73,7 @@ class Kernel:
             elif kind in ("display_data", "update_display_data"):
                 key = content.get("transient", {}).get("display_id", len(reply.displays))
                 reply.displays[key] = content["data"]
+                reply.history.append(content["data"].get("text/plain", ""))
             elif kind == "execute_result":
                 values.append(content["data"]["text/plain"])
             elif kind == "error":
@@ -84,7 +86,7 @@ class Kernel:
             message = self._client.get_shell_msg(timeout=30)
         reply.status = message["content"]["status"]
         reply.value = "".join(values)
-        shown = [data["text/plain"] for data in reply.displays.values()]
+        shown = [data["text/plain"] for data in reply.displays.values() if data]
         reply.text = "\n".join(["".join(streams), *shown, reply.value])
         return reply
 

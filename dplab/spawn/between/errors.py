@@ -4,7 +4,9 @@ lacks something that ranks need.
 
 import errno
 import os
+import re
 import tempfile
+import traceback
 from dataclasses import dataclass, field
 
 
@@ -86,6 +88,20 @@ class ServerEnded(RuntimeError):
     """The process that ranks are forked from has ended, and with it every rank."""
 
     _render_traceback_ = RankError._render_traceback_
+
+
+_OPERATION = re.compile(r"_distributed_c10d\.ReduceOp\b.*Invoked with: <[^>]*>, (.*)$", re.S)
+_C10D_PREFIX = re.compile(r"\[rank\d+\]:\[F\d{4} [^\]]*\] ")  # a time and a place in C++
+
+
+def in_plain_words(error: BaseException) -> str:
+    """An exception's type and text; of torch's bindings, what a reader of Python can use."""
+    text = "".join(traceback.format_exception_only(error)).strip()
+    found = _OPERATION.search(text) if isinstance(error, TypeError) else None
+    if found:
+        text = (f"TypeError: {found[1]} is no reduce operation: the names are dist.ReduceOp.SUM, "
+                "AVG, PRODUCT, MIN and MAX, as in op=dist.ReduceOp.SUM")
+    return _C10D_PREFIX.sub("", text)[:2000]
 
 
 SHARED_MEMORY = "/dev/shm"

@@ -4,6 +4,7 @@ Functions and classes of the notebook travel by value (cloudpickle), tensors as 
 CPU: a result that lay on a GPU comes back usable in a kernel without one.
 """
 
+import dis
 import importlib
 import io
 import pickle
@@ -11,6 +12,8 @@ import sys
 import types
 
 import cloudpickle
+
+_READS = ("LOAD_NAME", "LOAD_GLOBAL", "LOAD_FROM_DICT_OR_GLOBALS")  # the last: Python 3.12
 
 
 class Unpicklable(TypeError):
@@ -82,7 +85,7 @@ def classes_by_value() -> list[type]:
 def find_culprit(value, path="the value", depth=4) -> str:
     """The smallest part of ``value`` that fails to pickle, as words: where it is, and its type."""
     for name, part in _parts(value, path) if depth else ():
-        if not _can_pickle(part):
+        if not can_pickle(part):
             return find_culprit(part, name, depth - 1)
     kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
     return f"{path}, a {kind},"
@@ -106,15 +109,18 @@ def _parts(value, path):
 
 
 def global_names(code) -> set[str]:
-    """Every global name that a code object, or a function defined in it, may look up."""
-    names = set(code.co_names)
+    """Every global name that a code object, or a function defined in it, may read.
+
+    ``co_names`` would not do: it holds the names of attributes, too.
+    """
+    names = {step.argval for step in dis.get_instructions(code) if step.opname in _READS}
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             names |= global_names(constant)
     return names
 
 
-def _can_pickle(value):
+def can_pickle(value) -> bool:
     try:
         _Pickler(io.BytesIO(), protocol=5).dump(value)
     except Exception:

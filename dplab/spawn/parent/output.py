@@ -2,33 +2,36 @@
 
 import contextlib
 import contextvars
-import html
-import os
+import json
 import re
 import sys
-import time
+
+from ..between.messages import mark, replace_marks
+from . import elapsed
+from .places import ipython, spot
 
 KEPT = 16_000  # bytes kept of a rank's output, from its start and again from its end
 _KEPT_IN_STREAM = 1_000_000  # bytes from a rank's start that a terminal or a file shows
-_REFRESH = 0.2  # seconds between two live refreshes
+_MOST_WARNINGS = 20  # different ones that a run shows
 # what gloo and C++ say of a failure, with addresses and times; the report says it in words
 _GLOO_WORDS = re.compile(
     r"terminate called after throwing an instance of '(gloo|$)"  # $: it was cut off there
-    r"|\s*what\(\):\s*(\[enforce fail at|$)|\[[EW]\d{4} .*ProcessGroupGloo")
+    r"|\s*what\(\):\s*(\[enforce fail at|$)|(\[rank\d+\]:)?\[[EWF]\d{4} .*ProcessGroupGloo")
 _CURSOR = re.compile(r"\x1b\[[0-9;?]*[A-HJKSTfhlsu]")
+_SHOWN = re.compile(r"\x1b\]ranks:shown:(.*)\x07")
 
 
-_heading = contextvars.ContextVar("heading", default="")
+heading: contextvars.ContextVar[str] = contextvars.ContextVar("heading", default="")
 
 
 @contextlib.contextmanager
 def headed(words: str):
     """Puts ``words`` above what the ranks of a run in this block print, if they print at all."""
-    before = _heading.set(words)
+    before = heading.set(words)
     try:
         yield
     finally:
-        _heading.reset(before)
+        heading.reset(before)
 
 
 def rank_color(rank: int) -> str:
@@ -43,17 +46,26 @@ class RankText:
         self._room = start  # bytes that the start may still take in
         self._start, self._end, self._line = bytearray(), b"", b""
         self._dropped = 0
+        self.warned: list[tuple] = []  # (category, text, file, line), since somebody has looked
+        self.marked: set[int] = set()  # numbers of what it shows beside text
 
     def feed(self, data: bytes) -> bytes:
         """Takes in what was read; returns the lines that became complete and are in the start."""
         data = _without_overwritten(self._line + data)
         cut = data.rfind(b"\n") + 1
-        lines, self._line = data[:cut], self._last_of(data[cut:])
+        lines, self._line = replace_marks(data[:cut], self._note), self._last_of(data[cut:])
         cut = len(lines) if len(lines) <= self._room else lines.rfind(b"\n", 0, self._room) + 1
         self._start += lines[:cut]
         self._room = self._room - cut if cut == len(lines) else 0
         self._end = self._last_of(self._end + lines[cut:])
         return lines[:cut]
+
+    def _note(self, what, value):
+        if what == "warned":
+            self.warned.append(tuple(value))
+            return b""
+        self.marked.add(value[0])
+        return mark(what, value)
 
     def _last_of(self, data):
         if len(data) <= KEPT:
@@ -90,18 +102,69 @@ def _size(count):
     return f"{count} bytes"
 
 
+def shown_in(line: str):
+    """[number, text] of what a rank shows at this place in its output; else None."""
+    found = _SHOWN.fullmatch(line)
+    return json.loads(found[1]) if found else None
+
+
+def is_hidden(rank: int, line: str, failure: Exception | None) -> bool:
+    """Whether a line only repeats, as gloo words it, what the failure's report says. What a rank
+    said before it died is not hidden: the report has no more."""
+    died = getattr(failure, "kind", "") == "died" and getattr(failure, "rank", None) == rank
+    return failure is not None and not died and bool(_GLOO_WORDS.match(line))
+
+
+seen_warnings: set[tuple] = set()
+
+
+class RankWarnings:
+    """Python's warnings on the ranks of a run: equal ones are one, with the ranks it comes from.
+
+    One that an earlier run has shown is not shown again, as Python does within a process; in a
+    notebook each cell begins anew.
+    """
+
+    def __init__(self):
+        self._ranks: dict[tuple, list[int]] = {}
+
+    def add(self, rank: int, text: RankText) -> None:
+        """Takes in what this rank has warned of."""
+        for warning in text.warned:
+            ranks = self._ranks.setdefault(warning, [])
+            if rank not in ranks:
+                ranks.append(rank)
+        text.warned.clear()
+
+    def close(self) -> list[tuple[str, str]]:
+        """Those that nobody has seen yet: which ranks, and a line."""
+        new = {warning: ranks for warning, ranks in self._ranks.items()
+               if warning not in seen_warnings}
+        seen_warnings.update(new)
+        lines = [(_label(sorted(ranks)), f"{category}: {text} ({spot(file, line)})")
+                 for (category, text, file, line), ranks in new.items()]
+        left = len(lines) - _MOST_WARNINGS
+        return lines[:_MOST_WARNINGS] + [("ranks", f"… {left} more warnings …")] * (left > 0)
+
+
+def _label(ranks):
+    """``rank 1``, ``ranks 0-3``, ``ranks 0, 2``."""
+    if len(ranks) > 1 and ranks == list(range(ranks[0], ranks[-1] + 1)):
+        return f"ranks {ranks[0]}-{ranks[-1]}"
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+
+
 def show(world_size: int):
     """The display that suits where we are: a notebook's cell, or a terminal or file."""
-    return _Cell(world_size) if in_notebook() else _Stream(world_size)
+    if in_notebook():
+        from .cell_output import CellOutput
+
+        return CellOutput(world_size)
+    return _Stream(world_size)
 
 
 def in_notebook() -> bool:
     return hasattr(ipython(), "kernel")
-
-
-def ipython():
-    """The IPython shell that this process runs in, or None; in a notebook it has a ``kernel``."""
-    return sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
 
 
 class _Stream:
@@ -109,77 +172,42 @@ class _Stream:
 
     def __init__(self, world_size):
         self._texts = [RankText(_KEPT_IN_STREAM) for _ in range(world_size)]
-        self._heading = f"{_heading.get()}\n" if _heading.get() else ""
+        self._heading = f"{heading.get()}\n" if heading.get() else ""
+        self._warnings = RankWarnings()
+        self._held = []  # (rank, line) that a report may make superfluous
 
     def feed(self, rank, data):
+        elapsed.heard()
         self._write(rank, _lines(self._texts[rank].feed(data)))
+        self._warnings.add(rank, self._texts[rank])
+
+    def take(self, rank, shown):
+        """Its text comes with the mark in the output."""
 
     def refresh(self):
         pass
 
-    def close(self, failed=False):
+    def close(self, failure=None):
         for rank, text in enumerate(self._texts):
             self._write(rank, text.end())
+        for rank, line in self._held:
+            if not is_hidden(rank, line, failure):
+                self._print(f"[rank {rank}] {line}\n")
+        for ranks, line in self._warnings.close():
+            self._print(f"[{ranks}] {line}\n")
 
     def _write(self, rank, lines):
-        if not lines or sys.stdout is None:
+        held = [line for line in lines if _GLOO_WORDS.match(line)]
+        self._held += [(rank, line) for line in held]
+        shown = ((line, shown_in(line)) for line in lines if line not in held)
+        self._print("".join(f"[rank {rank}] {found[1] if found else line}\n"
+                            for line, found in shown))
+
+    def _print(self, text):
+        if not text or sys.stdout is None:
             return
-        text = self._heading + "".join(f"[rank {rank}] {line}\n" for line in lines)
-        self._heading = ""
+        text, self._heading = self._heading + text, ""
         encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
         with contextlib.suppress(OSError, ValueError):  # closed: the run and its report go on
             sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding))
             sys.stdout.flush()
-
-
-class _Cell:
-    """One output of the cell, rewritten while the ranks print; a notebook keeps its last state."""
-
-    def __init__(self, world_size):
-        self._texts = [RankText() for _ in range(world_size)]
-        self._heading = _heading.get()
-        self._handle = None
-        self._changed = self._failed = False
-        self._next = time.monotonic() + _REFRESH
-        self._live = os.environ.get("DPLAB_LIVE") != "0"
-
-    def feed(self, rank, data):
-        self._texts[rank].feed(data)
-        self._changed = True
-
-    def refresh(self):
-        if self._live and self._changed and time.monotonic() > self._next:
-            self._show()
-
-    def close(self, failed=False):
-        self._failed = failed
-        if self._changed and any(text for _, text in self._lines()):
-            self._show()
-
-    def _show(self):
-        from IPython.display import display
-
-        data = {"text/plain": self._plain(), "text/html": self._html()}
-        if self._handle is None:
-            self._handle = display(data, raw=True, display_id=True)
-        else:
-            self._handle.update(data, raw=True)
-        self._changed = False
-        self._next = time.monotonic() + _REFRESH
-
-    def _lines(self):
-        for rank, text in enumerate(self._texts):
-            for line in text.lines():
-                if not (self._failed and _GLOO_WORDS.match(line)):
-                    yield rank, line
-
-    def _plain(self):
-        lines = [self._heading] if self._heading else []
-        return "\n".join(lines + [f"[rank {rank}] {line}" for rank, line in self._lines()])
-
-    def _html(self):
-        rows = [f'<span style="background:{rank_color(rank)};color:#fff;border-radius:3px;'
-                f'padding:0 5px">rank {rank}</span> {html.escape(line)}'
-                for rank, line in self._lines()]
-        heading = f"<div>{html.escape(self._heading)}</div>" if self._heading else ""
-        return f'{heading}<pre style="line-height:1.35">' + "\n".join(rows) + "</pre>"

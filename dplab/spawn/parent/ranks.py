@@ -13,9 +13,9 @@ from typing import Any
 
 from ..between.calls import LOG_BYTES, CallReader
 from ..between.errors import SHARED_MEMORY, with_advice
-from ..between.messages import Mailbox, Task, log_file, store_file
+from ..between.messages import Mailbox, Shown, Task, log_file, store_file
 from ..server.start import start_ranks
-from . import output, report
+from . import output, places
 from .stages import RankStage, RankState
 
 _ANSWER = 0.5  # seconds that a rank has to say where it is
@@ -51,7 +51,8 @@ class Ranks:
         common = {
             "world_size": len(self.states), "folder": self.folder,
             "environment": dict(os.environ), "directory": os.getcwd(), "path": list(sys.path),
-            "sources": report.sources_of_cells(), **task}
+            "sources": places.sources_of_cells(), "in_ipython": places.ipython() is not None,
+            **task}
         for state, mailbox in zip(self.states, self._mailboxes, strict=True):
             mailbox.send(Task(rank=state.rank, **common))
             mailbox.send_bytes(payload)
@@ -117,7 +118,9 @@ class Ranks:
             state.advance(RankStage.RETURNED)
             return
         answer = pickle.loads(message)
-        if answer.state == "where":
+        if isinstance(answer, Shown):
+            self.display.take(state.rank, answer)
+        elif answer.state == "where":
             state.where = answer
         elif answer.state == "done":
             state.coming = answer

@@ -9,7 +9,7 @@ from ..between.calls import PACKAGE, is_learners
 from ..between.errors import RankError, advice_on
 from ..between.messages import Frame, crash_file
 from .matching import is_waiting
-from .output import ipython
+from .places import ipython, place, spot
 from .stages import RankStage
 
 _LAUNCHER = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
@@ -43,7 +43,7 @@ def of_mismatch(mismatch, states) -> RankError:
     odd = _odd_one_out(calls)
     head = (f"collective number {number} is not the same on every rank: "
             f"the {what}s do not agree")
-    lines = [f"  rank {rank} called {call}\n         {_spot(call.file, call.line)}"
+    lines = [f"  rank {rank} called {call}\n         {spot(call.file, call.line)}"
              for rank, call in calls.items()]
     others = [state for state in states if state.rank not in calls]
     return _error(head, "\n".join([*lines, "", _WHY[what]]), others, rank=odd, kind="mismatched")
@@ -64,7 +64,7 @@ def of_failure(states, folder) -> RankError:
            if not (state.answer and _PEER_LOST.search(state.answer.text))]
     first = (own or failed)[0]
     advice = next(filter(None, (advice_on(state.answer.text) for state in failed
-                                if state.answer)), "")
+                                if state.answer)), "") or _advice_on_name(first)
     if first.stage is RankStage.UNPICKLABLE:
         return of_unpicklable(first, states)
     if first.stage is RankStage.RAISED:
@@ -80,8 +80,17 @@ def of_failure(states, folder) -> RankError:
     body = _excerpt(frames)
     if not body and first.last_call:
         call = first.last_call
-        body = f"  Its last call was {call}\n         {_spot(call.file, call.line)}"
+        body = f"  Its last call was {call}\n         {spot(call.file, call.line)}"
     return _error(head, body, _others(states, first), rank=first.rank, kind="died", after=advice)
+
+
+def _advice_on_name(state):
+    """In a notebook, where a rank lacks a name: an earlier ``%%ranks`` cell does not give it."""
+    found = re.match(r"NameError: name '(\w+)' is not defined", state.answer.text) if (
+        state.answer and ipython()) else None
+    return (f"Each run starts fresh processes, so nothing is left of an earlier %%ranks cell. If "
+            f"`{found[1]}` was made in one, make it in this cell too, or in the notebook: in a "
+            "cell without %%ranks.") if found else ""
 
 
 def of_stuck(states, seconds) -> RankError:
@@ -90,18 +99,25 @@ def of_stuck(states, seconds) -> RankError:
     waiting = [state for state in busy if state.where and state.where.waiting]
     returned = [state for state in states if state.finished]
     lost = [state for state in busy if state not in waiting]
+    computing = all(state.where and not is_waiting(state) for state in lost)
     rank, advice = None, "Every rank must call the same collectives in the same order."
     if waiting and returned:
         rank = returned[0].rank if len(returned) == 1 else None
         head = (f"{_names(returned)} returned, and {_names(waiting)} still "
-                f"{_verb(waiting, 'waits', 'wait')} in {waiting[0].where.waiting[0][1]}")
+                f"{_verb(waiting, 'waits', 'wait')} in {_awaited(waiting[0])}")
     elif waiting and lost:
         rank = lost[0].rank if len(lost) == 1 else None
-        head = (f"{_names(lost)} did not come to {waiting[0].where.waiting[0][1]} "
+        head = (f"{_names(lost)} did not come to {_awaited(waiting[0])} "
                 f"within {seconds:g} s, and {_names(waiting)} {_verb(waiting, 'waits', 'wait')}")
+        if computing:
+            advice = (f"{_names(lost).capitalize()} {_verb(lost, 'is', 'are')} busy in code of "
+                      f"{_verb(lost, 'its', 'their')} own: a loop that does not end, or work that "
+                      "takes longer (then give the run more time, with timeout=SECONDS).")
     else:
         rank = busy[0].rank if len(busy) == 1 else None
         head = f"{_names(busy)} gave no answer within {seconds:g} s"
+        if computing:
+            advice = "Do they run a loop that does not end?"
         advice += " A run that needs longer: timeout=SECONDS."
     return _error(head, "", states, rank=rank, kind="stuck", after=advice)
 
@@ -143,6 +159,36 @@ def of_interrupt(states) -> str:
     return "\n".join(["stopped by you; where the ranks were:", *map(_line, states)])
 
 
+_NOW = {  # how `_line` says where a rank was: how to say where one is, and where several are
+    "waits in": ("waits in", "wait in"),
+    "was running": ("computes", "compute"),
+    "was still starting": ("is still starting", "are still starting"),
+    "had returned": ("has returned", "have returned"),
+    "does not answer: it is": ("does not answer: it is", "do not answer: they are"),
+}
+
+
+def whereabouts(states) -> list[str]:
+    """Where the ranks of a running run are: a line for each place."""
+    places: dict[str, list] = {}
+    for state in states:
+        text = _line(state).strip().removeprefix(f"rank {state.rank} ")
+        places.setdefault(text, []).append(state)
+    lines = []
+    for text, ranks in places.items():
+        past = next((words for words in _NOW if text.startswith(words)), "")
+        now = _NOW[past][len(ranks) > 1] if past else ""
+        lines.append(f"{_names(ranks)} {now}{text.removeprefix(past)}")
+    return lines
+
+
+def some_wait(states) -> bool:
+    """Whether some ranks wait for others, which compute."""
+    waiting = [bool(state.where and (state.where.waiting or is_waiting(state)))
+               for state in states if state.at_work]
+    return any(waiting) and not all(waiting)
+
+
 def _error(head, body, others, *, rank, kind="raised", error="", after=""):
     lines = [_line(state) for state in others]
     parts = [head]
@@ -181,13 +227,22 @@ def _line(state) -> str:
     if state.where is None:
         call = state.last_call
         return label + "does not answer: it is stopped, or inside C code" + (
-            f"; its last call was {call}: {_spot(call.file, call.line)}" if call else "")
+            f"; its last call was {call}: {spot(call.file, call.line)}" if call else "")
     if state.where.waiting:
-        return label + f"waits in {state.where.waiting[0][1]}" + _at(state.where.frames)
+        return label + f"waits in {_awaited(state)}" + _at(state.where.frames)
     if is_waiting(state) and state.last_call:
         calls = " and ".join(map(str, state.unmet[:2])) or state.last_call
         return label + f"waits in {calls}" + _at(state.where.frames)
     return label + "was running" + _at(state.where.frames)
+
+
+def _awaited(state):
+    """The collective in which a rank waits. gloo makes a reduce-scatter from all-reduces, which are
+    what the rank's answer names."""
+    words, call = state.where.waiting[0][1], state.last_call
+    if call and call.operation == "reduce_scatter" and words.startswith("all_reduce"):
+        return f"{call.operation} number {call.number} of {call.dtype}{list(call.shape)}"
+    return words
 
 
 def _how_it_ended(state):
@@ -225,13 +280,13 @@ def _excerpt(frames) -> str:
         shown = [f"  {'→' if number == frame.line else ' '} {number:3d} "
                  + linecache.getline(frame.file, number).rstrip("\n")
                  for number in range(first, frame.line + 1)]
-        blocks.append("\n".join([f"  {_place(frame.file)}, in {frame.function}", *shown]))
+        blocks.append("\n".join([f"  {place(frame.file)}, in {frame.function}", *shown]))
     return "\n".join(blocks)
 
 
 def _at(frames):
     kept = _learners(frames)
-    return f": {_spot(kept[-1].file, kept[-1].line)}" if kept else ""
+    return f": {spot(kept[-1].file, kept[-1].line)}" if kept else ""
 
 
 def _odd_one_out(calls):
@@ -261,31 +316,3 @@ def _learners(frames):
     return mine or [frame for frame in frames
                     if frame.file.startswith(os.path.join(PACKAGE, ""))
                     and not frame.file.startswith(_LAUNCHER)]
-
-
-def _spot(file: str, line: int) -> str:
-    """A line as the reader knows it, with its text where that is to be had."""
-    text = linecache.getline(_whole_name(file), line).strip()
-    return f"{_place(file)}, line {line}" + (f": {text}" if text else "")
-
-
-def _whole_name(file):
-    """The file's full name, where a call log kept only its end."""
-    if file in linecache.cache or os.path.exists(file):
-        return file
-    return next((name for name in linecache.cache if name.endswith(file)), file)
-
-
-def _place(file: str) -> str:
-    """A source file as the reader knows it: the cell's number, or the file's name."""
-    cells = getattr(getattr(ipython(), "compile", None), "_filename_map", {})
-    for name, number in cells.items():
-        if name == file or (len(file) >= 40 and name.endswith(file)):
-            return f"cell In[{number}]"
-    return os.path.basename(file)
-
-
-def sources_of_cells() -> dict[str, str]:
-    """The sources of the notebook's cells, which exist in no file."""
-    return {name: "".join(entry[2]) for name, entry in list(linecache.cache.items())
-            if len(entry) == 4 and entry[1] is None and not os.path.exists(name)}

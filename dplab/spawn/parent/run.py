@@ -1,7 +1,5 @@
-"""The ways to ranks: `run`, from a notebook, a script or inside a torchrun job, and ``%%ranks``."""
+"""The way to ranks: `run`, from a notebook, a script or inside a torchrun job."""
 
-import argparse
-import ast
 import atexit
 import datetime
 import functools
@@ -12,10 +10,10 @@ import os
 import time
 
 from ..between import values
-from ..between.errors import RankError, ServerEnded, expect_failure
+from ..between.errors import RankError, ServerEnded
 from ..rank import device as devices
 from ..rank import life
-from ..server.start import MOST_RANKS, warm_up
+from ..server.start import MOST_RANKS
 from .supervise import Supervisor
 
 _LARGEST_SEED = 2**32
@@ -81,7 +79,7 @@ def run(fn, world_size, *args, timeout=60.0, backend=None, link=None, seed=0, **
     killed with them. The ■ button and Ctrl-C end the ranks, and raise
     KeyboardInterrupt with a line on where each was.
     """
-    _validate(fn, world_size, timeout, backend, seed)
+    validate(fn, world_size, timeout, backend, seed)
     if devices.under_torchrun():
         if link is not None:
             raise ValueError("under torchrun the job's own link is there, and no other is emulated")
@@ -95,8 +93,10 @@ def run(fn, world_size, *args, timeout=60.0, backend=None, link=None, seed=0, **
         text = str(error)
         for index, name in enumerate(("the function", "args", "kwargs", "link")):
             text = text.replace(f"the value[{index}]", name, 1)
-        raise RankError(f"{text}, so it cannot be sent to the ranks.\nMake it inside the function "
-                        "instead, or pass what it is made from.", kind="unpicklable") from None
+        text = text.replace("the function.names[", "the notebook's names[", 1)  # those of %%ranks
+        raise RankError(f"{text}, so it cannot be sent to the ranks.\nMake it on the ranks, inside "
+                        "the function or cell, or pass what it is made from.",
+                        kind="unpicklable") from None
     name = devices.choose_backend(world_size, backend or (link and "gloo"))
 
     def supervisor():
@@ -111,7 +111,8 @@ def run(fn, world_size, *args, timeout=60.0, backend=None, link=None, seed=0, **
     return supervisor().run()  # with another server
 
 
-def _validate(fn, world_size, timeout, backend, seed):
+def validate(fn, world_size, timeout=60.0, backend=None, seed=0):
+    """TypeError or ValueError for what `run` cannot take."""
     if not callable(fn):
         raise TypeError(f"the first argument must be a function, not {type(fn).__name__}: "
                         "write run(fn, 4), not run(fn(), 4)")
@@ -161,62 +162,3 @@ def _let_threads_finish_at_exit():
     something keeps the group alive, as `fully_shard` does. So all get their turn before the end.
     """
     atexit.register(time.sleep, 0.1)
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message):
-        raise ValueError(f"%%ranks N [--timeout S] [--fails]: {message}")
-
-
-def register_magic(shell) -> None:
-    """Adds ``%%ranks`` to an IPython shell, and starts the fork server in the background."""
-    from IPython.core.magic import register_cell_magic
-
-    warm_up()
-    parser = _Parser(prog="%%ranks", add_help=False)
-    parser.add_argument("world_size", type=int, metavar="N")
-    parser.add_argument("--timeout", type=float, default=60.0)
-    parser.add_argument("--fails", action="store_true")
-
-    def ranks(line, cell):
-        """``%%ranks N [--timeout S] [--fails]``: runs the cell's body on N ranks.
-
-        Names of the notebook are visible, none come back. The value of a last expression comes
-        back as the list ``_``. ``--fails``: the failure is meant; it is shown without raising, and
-        kept under the name ``failure``.
-        """
-        options = parser.parse_args(line.split())
-        body = _Body(shell, line, cell)
-        if options.fails:
-            with expect_failure() as shell.user_ns["failure"]:
-                run(body, options.world_size, timeout=options.timeout)
-            return None
-        returned = run(body, options.world_size, timeout=options.timeout)
-        return None if all(value is None for value in returned) else returned
-
-    register_cell_magic(ranks)
-
-
-class _Body:
-    """A cell's code with the names of the notebook that it uses, to be called on a rank."""
-
-    def __init__(self, shell, line, cell):
-        source = f"%%ranks {line}\n{cell}"
-        self.file = shell.compile.cache(source, len(shell.user_ns["In"]) - 1, raw_code=source)
-        tree = ast.parse("\n" + cell, self.file)  # the magic's own line is the cell's first
-        last = tree.body[-1] if tree.body else None
-        hidden = cell.rstrip().endswith(";")
-        self.result = None
-        if isinstance(last, ast.Expr) and not hidden:
-            tree.body.pop()
-            self.result = compile(ast.Expression(last.value), self.file, "eval")
-        self.code = compile(tree, self.file, "exec")
-        used = values.global_names(self.code)
-        if self.result:
-            used |= values.global_names(self.result)
-        self.names = {name: shell.user_ns[name] for name in used if name in shell.user_ns}
-
-    def __call__(self):
-        names = {"__name__": "__main__", **self.names}
-        exec(self.code, names)
-        return eval(self.result, names) if self.result else None

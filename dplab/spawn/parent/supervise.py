@@ -8,7 +8,7 @@ import time
 
 from ..between import values
 from ..between.errors import Interrupted
-from . import report
+from . import elapsed, report
 from .matching import CallComparison, Meetings, waits_without_end
 from .ranks import Ranks
 from .stages import RunStage
@@ -17,6 +17,7 @@ _TICK = 0.1  # seconds between two looks at the call logs
 _GRACE = 0.15  # seconds that other ranks have to fail too, after the first did
 _PROBE = 0.4  # seconds between two questions to ranks that are late
 _START = 120.0  # seconds that ranks have to start
+_WHERE = 2.0  # seconds between two looks at where silent ranks are
 _PATIENCE = 3.0  # seconds after which a second press of ■ is not put off any more
 
 
@@ -35,6 +36,7 @@ class Supervisor:
         self._next_probe = 0.0  # none is due
         self._hopeless_before = None
         self._oom_kills = _oom_kills()
+        self._said_at = 0.0  # when it was said where the ranks are; 0: it is not said
 
     @property
     def has_begun(self) -> bool:
@@ -43,7 +45,7 @@ class Supervisor:
 
     def run(self) -> list:
         """The ranks' values in rank order. Raises `RankError`, `Interrupted` or `ServerEnded`."""
-        failed = True
+        failure: BaseException | None = None
         try:
             with self._interrupts:
                 try:
@@ -55,9 +57,9 @@ class Supervisor:
                 finally:
                     self._interrupts.put_off()
                     self._ranks.stop()
-            failed = failure is not None
         finally:
-            self._ranks.display.close(failed)
+            self._stop_saying()
+            self._ranks.display.close(failure)
         if self._interrupts.noted and not isinstance(failure, Interrupted):
             failure = Interrupted(report.of_interrupt(self._states))
         if failure is not None:
@@ -87,12 +89,30 @@ class Supervisor:
             if not error and not has_returned:
                 error = (self._late_start() if self._stage is RunStage.STARTING
                          else self._late() or self._no_end())
+                self._say_where()
             if error or has_returned:
                 self._enter(RunStage.ENDED)
         return error
 
     def _enter(self, stage):
         self._stage, self._since = stage, time.monotonic()
+
+    def _say_where(self):
+        """Says where the ranks are, once they have shown and called nothing for a while."""
+        now = time.monotonic()
+        if now < max(self._since, self._called_at, elapsed.heard_at) + elapsed.PATIENCE:
+            self._stop_saying()
+        elif elapsed.is_live() and now > self._said_at + _WHERE and (
+                elapsed.in_cell() or not self._said_at):
+            self._said_at = now
+            self._ranks.ask_where()
+            if elapsed.in_cell() or report.some_wait(self._states):
+                elapsed.say(report.whereabouts(self._states))
+
+    def _stop_saying(self):
+        if self._said_at:
+            self._said_at = 0.0
+            elapsed.say([])
 
     # What ends a run: each gives the error, or None.
 

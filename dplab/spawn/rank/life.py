@@ -27,9 +27,10 @@ from multiprocessing.connection import Connection
 
 from ..between import values
 from ..between.calls import DEFAULT_GROUP, map_log
+from ..between.errors import in_plain_words
 from ..between.messages import Answer, Frame, Task, crash_file, log_file, store_file
 from . import device as devices
-from . import recording
+from . import recording, shown
 
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
@@ -97,15 +98,18 @@ def _work(task, payload, wire):
     """Runs the task. Returns the last answer, and with "done" the value as bytes."""
     try:
         _settle(task)
+        shown.install(wire.say, task.world_size, task.in_ipython)
         try:
             function, args, kwargs, link = values.loads(payload)
         except Exception as error:
             return Answer("unpicklable", time.monotonic(), "what was sent to the rank could not be "
-                          f"loaded there ({_only(error)})"), None
+                          f"loaded there ({in_plain_words(error)})"), None
         _join_process_group(task, link)
         _fill_main(function)
         wire.wait_for_the_others()
         value = function(*args, **kwargs)
+        if task.in_ipython:
+            shown.show_open_figures()
         _flush()
         return Answer("done", time.monotonic(), launched=_flight()[0]), values.dumps(value)
     except values.Unpicklable as error:
@@ -115,7 +119,7 @@ def _work(task, payload, wire):
         return Answer("exited", time.monotonic(), f"called sys.exit({error.code!r})",
                       frames=_frames_of(error)), None
     except BaseException as error:
-        return Answer("raised", time.monotonic(), _only(error), type(error).__name__,
+        return Answer("raised", time.monotonic(), in_plain_words(error), type(error).__name__,
                       _frames_of(error), launched=_flight()[0]), None
     finally:
         _flush()
@@ -218,10 +222,6 @@ def _frames_of(error):
 def _frames(walk):
     return [Frame(frame.f_code.co_filename, line or 0, frame.f_code.co_name,
                   frame.f_code.co_firstlineno) for frame, line in walk]
-
-
-def _only(error):
-    return "".join(traceback.format_exception_only(error)).strip()[:2000]
 
 
 def _flush():
