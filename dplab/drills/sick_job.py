@@ -210,10 +210,10 @@ class SickJob:
                 for name, method in self._instruments().items()}
         rows['job.diagnose("…")'] = "your answer: one of the suspects below"
         rows["job.solution()"] = "the answer, if you give up"
-        rows[f'dplab.drill("{self.chapter:02d}", seed={self.seed})'] = "this job again"
         width = max(map(len, rows))
         calls = (f"{call:{width}}  {what}" for call, what in rows.items())
-        return "\n".join([*calls, "", "Suspects", repr(self.suspects)])
+        again = f'dplab.drill("{self.chapter:02d}", seed={self.seed}) gives this job again'
+        return "\n".join([*calls, "", "Suspects", repr(self.suspects), "", again])
 
     @classmethod
     def _instruments(cls):
@@ -260,8 +260,8 @@ class SickJob:
         """Both versions of the part, line by line, as a patch has them."""
         sick, mended = (self._source(part).splitlines()
                         for part in (self._fault.sick, self._fault.mended))
-        return "\n".join(line.rstrip() for line in difflib.ndiff(sick, mended)
-                         if not line.startswith("?"))
+        _, _, _, *lines = difflib.unified_diff(sick, mended, n=len(sick), lineterm="")
+        return "\n".join(lines)
 
 
 _LEGEND = "The lines with `-` ran; those with `+` mend it."

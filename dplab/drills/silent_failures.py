@@ -321,8 +321,8 @@ def left_out(readings):
 
 
 SUSPECTS = (
-    Suspect("wrong divisor", "The gradients are summed over the ranks, and not divided by their "
-            "number.", "gradients", factor),
+    Suspect("wrong divisor", "Gradients are summed over the ranks, not divided by their number.",
+            "gradients", factor),
     Suspect("overlapping parts", "Ranks take the same samples, all of them or some.", "samples",
             overlap),
     Suspect("repeated order", "Each epoch has the order of the first one.", "samples", repetition),
@@ -413,10 +413,10 @@ class SilentFailure(SickJob):
 
     def _description(self):
         settings = self._settings
-        return (f"The job trains a classifier of digits on {self._world_size} ranks, "
-                f"{settings.batch} digits on each in a step, for {healthy.EPOCHS} epochs. The "
-                f"layer `{settings.frozen}` is frozen in epoch 0. The queue stopped the job once, "
-                "in epoch 1, and it went on from its checkpoint.")
+        return (f"The job trains a classifier of digits, with BatchNorm over the batches of all "
+                f"ranks, on {self._world_size} ranks: {settings.batch} digits on each in a step, "
+                f"{healthy.EPOCHS} epochs. The layer `{settings.frozen}` is frozen in epoch 0. The "
+                "queue stopped the job once, in epoch 1, and it went on from its checkpoint.")
 
     def _run(self, part):
         parts = replace(Parts(), **{self._case.part: part})
@@ -445,7 +445,7 @@ class SilentFailure(SickJob):
 
     @instrument
     def losses(self) -> None:
-        """The loss of each rank's batch in each step, and that of one process."""
+        """The loss in each step, of each rank and of one process."""
         curves = {"one process": self._readings.one_process.losses,
                   "mean over the ranks": self._readings.losses}
         curves |= {f"rank {rank}": each.losses for rank, each in enumerate(self._readings.ranks)}
@@ -454,7 +454,8 @@ class SilentFailure(SickJob):
 
             names = ("one process", "mean over the ranks")
             display(show.loss_curves({name: curves[name] for name in names},
-                                     title="Loss of the global batch in each step", note=""))
+                                     title="Loss of the global batch in each step",
+                                     note="Step 1 stands at 0"))
         steps = [0, 1, 2, *(step for step in range(9, len(self._readings.losses), 10))]
         _print_table(["step", *(str(step + 1) for step in steps)], *(
             [name, *(f"{losses[step]:.4f}" if step < len(losses) else "" for step in steps)]
@@ -477,7 +478,7 @@ class SilentFailure(SickJob):
 
     @instrument
     def gradients(self, step: int = 1) -> None:
-        """The length of each gradient as the optimizer gets it; gradients(20): in step 20."""
+        """The length of each gradient in step 1; gradients(20): in step 20."""
         steps = min(len(self._readings.losses), len(self._readings.one_process.losses))
         if not 1 <= step <= steps:
             print(f"The steps are 1 to {steps}.")
@@ -507,7 +508,7 @@ class SilentFailure(SickJob):
 
     @instrument
     def calls(self) -> None:
-        """The collectives that the ranks call, by moment, with their sizes in numbers."""
+        """The collectives that the ranks call, with the numbers in each."""
         ranks = [self._by_moment(rank.calls) for rank in self._readings.ranks]
         for moment in ranks[0]:
             same = all(rank.get(moment) == ranks[0][moment] for rank in ranks)
@@ -517,7 +518,7 @@ class SilentFailure(SickJob):
 
     @instrument
     def accuracy(self) -> None:
-        """What the log says of the test set, and what each rank contributed."""
+        """The accuracy in the log, and what each rank contributed."""
         readings = self._readings
         for epoch in range(healthy.EPOCHS):
             print(f"After epoch {epoch} the log says {readings.accuracies(epoch)[0]:.2%}")
@@ -536,7 +537,7 @@ class SilentFailure(SickJob):
 
     @instrument
     def checkpoint(self) -> None:
-        """Where rank 0 was when it saved, and where each rank was when it went on."""
+        """Where rank 0 was when it saved, and where each rank went on."""
         ranks = self._readings.ranks
         states = {"rank 0 at the stop": ranks[0].stopped} | {
             f"rank {rank} going on": each.went_on for rank, each in enumerate(ranks)}

@@ -126,8 +126,8 @@ def test_a_right_answer_shows_the_reading_and_both_lines(capsys):
     job.diagnose("different start")
     said = capsys.readouterr().out
     assert "job.weights()" in said and "of 9 tensors" in said
-    assert "-         message = tensor.clone()" in said
-    assert "+         dist.broadcast(tensor, src=0)" in said
+    assert "-        message = tensor.clone()" in said
+    assert "+        dist.broadcast(tensor, src=0)" in said
     assert "begin_with_copies" not in said
     assert entry(job) == {"tries": 1, "diagnosed": True, "solved": True}
     assert scores()[4] == (1, 8)
@@ -158,7 +158,7 @@ def test_an_unknown_suspect_is_asked_about_and_no_try(said, capsys):
 def test_the_solution_does_not_count(capsys):
     job = job_of("d")
     job.solution()
-    assert "+         dist.broadcast(tensor, src=0)" in capsys.readouterr().out
+    assert "+        dist.broadcast(tensor, src=0)" in capsys.readouterr().out
     assert scores()[4] == (0, 8)
 
 
