@@ -22,9 +22,10 @@ _MODULE_OF = {
     "reset": "exercises",
     "progress": "exercises",
     "guess": "desk.guesses",
+    "drill": "drills",
 }
-_PACKAGES = {"bench", "demos", "desk", "dryrun", "exercises", "measure", "parallel", "predict",
-             "show", "spawn", "workloads"}
+_PACKAGES = {"bench", "demos", "desk", "drills", "dryrun", "exercises", "measure", "parallel",
+             "predict", "show", "spawn", "workloads"}
 
 _PRELOAD = (  # what ranks of the course ask for: small each, and as long as their start together
     "dplab.measure", "dplab.parallel", "dplab.predict.memory", "dplab.workloads.digits",

@@ -16,7 +16,7 @@ TOP_LEVEL = {"README.md", "requirements.txt", "pyproject.toml", "chapters", "dpl
 FILES = sorted((ROOT / "dplab").rglob("*.py"))
 
 PUBLIC_NAMES = {
-    "dplab": """check device expect_failure guess hint load_ipython_extension progress
+    "dplab": """check device drill expect_failure guess hint load_ipython_extension progress
         RankError reset run solution warm_up""",
     "dplab.dryrun": "Collective ddp DryRun fully_shard UnsupportedOperator zero_1",
     "dplab.measure": """aligned available_cores available_memory CallLog describe_machine
@@ -43,8 +43,8 @@ REGISTRY = re.compile(
 
 # Part of the course: the parts of dplab that it may import. `dplab` is what dplab/__init__ offers.
 MAY_IMPORT = {
-    "__init__": """bench demos desk dplab dryrun exercises measure needs parallel predict show spawn
-        workloads""",
+    "__init__": """bench demos desk dplab drills dryrun exercises measure needs parallel predict
+        show spawn workloads""",
     "needs": "",
     "spawn": "",  # a library that stands alone
     "parallel": "",
@@ -54,6 +54,7 @@ MAY_IMPORT = {
     "measure": "dplab predict spawn",
     "dryrun": "measure predict spawn workloads",
     "desk": "spawn",
+    "drills": "desk dplab measure parallel show spawn workloads",
     "exercises": "desk dryrun measure parallel predict spawn workloads",
     "demos": "dplab measure parallel show spawn workloads",
     "bench": "dplab dryrun measure parallel predict spawn workloads",

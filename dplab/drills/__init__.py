@@ -1,0 +1,63 @@
+"""Drills: sick training jobs that the reader diagnoses from their instruments.
+
+`drill` hands one out, `scores` says how many are solved. A file holds the jobs of one chapter.
+"""
+
+import importlib
+import random
+
+from dplab.desk import record
+from dplab.drills.sick_job import SickJob, key
+
+__all__ = ["drill", "scores"]
+
+_OF_CHAPTER = {4: ("silent_failures", "SilentFailure")}
+
+
+def drill(chapter: str, seed: int | None = None) -> SickJob:
+    """A sick job of this chapter (``"04"``), with its complaint shown.
+
+    Without a ``seed`` it is another one each time: first those that are not solved, and of these
+    the ones that were handed out least, in a random order. With a seed it is the same job again.
+    Raises ValueError for a chapter without drills, TypeError for a seed that is no integer.
+    """
+    kind = _kind(chapter)
+    if seed is None:
+        seed = _next_seed(kind)
+    elif isinstance(seed, bool) or not isinstance(seed, int):
+        raise TypeError(f"seed must be an integer such as 1234, not {seed!r}")
+    job = kind(seed)
+    job._keep(lambda entry: entry.update(taken=entry.get("taken", 0) + 1))
+    job._show()
+    return job
+
+
+def scores() -> dict[int, tuple[int, int]]:
+    """By chapter: how many of its jobs are solved, and how many there are."""
+    kept = record.entries("drills")
+    return {chapter: (sum(kept.get(key(chapter, case), {}).get("solved", False)
+                          for case in kind.cases), len(kind.cases))
+            for chapter in _OF_CHAPTER for kind in [_kind(chapter)]}
+
+
+def _kind(chapter) -> type[SickJob]:
+    try:
+        module, name = _OF_CHAPTER[int(chapter)]
+    except (KeyError, TypeError, ValueError):
+        known = ", ".join(f'"{number:02d}"' for number in _OF_CHAPTER)
+        raise ValueError(f"there are no drills for chapter {chapter!r}; there are for "
+                         f"{known}") from None
+    return getattr(importlib.import_module(f"{__name__}.{module}"), name)
+
+
+def _next_seed(kind: type[SickJob]) -> int:
+    """A seed whose job is one of those whose turn it is."""
+    kept = record.entries("drills")
+
+    def turn(case):
+        entry = kept.get(key(kind.chapter, case), {})
+        return bool(entry.get("solved")), entry.get("taken", 0)
+
+    first = min(map(turn, kind.cases))
+    return next(seed for seed in iter(lambda: random.randrange(1000, 10_000), None)
+                if turn(kind(seed)._case) == first)

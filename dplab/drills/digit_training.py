@@ -1,0 +1,260 @@
+"""The training job that the drills of chapter 04 make sick: its parts, its loop, its recording.
+
+Six parts are functions as a learner writes them. `train` puts them together on each rank and
+records what happens. A sick job is this one with another function in the place of one part. With
+these parts, the job trains the model of one process, whatever the number of ranks.
+"""
+
+import os
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DistributedSampler
+
+from dplab import parallel
+from dplab.measure import CallLog
+from dplab.workloads.digits import TRAIN_SIZE, load_digits
+
+EPOCHS = 3
+THAW = 1  # the epoch from whose first step on the frozen layer is trained, too
+LEARNING_RATE = 0.15
+
+
+# The parts
+
+
+def make_model(seed):
+    torch.manual_seed(seed)
+    return nn.Sequential(OrderedDict(
+        flat=nn.Flatten(),
+        first=nn.Linear(64, 23, bias=False), norm=parallel.SynchronizedBatchNorm(23),
+        gelu=nn.GELU(),
+        second=nn.Linear(23, 17, bias=False), tanh=nn.Tanh(),
+        last=nn.Linear(17, 10)))
+
+
+def begin(model):
+    for tensor in model.state_dict().values():
+        dist.broadcast(tensor, src=0)
+
+
+def own_samples(epoch, seed):
+    sampler = DistributedSampler(range(TRAIN_SIZE), seed=seed, drop_last=True)
+    sampler.set_epoch(epoch)
+    return list(sampler)
+
+
+def averager(model):
+    def average():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.grad /= dist.get_world_size()
+                dist.all_reduce(parameter.grad)
+
+    return average
+
+
+def evaluate(model, test_set, mine):
+    images, labels = test_set[mine]
+    right = (model(images).argmax(dim=1) == labels).sum()
+    counts = torch.tensor([right, len(labels)])
+    dist.all_reduce(counts)
+    return (counts[0] / counts[1]).item()
+
+
+def load(path, model, optimizer):
+    saved = torch.load(path)
+    model.load_state_dict(saved["model"])
+    optimizer.load_state_dict(saved["optimizer"])
+    return saved["epoch"], saved["batch"]
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What `train` is made of."""
+
+    make_model: Callable = make_model
+    begin: Callable = begin
+    own_samples: Callable = own_samples
+    averager: Callable = averager
+    evaluate: Callable = evaluate
+    load: Callable = load
+
+
+# The loop
+
+
+@dataclass(frozen=True)
+class Settings:
+    """One job's size and chances, the same on every rank.
+
+    ``frozen``: the name of the layer that is not trained before epoch `THAW`; ``stop``: before
+    which batch of epoch 1 the job stops, to go on from its checkpoint; ``files``: the test set's
+    indices, a tensor for each rank.
+    """
+
+    seed: int
+    batch: int
+    frozen: str
+    stop: int
+    files: list[torch.Tensor]
+
+
+@dataclass
+class State:
+    """Where a rank is, at the stop or when it goes on."""
+
+    epoch: int
+    batch: int
+    learning_rate: float
+    momentum: torch.Tensor  # of all parameters, one after the other
+
+
+@dataclass
+class Recording:
+    """What one rank did. Vectors hold the model's tensors one after the other, in their order."""
+
+    losses: list[float] = field(default_factory=list)  # one for each step, of the rank's own batch
+    places: list[tuple[int, int]] = field(default_factory=list)  # epoch and batch of each step
+    samples: list[torch.Tensor] = field(default_factory=list)  # of each step, as indices
+    gradients: list[torch.Tensor] = field(default_factory=list)  # as the optimizer gets them
+    states: list[torch.Tensor] = field(default_factory=list)  # weights and buffers after each step
+    before: list[torch.Tensor] = field(default_factory=list)  # the same before a run's first step
+    evaluated: list[torch.Tensor] = field(default_factory=list)  # indices, by epoch
+    right: list[int] = field(default_factory=list)  # of those, by epoch
+    reported: list[float] = field(default_factory=list)  # the accuracy in the log, by epoch
+    calls: list[tuple[str, str, int]] = field(default_factory=list)  # moment, operation, numbers
+    stopped: State | None = None
+    went_on: State | None = None
+
+    def then(self, later: "Recording") -> "Recording":
+        """Both runs of a job that was stopped."""
+        lists = {name: value + getattr(later, name) for name, value in vars(self).items()
+                 if isinstance(value, list)}
+        return Recording(**lists, stopped=self.stopped, went_on=later.went_on)
+
+
+class Samples:
+    """Images and labels by index. ``read``: the indices asked for so far."""
+
+    def __init__(self, images, labels):
+        self.images, self.labels = images, labels
+        self.read: list[torch.Tensor] = []
+
+    def __getitem__(self, indices):
+        self.read.append(torch.as_tensor(indices).clone())
+        return self.images[indices], self.labels[indices]
+
+
+def train(parts: Parts, settings: Settings, path, *, resume=False, interrupted=True) -> Recording:
+    """Trains from the beginning to the stop, or, to ``resume``, from there to the end.
+
+    With ``interrupted=False`` it trains to the end in one run. Called by every rank.
+    """
+    digits = load_digits()
+    train_set = Samples(digits.train_images, digits.train_labels)
+    test_set = Samples(digits.test_images, digits.test_labels)
+    record = Recording()
+    with CallLog() as log:
+        model = parts.make_model(settings.seed + dist.get_rank())
+        model.get_submodule(settings.frozen).requires_grad_(False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=0.9)
+        average = parts.averager(model)
+        first_epoch, done = 0, 0
+        if resume:
+            first_epoch, done = parts.load(path, model, optimizer)
+            record.went_on = state_of(model, optimizer, first_epoch, done)
+            note_calls(record, log, "going on")
+        else:
+            parts.begin(model)
+            note_calls(record, log, "before step 1")
+        record.before.append(vector_of(model.state_dict().values()))
+
+        for epoch in range(first_epoch, EPOCHS):
+            if epoch >= THAW:
+                model.get_submodule(settings.frozen).requires_grad_(True)
+            mine = torch.tensor(parts.own_samples(epoch, settings.seed))
+            batches = mine.split(settings.batch)[: len(mine) // settings.batch]
+            for number, batch in enumerate(batches):
+                if epoch == first_epoch and number < done:
+                    continue
+                if interrupted and not resume and (epoch, number) == (1, settings.stop):
+                    save(path, model, optimizer, epoch, number)
+                    record.stopped = state_of(model, optimizer, epoch, number)
+                    note_calls(record, log, "at the stop")
+                    return record
+
+                images, labels = train_set[batch]
+                optimizer.zero_grad()
+                loss = F.cross_entropy(model(images), labels)
+                loss.backward()
+                average()
+                gradients = [zeros_for_none(p.grad, p) for p in model.parameters()]
+                optimizer.step()
+
+                record.losses.append(loss.item())
+                record.places.append((epoch, number))
+                record.samples.append(batch)
+                record.gradients.append(vector_of(gradients))
+                record.states.append(vector_of(model.state_dict().values()))
+                note_calls(record, log, f"a step of epoch {epoch}, {number}")
+
+            evaluation(record, parts, model, test_set, settings.files[dist.get_rank()])
+            note_calls(record, log, f"accuracy, epoch {epoch}")
+            for group in optimizer.param_groups:
+                group["lr"] *= 0.7
+    return record
+
+
+def evaluation(record, parts, model, test_set, mine):
+    """Evaluates, and records which samples the model saw and how many it got right."""
+    test_set.read.clear()
+    predictions: list[torch.Tensor] = []
+    hook = model.register_forward_hook(
+        lambda _, inputs, output: predictions.append(output.argmax(dim=1)))
+    model.eval()
+    with torch.no_grad():
+        record.reported.append(float(parts.evaluate(model, test_set, mine)))
+    model.train()
+    hook.remove()
+    if not test_set.read or not predictions:
+        raise ValueError("evaluate takes its samples as test_set[mine], and gives them to model")
+    seen = torch.cat(test_set.read)
+    record.evaluated.append(seen)
+    record.right.append(int((torch.cat(predictions) == test_set.labels[seen]).sum()))
+
+
+def save(path, model, optimizer, epoch, batch):
+    """Rank 0 writes the checkpoint; no rank goes on before it is whole."""
+    if dist.get_rank() == 0:
+        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(),
+                    "epoch": epoch, "batch": batch}, f"{path}.new")
+        os.replace(f"{path}.new", path)
+    dist.barrier()
+
+
+def state_of(model, optimizer, epoch, batch) -> State:
+    momenta = [zeros_for_none(optimizer.state[parameter].get("momentum_buffer"), parameter)
+               for parameter in model.parameters()]
+    return State(epoch, batch, optimizer.param_groups[0]["lr"], vector_of(momenta))
+
+
+def zeros_for_none(tensor, like):
+    return torch.zeros_like(like) if tensor is None else tensor
+
+
+def vector_of(tensors) -> torch.Tensor:
+    """A copy of all numbers in these tensors, one after the other, in float64."""
+    return torch.cat([tensor.detach().double().flatten() for tensor in tensors])
+
+
+def note_calls(record, log, moment):
+    """Moves what was called since the last time from the log to the record."""
+    for call in log.calls:
+        record.calls.append((moment, call.operation, torch.Size(call.shape).numel()))
+    log.calls.clear()

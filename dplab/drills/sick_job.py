@@ -1,0 +1,273 @@
+"""A sick job with its instruments, and what happens when the reader says what is wrong.
+
+A chapter's drills are one subclass of `SickJob`: its instruments, the same for all its jobs; its
+suspects; and its cases, each a part of the job with a fault in it. Whether a suspect fits is
+computed from the readings of the job at hand, so each answer comes with a reading that is true.
+"""
+
+import difflib
+import functools
+import inspect
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from dplab import RankError
+from dplab.desk import cards, record
+from dplab.spawn.between.errors import Interrupted
+
+
+@dataclass(frozen=True)
+class Suspect:
+    """What may be wrong. ``finding(readings)`` says whether it is, and a sentence that shows it.
+
+    The sentence holds in both cases, and has this job's numbers in it. ``instrument`` is the one
+    that shows them to the reader.
+    """
+
+    name: str
+    line: str
+    instrument: str
+    finding: Callable[[Any], tuple[bool, str]]
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A function with a fault, the same one mended, and what a colleague writes about the job."""
+
+    sick: Callable
+    mended: Callable
+    complaint: str
+    world_sizes: tuple[int, ...] = (2, 3, 4)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A job of a chapter: the fault is one of ``faults``, all of which one suspect explains.
+
+    ``slug`` is permanent and tells nothing; ``part`` is the name of what the fault replaces. Where
+    the case is ``to_repair``, the reader writes the mended part.
+    """
+
+    slug: str
+    suspect: str
+    part: str
+    faults: tuple[Fault, ...]
+    to_repair: bool = False
+
+
+class Suspects(tuple):
+    """The suspects' names, shown as a table with a line on each."""
+
+    lines: tuple[str, ...]
+
+    def __new__(cls, suspects):
+        names = super().__new__(cls, (suspect.name for suspect in suspects))
+        names.lines = tuple(suspect.line for suspect in suspects)
+        return names
+
+    def __repr__(self):
+        width = max(map(len, self))
+        return "\n".join(f"{name:{width}}  {line}"
+                         for name, line in zip(self, self.lines, strict=True))
+
+
+def instrument(method):
+    """Makes a method an instrument: the first one runs the job, and each is noted in the record."""
+
+    @functools.wraps(method)
+    def read(self, *args, **kwargs):
+        if self._has_run():
+            self._keep(lambda entry: entry.update(readings=sorted(
+                {*entry.get("readings", []), method.__name__})))
+            method(self, *args, **kwargs)
+
+    read.is_instrument = True
+    return read
+
+
+class SickJob:
+    """A sick job. Ask its instruments, and say what is wrong: ``job.diagnose("…")``.
+
+    A subclass has the class attributes ``chapter``, ``suspects_known`` and ``cases``, instruments,
+    and the methods `_draw_settings`, `_description`, `_run` and `_is_healthy`.
+    """
+
+    chapter: int
+    suspects_known: tuple[Suspect, ...]
+    cases: tuple[Case, ...]
+
+    def __init__(self, seed: int):
+        self.seed = seed
+        chances = random.Random(f"{self.chapter} {seed}")
+        self._case: Case = chances.choice(self.cases)
+        self._fault: Fault = chances.choice(self._case.faults)
+        self._world_size: int = chances.choice(self._fault.world_sizes)
+        self._settings = self._draw_settings(chances)
+        self._readings: Any = None
+        self._is_found = False
+
+    # What a subclass fills in.
+
+    def _draw_settings(self, chances: random.Random):
+        """The sizes of this job and what else its seed decides."""
+        raise NotImplementedError
+
+    def _description(self) -> str:
+        """What the colleague tells of every job: its size and what it does."""
+        raise NotImplementedError
+
+    def _run(self, part: Callable):
+        """The readings of the job with this function in the place of the case's part."""
+        raise NotImplementedError
+
+    def _is_healthy(self, readings) -> tuple[bool, str]:
+        """Whether a job does what one process would, and a sentence that shows it."""
+        raise NotImplementedError
+
+    # What the reader does.
+
+    @property
+    def suspects(self) -> Suspects:
+        """What may be wrong, a line each."""
+        return Suspects(self.suspects_known)
+
+    def diagnose(self, suspect: str = "") -> None:
+        """Says whether this suspect is what is wrong, with the reading that shows it."""
+        known = self._suspect_named(suspect)
+        if known is None or not self._has_run():
+            return
+        fits, sentence = known.finding(self._readings)
+        self._keep(lambda entry: entry.update(
+            tries=entry.get("tries", 0) + 1, diagnosed=entry.get("diagnosed", False) or fits))
+        where = f"`job.{known.instrument}()`"
+        if not fits:
+            cards.card(f"Job {self.seed}: not “{known.name}”",
+                       f"{sentence} ({where} shows it.)", color=cards.ORANGE)
+        elif self._case.to_repair:
+            self._is_found = True
+            cards.card(f"Job {self.seed}: “{known.name}” it is", (
+                f"{sentence} ({where} shows it.) This is the code. Write `{self._case.part}` anew, "
+                f"without the fault, and run `job.repair({self._case.part})`."),
+                self._source(self._fault.sick), cards.GREEN)
+        else:
+            self._solved()
+            cards.card(f"Job {self.seed}: solved, “{known.name}” it is",
+                       f"{sentence} ({where} shows it.) {_LEGEND}", self._difference(), cards.GREEN)
+
+    def repair(self, part: Callable | None = None) -> None:
+        """Runs the job with the reader's function in the place of the sick one."""
+        if not self._is_found:
+            cards.card("First say what is wrong", 'With `job.diagnose("…")`; where the job asks '
+                       "you to mend it, the code appears then.")
+            return
+        if not callable(part):
+            cards.card("Which function?", f"`job.repair({self._case.part})`: the name of your "
+                       "function, without brackets behind it.")
+            return
+        try:
+            readings = self._run(part)
+        except RankError as error:
+            cards.card(f"Job {self.seed}: your {self._case.part} failed", "", str(error),
+                       cards.RED)
+            return
+        healthy, sentence = self._is_healthy(readings)
+        if healthy:
+            self._solved()
+            cards.card(f"Job {self.seed}: solved", f"{sentence} {_LEGEND}", self._difference(),
+                       cards.GREEN)
+        else:
+            cards.card(f"Job {self.seed}: not mended yet", sentence, color=cards.ORANGE)
+
+    def solution(self) -> None:
+        """Shows what is wrong, and the mended lines; the job does not count as solved."""
+        cards.card(f"Job {self.seed}: {self._case.suspect}", _LEGEND, self._difference())
+
+    def __repr__(self):
+        return "\n".join([self._head(), self._text(), self._guide()]).replace("`", "")
+
+    def _ipython_display_(self):
+        self._show()
+
+    def __dir__(self):
+        return [*self._instruments(), "diagnose", "repair", "seed", "solution", "suspects"]
+
+    # How it is done.
+
+    def _show(self):
+        cards.card(self._head(), self._text(), self._guide())
+
+    def _head(self):
+        return f"On call, chapter {self.chapter:02d}: job {self.seed}"
+
+    def _text(self):
+        return f"“{self._fault.complaint.format(n=self._world_size)}” {self._description()}"
+
+    def _guide(self):
+        """What the reader can type, and the suspects."""
+        rows = {f"job.{name}()": inspect.getdoc(method).splitlines()[0].rstrip(".")
+                for name, method in self._instruments().items()}
+        rows['job.diagnose("…")'] = "your answer: one of the suspects below"
+        rows["job.solution()"] = "the answer, if you give up"
+        width = max(map(len, rows))
+        calls = (f"{call:{width}}  {what}" for call, what in rows.items())
+        again = f'dplab.drill("{self.chapter:02d}", seed={self.seed}) gives this job again'
+        return "\n".join([*calls, "", "Suspects", repr(self.suspects), "", again])
+
+    @classmethod
+    def _instruments(cls):
+        return {name: method for name, method in vars(cls).items()
+                if getattr(method, "is_instrument", False)}
+
+    def _suspect_named(self, name):
+        named = {suspect.name: suspect for suspect in self.suspects_known}
+        text = " ".join(name.lower().split()) if isinstance(name, str) else ""
+        if text not in named:
+            near = difflib.get_close_matches(text, named, n=3, cutoff=0.5) or list(named)
+            head = f"There is no suspect {name!r}" if text else "Which suspect?"
+            example = f'job.diagnose("{near[0]}")'
+            cards.card(head, f"Write for example `{example}`. {_LISTED}", "\n".join(near))
+        return named.get(text)
+
+    def _has_run(self):
+        """Runs the job the first time; False, with a card, where it could not be run."""
+        if self._readings is None:
+            print(f"Running the job on {self._world_size} ranks …", flush=True)
+            try:
+                self._readings = self._run(self._fault.sick)
+            except (RankError, OSError) as error:
+                # Not the error's text: it may quote the code that is to be found.
+                kind = getattr(error, "kind", type(error).__name__)
+                cards.card(f"Job {self.seed} did not run here", f"Its {self._world_size} ranks "
+                           f"failed ({kind}), which is not the fault to find. Try again, or take "
+                           f'another job: `dplab.drill("{self.chapter:02d}")`.', color=cards.RED)
+            except KeyboardInterrupt:
+                raise Interrupted("The job was stopped before its readings were complete.\n"
+                                  "The next instrument runs it again.") from None
+        return self._readings is not None
+
+    def _keep(self, change):
+        record.update("drills", key(self.chapter, self._case), change)
+
+    def _solved(self):
+        self._keep(lambda entry: entry.update(solved=True))
+
+    def _source(self, part):
+        return inspect.getsource(part).replace(part.__name__, self._case.part).strip()
+
+    def _difference(self):
+        """Both versions of the part, line by line, as a patch has them."""
+        sick, mended = (self._source(part).splitlines()
+                        for part in (self._fault.sick, self._fault.mended))
+        _, _, _, *lines = difflib.unified_diff(sick, mended, n=len(sick), lineterm="")
+        return "\n".join(lines)
+
+
+_LEGEND = "The lines with `-` ran; those with `+` mend it."
+_LISTED = "`job.suspects` has a line on each."
+
+
+def key(chapter: int, case: Case) -> str:
+    """The slug of the record."""
+    return f"{chapter:02d}/{case.slug}"

@@ -1,0 +1,259 @@
+"""What the reader does with a sick job, whatever its chapter: taking, asking, answering, mending.
+
+The jobs are chapter 04's, on real ranks. One run of a job serves several tests.
+"""
+
+import functools
+import importlib
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import dplab
+from dplab.desk import record
+from dplab.drills import scores, silent_failures
+from dplab.drills.silent_failures import CASES, SilentFailure
+
+package = importlib.import_module("dplab.drills")
+
+
+@pytest.fixture(autouse=True)
+def own_record(tmp_path, monkeypatch):
+    monkeypatch.setenv("DPLAB_HOME", str(tmp_path))
+
+
+def seed_of(slug, fault=0):
+    """The first seed whose job is this case with this fault, on two ranks: they are the fastest."""
+    return next(seed for seed in range(1, 10_000) for job in [SilentFailure(seed)]
+                if job._case.slug == slug and job._case.faults.index(job._fault) == fault
+                and job._world_size == 2)
+
+
+@functools.cache
+def readings_of(seed):
+    job = SilentFailure(seed)
+    return job._run(job._fault.sick)
+
+
+def job_of(slug, fault=0):
+    """A job that has run already."""
+    job = SilentFailure(seed_of(slug, fault))
+    job._readings = readings_of(job.seed)
+    return job
+
+
+def entry(job):
+    return record.entries("drills")[f"04/{job._case.slug}"]
+
+
+def evaluate(model, test_set, mine):
+    images, labels = test_set[mine]
+    counts = torch.tensor([(model(images).argmax(dim=1) == labels).sum(), len(labels)])
+    dist.all_reduce(counts)
+    return counts[0] / counts[1]
+
+
+# Taking a job
+
+
+def test_the_card_says_what_can_be_typed_and_what_may_be_wrong(capsys):
+    job = dplab.drill("04", seed=4)
+    said = capsys.readouterr().out
+    assert job._fault.complaint.format(n=job._world_size) in said
+    for name in [*job._instruments(), *job.suspects]:
+        assert name in said
+    assert 'dplab.drill("04", seed=4)' in said
+    assert {*job._instruments(), "suspects", "diagnose"} <= set(dir(job))
+
+
+def test_a_seed_repeats_a_job_and_other_seeds_give_others():
+    one, same, *others = (SilentFailure(seed) for seed in (7, 7, *range(8, 20)))
+    assert one._case is same._case and one._fault is same._fault
+    assert one._settings.seed == same._settings.seed and one._settings.stop == same._settings.stop
+    assert len({job._settings.seed for job in (one, *others)}) == 13
+    assert len({job._case.slug for job in (one, *others)}) >= 4
+
+
+def test_each_job_comes_once_before_one_comes_again(capsys):
+    slugs = [dplab.drill("04")._case.slug for _ in range(2 * len(CASES))]
+    assert sorted(slugs[:8]) == sorted(slugs[8:]) == [case.slug for case in CASES]
+
+
+def test_solved_jobs_come_last(capsys):
+    for slug in "abdefgh":
+        record.update("drills", f"04/{slug}", lambda entry: entry.update(solved=True))
+    assert [dplab.drill("04")._case.slug for _ in range(3)] == ["c", "c", "c"]
+    assert scores() == {4: (7, 8)}
+
+
+def test_readers_meet_the_jobs_in_different_orders(tmp_path, monkeypatch, capsys):
+    orders = set()
+    for reader in range(6):
+        monkeypatch.setenv("DPLAB_HOME", str(tmp_path / str(reader)))
+        orders.add("".join(dplab.drill("04")._case.slug for _ in range(4)))
+    assert len(orders) > 1
+
+
+def test_the_record_tells_no_answer():
+    kept = [f"04/{case.slug}" for case in CASES]
+    assert not [word for case in CASES for word in case.suspect.split()
+                for slug in kept if word in slug]
+    assert len(set(kept)) == len(CASES)
+
+
+@pytest.mark.parametrize(("chapter", "seed", "error"), [
+    ("07", None, ValueError), (None, None, ValueError), ("04", "7", TypeError),
+    ("04", True, TypeError)])
+def test_a_chapter_or_a_seed_that_cannot_be(chapter, seed, error):
+    with pytest.raises(error, match=r'"04"|integer'):
+        dplab.drill(chapter, seed)
+
+
+@pytest.mark.parametrize("chapter", ["04", "4", 4])
+def test_a_chapter_may_be_a_number(chapter, capsys):
+    assert dplab.drill(chapter, seed=3).seed == 3
+
+
+# Saying what is wrong
+
+
+def test_a_right_answer_shows_the_reading_and_both_lines(capsys):
+    job = job_of("d")
+    job.diagnose("different start")
+    said = capsys.readouterr().out
+    assert "job.weights()" in said and "of 9 tensors" in said
+    assert "-        message = tensor.clone()" in said
+    assert "+        dist.broadcast(tensor, src=0)" in said
+    assert "begin_with_copies" not in said
+    assert entry(job) == {"tries": 1, "diagnosed": True, "solved": True}
+    assert scores()[4] == (1, 8)
+
+
+def test_a_wrong_answer_is_ruled_out_by_a_reading_of_this_job(capsys):
+    job = job_of("d")
+    job.diagnose("overlapping parts")
+    said = capsys.readouterr().out
+    taken = sum(map(len, job._readings.samples(0)))
+    assert f"took {taken:,} samples, of which {taken:,} are distinct" in said
+    assert "broadcast" not in said
+    assert entry(job) == {"tries": 1, "diagnosed": False}
+    job.diagnose("Different  start")
+    assert entry(job)["tries"] == 2 and entry(job)["solved"]
+    job.diagnose("biased metric")
+    assert entry(job)["solved"] and entry(job)["diagnosed"]
+
+
+@pytest.mark.parametrize("said", ["", None, 3, "diferent start", "the moon"])
+def test_an_unknown_suspect_is_asked_about_and_no_try(said, capsys):
+    job = job_of("d")
+    job.diagnose(said)
+    assert "different start" in capsys.readouterr().out
+    assert "04/d" not in record.entries("drills")
+
+
+def test_the_solution_does_not_count(capsys):
+    job = job_of("d")
+    job.solution()
+    assert "+        dist.broadcast(tensor, src=0)" in capsys.readouterr().out
+    assert scores()[4] == (0, 8)
+
+
+def test_the_instruments_that_were_read_are_noted(capsys):
+    job = job_of("d")
+    job.weights()
+    job.samples()
+    job.weights()
+    assert entry(job) == {"readings": ["samples", "weights"]}
+
+
+def test_a_record_that_cannot_be_written_stops_nothing(tmp_path, monkeypatch, capsys):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("DPLAB_HOME", str(tmp_path / "file" / "folder"))
+    dplab.drill("04")
+    job_of("d").diagnose("different start")
+    assert "solved" in capsys.readouterr().out
+
+
+# Mending it
+
+
+@pytest.mark.slow
+def test_a_job_to_repair_is_solved_by_the_mended_function(capsys):
+    job = job_of("f")
+    job.repair(evaluate)
+    assert "First say what is wrong" in capsys.readouterr().out
+    job.diagnose("biased metric")
+    said = capsys.readouterr().out
+    assert "def evaluate(model, test_set, mine):" in said and "job.repair(evaluate)" in said
+    assert "counts" not in said, "the mended lines are the reader's to write"
+    job.repair()
+    assert "without brackets" in capsys.readouterr().out
+    assert entry(job)["diagnosed"] and "solved" not in entry(job)
+    job.repair(evaluate)
+    assert "Job" in capsys.readouterr().out
+    assert entry(job)["solved"]
+
+
+@pytest.mark.slow
+def test_a_function_that_mends_nothing_is_refused(capsys):
+    job = job_of("f")
+    job.diagnose("biased metric")
+    capsys.readouterr()
+    job.repair(silent_failures.evaluate_padded)
+    assert "not mended" in capsys.readouterr().out
+    job.repair(lambda model, test_set, mine: None)
+    assert "failed" in capsys.readouterr().out
+    job.repair(lambda model, test_set, mine: 0.9)
+    assert "test_set[mine]" in capsys.readouterr().out
+    assert "solved" not in entry(job)
+
+
+# When something is in the way
+
+
+def test_a_failure_of_the_ranks_does_not_quote_the_code(monkeypatch, capsys):
+    def fail(*_, **__):
+        raise dplab.RankError("rank 1: dist.broadcast(message, src=0)", rank=1, kind="died")
+
+    job = SilentFailure(seed_of("d"))
+    monkeypatch.setattr(silent_failures, "run", fail)
+    job.weights()
+    job.diagnose("different start")
+    said = capsys.readouterr().out
+    assert "died" in said and "broadcast" not in said
+    assert "04/d" not in record.entries("drills")
+
+
+def test_an_interrupt_names_no_line_and_the_next_instrument_runs_the_job_again(monkeypatch, capsys):
+    def stopped(*_, **__):
+        raise KeyboardInterrupt("rank 0 was in begin_with_copies")
+
+    job = SilentFailure(seed_of("d"))
+    with monkeypatch.context() as patch:
+        patch.setattr(silent_failures, "run", stopped)
+        with pytest.raises(KeyboardInterrupt) as caught:
+            job.weights()
+    assert "copies" not in str(caught.value) and caught.value.__suppress_context__
+    monkeypatch.setattr(job, "_run", lambda part: readings_of(job.seed))
+    job.weights()
+    assert "norm.running_mean" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_in_a_script_a_job_leaves_no_process_behind(tmp_path):
+    script = f"""
+import dplab, psutil
+job = dplab.drill("04", seed={seed_of("d")})
+job.weights()
+job.diagnose("different start")
+children = psutil.Process().children(recursive=True)
+print("ranks left:", len([child for child in children if "rank" in " ".join(child.cmdline())]))
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True,
+                          timeout=120, env=os.environ | {"DPLAB_HOME": str(tmp_path)})
+    assert done.returncode == 0, done.stderr
+    assert "ranks left: 0" in done.stdout and "solved" in done.stdout
