@@ -65,7 +65,7 @@ def draw() -> Canvas:
         draw_head(canvas, stage, heads[-1], y + HEIGHT / 2)
         y += HEIGHT + GAP
     draw_loop(canvas, heads[1], heads[-1])
-    canvas.text(24, 660, "Colour: this rank's own. Grey and black: equal on all ranks. "
+    canvas.text(24, 660, "Colour: this rank's own. No colour: equal on all ranks. "
                 "Stages 2 to 6 repeat, in every step.", color=MUTED)
     return canvas
 

@@ -49,8 +49,8 @@ def ring_step(states: Sequence[Sequence[Sequence[float]]], step: int) -> CourseF
         _in_words(rank, now[rank], done[rank], sent) for rank in range(size))
     canvas.text(24, 72, phase, weight="bold")
     canvas.text(CARD_WIDTH - 24, 72, moved, color=MUTED, ha="right")
-    canvas.text(24, canvas.height - 26, "coloured: the rank's own    black: a partial sum    "
-                "on black: the sum of all ranks", size=13, color=MUTED)
+    canvas.text(24, canvas.height - 26, "coloured: the rank's own    no colour: a partial sum    "
+                "filled: the sum of all ranks", size=13, color=MUTED)
     pitch = (CARD_WIDTH - LEFT - 24) / size
     for chunk in range(size):
         canvas.text(LEFT + (chunk + 0.5) * pitch, TOP - GAP - 12, f"chunk {chunk}", size=13,

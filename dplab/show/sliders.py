@@ -1,14 +1,31 @@
-"""Sliders above a picture: an algorithm to step through, a calculation to turn about."""
+"""Sliders above a picture: an algorithm to step through, a calculation to turn about.
+
+The picture is an ordinary output of the cell, below the controls. So the notebook keeps it: without
+a kernel, and in a program that knows no widgets, only the controls are missing.
+"""
 
 import functools
+import html
 from collections.abc import Callable, Mapping, Sequence
+from numbers import Real
 
-from ipywidgets import HTML, GridBox, HBox, IntSlider, Layout, Play, SelectionSlider, VBox, jslink
+from IPython.display import display
+from ipywidgets import (
+    HTML,
+    Dropdown,
+    GridBox,
+    HBox,
+    Layout,
+    Play,
+    SelectionSlider,
+    VBox,
+    jslink,
+)
 
-from dplab.show.theme import CourseFigure, picture
+from dplab.show.theme import CourseFigure
 
 # ipywidgets ties a slider's label to nothing, gives the index of a choice for its value, and its
-# player's buttons have no names; the picture, which comes after each change, puts that right.
+# player's buttons have no names; an invisible picture, loaded after each change, puts that right.
 NAME_CONTROLS = """
 const box = this.closest('.dplab-sliders');
 box?.querySelectorAll('.widget-slider').forEach(slider => {
@@ -16,95 +33,137 @@ box?.querySelectorAll('.widget-slider').forEach(slider => {
   handle.setAttribute('aria-label', slider.querySelector('.widget-label').textContent);
   handle.setAttribute('aria-valuetext', slider.querySelector('.widget-readout').textContent);
 });
+box?.querySelectorAll('.widget-dropdown').forEach(choice => {
+  choice.querySelector('select').setAttribute(
+    'aria-label', choice.querySelector('.widget-label').textContent);
+});
 box?.querySelectorAll('.widget-play button').forEach((button, index) => {
   button.setAttribute('aria-label', ['play or pause', 'stop', 'repeat'][index]);
 });
 """
+EMPTY = "data:image/gif;base64,R0lGODlhAQABAAAAACH5BAEKAAEALAAAAAABAAEAAAICTAEAOw=="
+
+# JupyterLab writes "model not found" where a saved notebook's controls were, into a node that has
+# this class only then; if it has kept the controls, it shows them with broken links. The line that
+# says how to get them back is hidden beside controls that work.
+WITHOUT_KERNEL = """<style>
+.jp-OutputArea:has(.dplab-run-this)
+  > .jp-OutputArea-child:has(> .jp-OutputArea-output.jupyter-widgets) { display: none; }
+.dplab-sliders.jupyter-widgets-disconnected { opacity: 0.5; pointer-events: none; }
+.dplab-sliders .jupyter-widgets-disconnected::before,
+.dplab-sliders.jupyter-widgets-disconnected::before { content: none; }
+.jp-OutputArea:has(.dplab-sliders:not(.jupyter-widgets-disconnected)) .dplab-run-this {
+  display: none; }
+</style>"""
+READOUT = """<style>
+.dplab-readout-{0} .widget-readout {{ flex: none; min-width: {0}ch; text-align: right; }}
+</style>"""
 
 
-class Sliders(VBox):
-    """``controls`` above ``picture``, which is drawn for their values; a PNG without widgets.
-
-    ``sliders``: those whose values are the arguments of ``draw``, in order.
-    """
+class Sliders:
+    """``controls`` above the picture that is drawn for the values of ``sliders``, in order."""
 
     def __init__(self, draw: Callable[..., CourseFigure], sliders: Sequence, controls):
-        self._draw = functools.cache(lambda *values: _drawn(draw(*values)))
+        self._draw = functools.cache(lambda *values: draw(*values).display_data())
         self._sliders = list(sliders)
-        self.picture = HTML()
+        self._pictures: list = []
+        self._names = HTML(layout=Layout(display="none"))
+        self.controls = VBox([controls, self._names])
+        self.controls.add_class("dplab-sliders")
+        longest = max(len(text) for slider in sliders for text, _ in slider.options)
+        self.controls.add_class(f"dplab-readout-{longest}")
+        self._readout = READOUT.format(longest)
         for slider in self._sliders:
             slider.observe(self._show, "value")
         self._show()
-        super().__init__([controls, self.picture])
-        self.add_class("dplab-sliders")
 
-    def _now(self):
-        return self._draw(*(slider.value for slider in self._sliders))
+    def picture(self) -> tuple[dict, dict]:
+        """The data and the metadata of the picture as the controls stand now."""
+        data, metadata = self._draw(*(slider.value for slider in self._sliders))
+        *names, last = (slider.description for slider in self._sliders)
+        said = f"{', '.join(names)} and {last}" if names else last
+        note = (f'<p class="dplab-run-this"><em>Run this cell to change {html.escape(said)}.'
+                '</em></p>')
+        return data | {"text/html": f"{WITHOUT_KERNEL}{note}{data['text/html']}"}, metadata
 
     def _show(self, _=None):
-        self.picture.value = picture(*self._now(), onload=NAME_CONTROLS)
+        data, metadata = self.picture()
+        for shown in self._pictures:
+            shown.update(data, raw=True, metadata=metadata)
+        values = html.escape(repr([slider.value for slider in self._sliders]))
+        self._names.value = (f'{self._readout}<img alt="" src="{EMPTY}" data-values="{values}" '
+                             f'onload="{html.escape(NAME_CONTROLS)}">')
 
-    def _repr_mimebundle_(self, **kwargs):
-        png, alt, width, height = self._now()
-        bundle = super()._repr_mimebundle_(**kwargs) | {"image/png": png, "text/plain": alt}
-        return bundle, {"image/png": {"width": width, "height": height, "alt": alt}}
+    def _ipython_display_(self):
+        data, metadata = self.picture()
+        view = self.controls._repr_mimebundle_()
+        display({**view, "text/plain": ""}, raw=True)
+        self._pictures.append(display(data, raw=True, metadata=metadata, display_id=True))
 
 
 class Stepper(Sliders):
     """What `stepper` returns; ``slider`` is the one that it has."""
 
-    def __init__(self, draw: Callable[[int], CourseFigure], steps: int, label: str, start: int):
-        self.slider = IntSlider(start, 0, steps - 1, description=label,
-                                style={"description_width": "initial"})
-        play = Play(start, 0, steps - 1, interval=1500)
-        jslink((play, "value"), (self.slider, "value"))
+    def __init__(self, draw: Callable[..., CourseFigure], values: Sequence, label: str, unit: str,
+                 start):
+        self.slider = SelectionSlider(options=_options(values, unit), value=start,
+                                      description=label, style={"description_width": "initial"})
+        play = Play(values.index(start), 0, len(values) - 1, interval=1500)
+        jslink((play, "value"), (self.slider, "index"))
         super().__init__(draw, [self.slider], HBox([play, self.slider]))
 
 
 class Calculator(Sliders):
-    """What `calculator` returns, with its ``sliders`` by name."""
+    """What `calculator` returns, with its ``sliders`` and drop-downs by name."""
 
     def __init__(self, draw: Callable[..., CourseFigure], options: Mapping[str, Sequence],
-                 start: Mapping[str, object]):
-        self.sliders = {name: SelectionSlider(
-            options=[(str(value), value) for value in values], value=start.get(name, values[0]),
-            description=name, style={"description_width": "6em"}, layout=Layout(width="auto"))
-            for name, values in options.items()}
+                 start: Mapping[str, object], units: Mapping[str, str]):
+        self.sliders = {}
+        for name, values in options.items():
+            kind = SelectionSlider if all(isinstance(each, Real) for each in values) else Dropdown
+            self.sliders[name] = kind(
+                options=_options(values, units.get(name, "")), value=start.get(name, values[0]),
+                description=name, style={"description_width": "6em"}, layout=Layout(width="auto"))
         columns = Layout(grid_template_columns="repeat(auto-fit, minmax(19em, 1fr))",
-                         max_width="720px")
+                         max_width="720px", align_items="center")
         super().__init__(lambda *values: draw(**dict(zip(options, values, strict=True))),
                          list(self.sliders.values()),
                          GridBox(list(self.sliders.values()), layout=columns))
 
 
-def stepper(draw: Callable[[int], CourseFigure], steps: int, *, label: str = "step",
-            start: int = 0) -> Stepper:
-    """A slider from 0 to ``steps`` − 1, with a button that plays it, above ``draw`` of its value.
+def stepper(draw: Callable[..., CourseFigure], values: Sequence, *, label: str = "step",
+            unit: str = "", start=None) -> Stepper:
+    """A slider over ``values``, with a button that plays it, above ``draw`` of the one chosen.
 
-    Each picture is drawn when it is first shown, and kept. Where there are no widgets (on GitHub,
-    in a file), the picture at which the slider stood is shown. Raises ValueError where ``start``
-    is not one of the steps.
+    The slider shows each value with ``unit``. It starts at the value ``start``, by default the
+    first. Each picture is drawn when it is first shown, and kept. Raises ValueError where
+    ``start`` is not one of the values.
     """
-    if start not in range(steps):
-        raise ValueError(f"{label} {start} is not one of 0 to {steps - 1}")
-    return Stepper(draw, steps, label, start)
+    values = list(values)
+    if start is None and values:
+        start = values[0]
+    if start not in values:
+        raise ValueError(f"{label} {start!r} is not one of {values}")
+    return Stepper(draw, values, label, unit, start)
 
 
 def calculator(draw: Callable[..., CourseFigure], options: Mapping[str, Sequence],
-               start: Mapping[str, object] | None = None) -> Calculator:
-    """A slider for each of ``options``, above ``draw`` of their values by name; as `stepper`.
+               start: Mapping[str, object] | None = None, *,
+               units: Mapping[str, str] | None = None) -> Calculator:
+    """Controls for all ``options``, above ``draw`` of their values by name; as `stepper`.
 
-    ``options`` maps an argument of ``draw`` to the values that its slider offers, in order;
-    ``start`` says where sliders stand at first, by default at the first value. Raises ValueError
-    for a start that is not offered.
+    ``options`` maps an argument of ``draw`` to its values: numbers get a slider, names a
+    drop-down. ``start`` says which value each has at first, by default the first; ``units`` what
+    is written after it. Raises ValueError for a start that is not offered.
     """
     start = dict(start or {})
     for name, value in start.items():
         if value not in options.get(name, ()):
             raise ValueError(f"{name} {value!r} is not one of {list(options.get(name, ()))}")
-    return Calculator(draw, options, start)
+    return Calculator(draw, options, start, units or {})
 
 
-def _drawn(figure: CourseFigure) -> tuple[str, str, int, int]:
-    png, width, height = figure.embedded()
-    return png, figure.alt, width, height
+def _options(values, unit):
+    """Each value with the text that a control shows for it."""
+    texts = [f"{value:,}" if isinstance(value, Real) else str(value) for value in values]
+    return [(f"{text} {unit}".strip(), value) for text, value in zip(texts, values, strict=True)]

@@ -1,10 +1,12 @@
 """One look for the whole course: colours, matplotlib settings, and how a figure is displayed.
 
 Sizes are in points; JupyterLab shows 0.75 pt as one CSS pixel, so 10.5 pt is 14 px. Every figure
-has an opaque white ground, which keeps it readable on a dark page.
+has an opaque white ground, which keeps it readable on any page, and a dark counterpart, which a
+notebook shows in a dark theme.
 """
 
 import base64
+import hashlib
 import html
 import io
 from contextlib import contextmanager
@@ -19,6 +21,7 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.patches import Rectangle
 from PIL import Image
 
+from dplab.show import dark
 from dplab.show.labels import LINE_SPACING, SIZE, TITLE_SIZE, text_height, wrap
 from dplab.show.palette import GRID, INK, MUTED, RANK_COLORS, outline
 
@@ -59,6 +62,12 @@ STYLE = {
     "svg.hashsalt": "dplab",
 }
 
+DARK_PAGE = ':is([data-jp-theme-light="false"], [data-theme="dark"], .dark, .vscode-dark)'
+"""Selects the body, or the root, of a page in a dark theme: JupyterLab, a book, an editor."""
+DRAWINGS = f"""{DARK_PAGE} img {{ color-scheme: dark; }}
+[data-jp-theme-light="true"] img {{ color-scheme: light; }}"""
+"""JupyterLab does not say to the SVG drawings in its text which theme it has; this does."""
+
 
 @contextmanager
 def style():
@@ -82,23 +91,31 @@ class CourseFigure(Figure):
     def _ipython_display_(self):
         from IPython.display import display
 
-        png, width, height = self.embedded()
-        bundle = {"text/html": picture(png, self.alt, width, height), "image/png": png,
-                  "text/plain": self.alt or repr(self)}
-        metadata = {"image/png": {"width": width, "height": height, "alt": self.alt}}
-        display(bundle, raw=True, metadata=metadata)
+        data, metadata = self.display_data()
+        display(data, raw=True, metadata=metadata)
 
-    def embedded(self) -> tuple[str, int, int]:
-        """The PNG in base64, and the width and height in CSS pixels at which a page shows it."""
+    def display_data(self) -> tuple[dict, dict]:
+        """What a notebook shows of it, by MIME type, and the metadata."""
         width, height = (round(96 * inches) for inches in self.get_size_inches())
-        return base64.b64encode(to_png(self)).decode(), width, height
+        png, night = (base64.b64encode(to_png(self, for_dark_page)).decode()
+                      for for_dark_page in (False, True))
+        data = {"text/html": picture(png, night, self.alt, width, height), "image/png": png,
+                "text/plain": self.alt or repr(self)}
+        return data, {"image/png": {"width": width, "height": height, "alt": self.alt}}
 
 
-def picture(png: str, alt: str, width: int, height: int, onload: str = "") -> str:
-    """An HTML picture of a PNG in base64, as wide as that or as the page; sizes in CSS pixels."""
-    then = f' onload="{html.escape(onload)}"' if onload else ""
-    return (f'<img alt="{html.escape(alt)}" width="{width}" height="{height}" '
-            f'style="max-width:100%;height:auto" src="data:image/png;base64,{png}"{then}>')
+def picture(png: str, night: str, alt: str, width: int, height: int) -> str:
+    """An HTML picture, as wide as ``width`` CSS pixels or as the page.
+
+    ``png`` is shown, in base64, and in a dark theme ``night`` in its place. A page that takes the
+    style away, as JupyterLab does with a notebook that it does not trust, shows ``png``.
+    """
+    name = f"dplab-{hashlib.sha256(png.encode()).hexdigest()[:12]}"
+    return (f'<img class="{name}" alt="{html.escape(alt)}" width="{width}" height="{height}" '
+            f'style="max-width:100%;height:auto;border-radius:6px" '
+            f'src="data:image/png;base64,{png}">'
+            f'<style class="dplab-dark">{DARK_PAGE} .{name} '
+            f'{{ content: url("data:image/png;base64,{night}"); }}\n{DRAWINGS}</style>')
 
 
 def with_title(title: str, alt: str) -> str:
@@ -163,20 +180,27 @@ def add_area(axes, patch: Rectangle, widest: float = 1.6) -> None:
         inside.set_clip_path(patch)
 
 
-def to_png(figure: Figure) -> bytes:
+def to_png(figure: Figure, for_dark_page: bool = False) -> bytes:
     """The figure as PNG, 192 pixels an inch; its 256 colours keep notebooks small.
 
     With fewer of them, small areas such as a rank's name lose their colour, and names contrast.
     """
     drawn, small = io.BytesIO(), io.BytesIO()
     with style():
-        figure.savefig(drawn, format="png", dpi=192)
-    Image.open(drawn).convert("RGB").quantize(256).save(small, format="png", optimize=True)
+        if for_dark_page:
+            image = Image.fromarray(dark.pixels(figure, 192))
+        else:
+            figure.savefig(drawn, format="png", dpi=192)
+            image = Image.open(drawn).convert("RGB")
+    image.quantize(256).save(small, format="png", optimize=True)
     return small.getvalue()
 
 
 def to_svg(figure: Figure, title: str = "") -> bytes:
-    """The figure as SVG, the same bytes each time: no date, ids hashed with a fixed salt."""
+    """The figure as SVG, the same bytes each time: no date, ids hashed with a fixed salt.
+
+    On a dark page it has other colours, where the browser tells it of that.
+    """
     alt = getattr(figure, "alt", "")
     metadata: dict[str, str | None] = {"Date": None, "Creator": None}
     if title or alt:
@@ -186,7 +210,8 @@ def to_svg(figure: Figure, title: str = "") -> bytes:
     buffer = io.BytesIO()
     with style():
         figure.savefig(buffer, format="svg", metadata=metadata)
-    text = buffer.getvalue().decode().replace("<svg ", '<svg role="img" ', 1)
+        text = dark.with_dark_styles(buffer.getvalue().decode(), dark.svg(figure))
+    text = text.replace("<svg ", '<svg role="img" ', 1)
     if alt:
         said = html.escape(alt, quote=False)
         text = text.replace("</title>", f"</title>\n <desc>{said}</desc>", 1)

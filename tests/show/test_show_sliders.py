@@ -1,14 +1,19 @@
-"""Sliders change the picture below them, and where there are none a picture is shown."""
+"""Sliders change the picture below them, which a notebook keeps without them."""
 
 import base64
+import html
 import io
-import xml.etree.ElementTree as ElementTree
+import re
 
 import pytest
+from IPython.core.displaypub import CapturingDisplayPublisher
 from IPython.core.interactiveshell import InteractiveShell
+from ipywidgets import Dropdown, SelectionSlider
 from matplotlib import image
 
 from dplab import show
+
+WIDGET = "application/vnd.jupyter.widget-view+json"
 
 
 @pytest.fixture
@@ -19,92 +24,123 @@ def drawn():
 @pytest.fixture
 def walk(drawn):
     """A stepper through three pictures, which notes in ``drawn`` what it draws."""
-    def draw(step):
-        drawn.append(step)
-        figure, axes = show.subplots(title=f"Step {step}", alt=f'"<{step}>" & so on')
-        axes.plot([0, step])
+    def draw(size):
+        drawn.append(size)
+        figure, axes = show.subplots(title=f"Size {size}", alt=f'"<{size}>" & so on')
+        axes.plot([0, size])
         return figure
 
-    return show.stepper(draw, 3, label="bucket", start=1)
+    return show.stepper(draw, (1, 4, 2000), label="bucket size", unit="MiB", start=4)
 
 
-def shown(walk):
-    """The alternative text and the PNG of the picture that a stepper shows."""
-    [image] = ElementTree.fromstring(f"<p>{walk.picture.value.replace('>', '/>')}</p>")
-    assert int(image.get("width")) == 720
-    head, _, data = image.get("src").partition(",")
-    assert head == "data:image/png;base64"
-    return image.get("alt"), base64.b64decode(data)
+@pytest.fixture
+def outputs(monkeypatch):
+    """What IPython sends to the notebook, message by message."""
+    shell = InteractiveShell.instance()
+    monkeypatch.setattr(shell, "display_pub", CapturingDisplayPublisher(parent=shell))
+    return shell.display_pub.outputs
+
+
+def seen(sliders):
+    """The alternative text and the PNG of the picture that is shown."""
+    data, metadata = sliders.picture()
+    image = re.search(r'<img class="[^"]*" alt="([^"]*)" width="720".* src="data:image/png;base64,'
+                      r'([^"]*)"', data["text/html"])
+    assert image[2] == data["image/png"] and html.unescape(image[1]) == data["text/plain"]
+    assert metadata["image/png"]["alt"] == data["text/plain"]
+    return data["text/plain"], base64.b64decode(data["image/png"])
 
 
 def test_the_slider_changes_the_picture_and_its_alternative_text(walk):
-    assert (walk.slider.min, walk.slider.value, walk.slider.max) == (0, 1, 2)
-    assert walk.slider.description == "bucket"
-    alt, png = shown(walk)
-    assert alt == 'Step 1. "<1>" & so on'
+    assert walk.slider.description == "bucket size"
+    alt, png = seen(walk)
+    assert alt == 'Size 4. "<4>" & so on'
     assert image.imread(io.BytesIO(png)).shape[1] == pytest.approx(2 * 720, abs=2)
-    walk.slider.value = 2
-    alt, other = shown(walk)
-    assert alt == 'Step 2. "<2>" & so on' and other != png
+    walk.slider.value = 2000
+    alt, other = seen(walk)
+    assert alt == 'Size 2000. "<2000>" & so on' and other != png
+    walk.slider.value = 4
+    assert seen(walk) == ('Size 4. "<4>" & so on', png)
+
+
+def test_a_slider_shows_its_values_with_their_unit(walk):
+    assert walk.slider.options == (("1 MiB", 1), ("4 MiB", 4), ("2,000 MiB", 2000))
+
+
+def test_each_picture_is_drawn_once_and_when_it_is_needed(walk, drawn, outputs):
+    assert drawn == [4]
+    for size in (2000, 4, 1, 2000, 4):
+        walk.slider.value = size
+    walk._ipython_display_()
+    assert drawn == [4, 2000, 1]
+
+
+def test_the_picture_is_an_output_of_its_own_which_the_slider_changes(walk, outputs):
+    walk._ipython_display_()
+    controls, first = outputs
+    assert controls["data"][WIDGET]["model_id"] == walk.controls.model_id
+    assert controls["data"]["text/plain"] == ""  # without widgets, nothing is shown of them
+    assert WIDGET not in first["data"] and not first["update"]
+    assert (first["data"], first["metadata"]) == walk.picture()
+    walk.slider.value = 2000
+    second = outputs[-1]
+    assert second["update"] and second["transient"] == first["transient"]
+    assert (second["data"], second["metadata"]) == walk.picture()
+    assert second["data"]["text/plain"].startswith("Size 2000")
+
+
+def test_shown_twice_both_pictures_change(walk, outputs):
+    walk._ipython_display_()
+    walk._ipython_display_()
+    shown = [output["transient"]["display_id"] for output in outputs if output["transient"]]
     walk.slider.value = 1
-    assert shown(walk) == ('Step 1. "<1>" & so on', png)
+    assert len({*shown}) == 2
+    assert [output["transient"]["display_id"] for output in outputs if output["update"]] == shown
 
 
-def test_each_picture_is_drawn_once_and_when_it_is_needed(walk, drawn):
-    assert drawn == [1]
-    for step in (2, 1, 0, 2, 1):
-        walk.slider.value = step
-    walk._repr_mimebundle_()
-    assert drawn == [1, 2, 0]
+def test_the_picture_says_how_its_controls_come_back(walk, budget):
+    for sliders, names in ((walk, "bucket size"), (budget, "ranks and precision")):
+        text = sliders.picture()[0]["text/html"]
+        assert f"Run this cell to change {names}." in re.sub("<[^>]*>", "", text)
 
 
-def test_without_widgets_the_picture_is_shown(walk):
-    walk.slider.value = 2
-    data, metadata = InteractiveShell.instance().display_formatter.format(walk)
-    alt, png = shown(walk)
-    assert base64.b64decode(data["image/png"]) == png
-    assert data["text/plain"] == alt == metadata["image/png"]["alt"]
-    assert metadata["image/png"]["width"] == 720
-    assert data["application/vnd.jupyter.widget-view+json"]["model_id"] == walk.model_id
-
-
-@pytest.mark.parametrize(("steps", "start"), [(3, 3), (3, -1), (0, 0)])
-def test_a_stepper_starts_at_one_of_its_steps(steps, start):
-    with pytest.raises(ValueError, match=f"bucket {start} is not one of 0 to {steps - 1}"):
-        show.stepper(lambda step: None, steps, label="bucket", start=start)
+@pytest.mark.parametrize(("values", "start"), [((1, 4), 3), ((), None)])
+def test_a_stepper_starts_at_one_of_its_values(values, start):
+    with pytest.raises(ValueError, match=f"bucket {start} is not one of "):
+        show.stepper(lambda size: None, values, label="bucket", start=start)
 
 
 @pytest.fixture
 def budget(drawn):
-    """A calculator of two sliders, which notes in ``drawn`` what it draws."""
+    """A calculator of a slider and a drop-down, which notes in ``drawn`` what it draws."""
     def draw(ranks, precision):
         drawn.append((ranks, precision))
         return show.subplots(title=f"{precision} on {ranks}")[0]
 
-    return show.calculator(draw, {"ranks": [1, 2, 4], "precision": ["bf16", "fp32"]}, {"ranks": 2})
+    return show.calculator(draw, {"ranks": [1, 2, 4096], "precision": ["bf16", "fp32"]},
+                           {"ranks": 2}, units={"ranks": "GPUs"})
 
 
-def test_each_slider_of_a_calculator_changes_the_picture(budget, drawn):
+def test_numbers_have_a_slider_and_names_a_drop_down(budget):
+    ranks, precision = budget.sliders.values()
+    assert isinstance(ranks, SelectionSlider) and isinstance(precision, Dropdown)
+    assert ranks.options == (("1 GPUs", 1), ("2 GPUs", 2), ("4,096 GPUs", 4096))
+    assert precision.options == (("bf16", "bf16"), ("fp32", "fp32"))
+
+
+def test_each_control_of_a_calculator_changes_the_picture(budget, drawn):
     assert [slider.description for slider in budget.sliders.values()] == ["ranks", "precision"]
     assert [slider.value for slider in budget.sliders.values()] == [2, "bf16"]
-    assert shown(budget)[0] == "bf16 on 2"
+    assert seen(budget)[0] == "bf16 on 2"
     budget.sliders["precision"].value = "fp32"
-    budget.sliders["ranks"].value = 4
-    assert shown(budget)[0] == "fp32 on 4"
+    budget.sliders["ranks"].value = 4096
+    assert seen(budget)[0] == "fp32 on 4096"
     budget.sliders["ranks"].value = 2
     budget.sliders["precision"].value = "bf16"
-    assert drawn == [(2, "bf16"), (2, "fp32"), (4, "fp32")]
-
-
-def test_without_widgets_a_calculator_shows_its_picture(budget):
-    data, metadata = InteractiveShell.instance().display_formatter.format(budget)
-    alt, png = shown(budget)
-    assert base64.b64decode(data["image/png"]) == png
-    assert data["text/plain"] == alt == metadata["image/png"]["alt"] == "bf16 on 2"
-    assert data["application/vnd.jupyter.widget-view+json"]["model_id"] == budget.model_id
+    assert drawn == [(2, "bf16"), (2, "fp32"), (4096, "fp32")]
 
 
 @pytest.mark.parametrize("start", [{"ranks": 3}, {"GPU": "H100"}])
-def test_a_calculator_starts_where_its_sliders_can_stand(start):
+def test_a_calculator_starts_where_its_controls_can_stand(start):
     with pytest.raises(ValueError, match="is not one of"):
         show.calculator(lambda ranks: None, {"ranks": [1, 2, 4]}, start)

@@ -109,6 +109,15 @@ class Lab:
     browser: Browser
     url: str
 
+    def change_setting(self, plugin, **settings):
+        """Changes settings of a plugin for all pages that are opened from now on."""
+        page = self.browser.new_page()
+        page.goto(self.url.format(path=""))
+        page.wait_for_function("() => window.jupyterapp?.serviceManager.isReady")
+        page.evaluate("([plugin, raw]) => jupyterapp.serviceManager.settings.save(plugin, raw)",
+                      [plugin, json.dumps(settings)])
+        page.close()
+
     def open(self, path, theme="light"):
         """Opens a notebook, given relative to the server's folder, and waits for its kernel."""
         page = self.browser.new_page(viewport=PIECE)
@@ -217,6 +226,14 @@ class Notebook:
         self._command("notebook:run-cell")
         if wait:
             self.wait(timeout)
+
+    def save(self):
+        """Saves the notebook; returns what its file then holds."""
+        self._command("docmanager:save")
+        self.wait()
+        return self.page.evaluate(
+            "() => jupyterapp.serviceManager.contents.get(panel.context.path)"
+            ".then(file => file.content)")
 
     def interrupt(self):
         """Presses the ■ of the toolbar."""

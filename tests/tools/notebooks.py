@@ -40,6 +40,8 @@ METADATA = {
 CELL_METADATA = ("tags", "dplab")
 FOLDED = "hide-input"  # the web book's tag, which goes with JupyterLab's own fold
 WIDGET = "application/vnd.jupyter.widget-view+json"  # refers to a state that is not kept
+DARK_PICTURE = re.compile(r'<style class="dplab-dark">.*?</style>', re.DOTALL)
+"""A figure's second picture, for a dark theme; a fresh run brings it back."""
 CELL_TIMEOUT = 120  # seconds
 
 HEADER = re.compile(r"# %%(?P<markdown> \[markdown\])?(?P<options>( \S+=\S+)*)\s*")
@@ -72,14 +74,21 @@ def normalise(notebook):
             cell.metadata["jupyter"] = {"source_hidden": True}
         if cell.cell_type == "code":
             cell.execution_count = None
-            cell.outputs = merge_streams(cell.outputs)
-            for output in cell.outputs:
-                if output.output_type == "execute_result":
-                    output.execution_count = None
-                output.get("data", {}).pop(WIDGET, None)
+            cell.outputs = [output for output in merge_streams(cell.outputs) if lasting(output)]
     with no_invented_ids():
         nbformat.validate(notebook)
     return nbformat.writes(notebook) + "\n"
+
+
+def lasting(output):
+    """Takes from the output what is of use only while its kernel runs; False if nothing is left."""
+    if output.output_type == "execute_result":
+        output.execution_count = None
+    data = output.get("data", {})
+    live = data.pop(WIDGET, None)
+    if "text/html" in data:
+        data["text/html"] = DARK_PICTURE.sub("", data["text/html"])
+    return not (live and set(data) == {"text/plain"} and not data["text/plain"])
 
 
 def merge_streams(outputs):

@@ -42,6 +42,25 @@ def cut_off(notebook):
     }""")
 
 
+def clipped_controls(notebook, cell):
+    """The texts of labels, values and drop-downs that need more room than they have."""
+    return notebook.output(cell).locator(".jupyter-widgets").first.evaluate("""node => {
+        const texts = [...node.querySelectorAll('.widget-label, .widget-readout')]
+            .filter(each => each.scrollWidth > each.clientWidth
+                || each.getBoundingClientRect().right
+                   > each.parentElement.getBoundingClientRect().right + 1);
+        const choices = [...node.querySelectorAll('select')].filter(each => {
+            const free = each.cloneNode(true);  // as wide as its longest choice
+            free.style.cssText = 'position: absolute; width: max-content; flex: none;';
+            each.parentElement.append(free);
+            const needed = free.offsetWidth;
+            free.remove();
+            return needed > each.offsetWidth;
+        });
+        return [...texts, ...choices].map(each => each.textContent);
+    }""")
+
+
 def heading_levels(notebook):
     """Of the headings of the prose, in order: 1 for the title."""
     return notebook.page.evaluate("""() => [...panel.node.querySelectorAll(
