@@ -55,7 +55,7 @@ MAY_IMPORT = {
     "dryrun": "measure predict spawn workloads",
     "desk": "spawn",
     "drills": "desk dplab measure parallel show spawn workloads",
-    "exercises": "desk dryrun measure parallel predict spawn workloads",
+    "exercises": "desk drills dryrun measure parallel predict spawn workloads",
     "demos": "dplab measure parallel show spawn workloads",
     "bench": "dplab dryrun measure parallel predict spawn workloads",
     "figures": "predict show",

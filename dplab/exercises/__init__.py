@@ -12,7 +12,8 @@ import json
 import pkgutil
 from pathlib import Path
 
-from dplab.desk import cards, course, record
+from dplab import drills
+from dplab.desk import cards, course, guesses, record
 from dplab.exercises import outcomes
 from dplab.exercises.exercise import NOT_ATTEMPTED, PASSED, Exercise
 from dplab.exercises.running import watched
@@ -89,9 +90,8 @@ def progress(export: str | Path | None = None, *, code: bool = False) -> None:
     """
     kept = record.entries("exercises")
     if export is None:
-        outcomes.show_progress(every_exercise(), {slug: entry["outcome"]
-                                                 for slug, entry in kept.items()
-                                                 if entry.get("outcome")})
+        last = {slug: entry["outcome"] for slug, entry in kept.items() if entry.get("outcome")}
+        outcomes.show_progress(every_exercise(), last, guesses.scores(), drills.scores())
         return
     exercises = []
     for exercise in every_exercise():

@@ -54,8 +54,11 @@ def show_unknown(id, exercises):
     cards.card(f"There is no exercise {id!r}", f"The exercises are {known}.", "", cards.RED)
 
 
-def show_progress(exercises, outcomes):
-    """By chapter: its title, how many are passed, and each exercise with its last outcome."""
+def show_progress(exercises, outcomes, guesses, drills):
+    """By chapter: each exercise with its last outcome, how good the guesses are, the sick jobs.
+
+    ``outcomes`` are by slug; ``guesses`` and ``drills`` are by chapter, as their ``scores()``.
+    """
     rows = [(exercise, outcomes.get(exercise.slug, NOT_ATTEMPTED)) for exercise in exercises]
     head, all_passed = _counted(rows, " exercises passed")
     plain, table = [head], []
@@ -70,6 +73,10 @@ def show_progress(exercises, outcomes):
                                style="font-weight:600;padding-top:10px"))
         table += [cards.row([each.number, each.title, outcome], indent=True, color=COLORS[outcome])
                   for each, outcome in group]
+        for what, count, is_good in _beside_exercises(guesses.get(chapter), drills.get(chapter)):
+            plain.append(f"{'':5}  {what:<{width}}  {count}")
+            table.append(cards.row(["", what, count], indent=True,
+                                   color=cards.GREEN if is_good else cards.GREY))
     rich = f'<table style="border-collapse:collapse">{"".join(table)}</table>'
     if old := record.of_first_edition():
         words = (f"Of the first edition you passed {len(old)}: {', '.join(old)}. Exercises have "
@@ -78,6 +85,16 @@ def show_progress(exercises, outcomes):
         rich += f"<div>{words}</div>"
     cards.show("\n".join(plain),
                cards.frame(head, rich, cards.GREEN if all_passed else cards.GREY))
+
+
+def _beside_exercises(guesses, drills):
+    """(what, count in words, whether all are good) of a chapter's guesses and of its sick jobs."""
+    if guesses:
+        answered = f"{guesses.good} of {guesses.revealed} good" if guesses.revealed else "none yet"
+        yield "Guesses", answered, guesses.good == guesses.asked
+    if drills:
+        solved, count = drills
+        yield "Sick jobs", f"{solved} of {count} solved", solved == count
 
 
 def _counted(rows, what=""):
