@@ -39,6 +39,10 @@ STYLE = """
   position: static; order: -1; flex: none; margin: 0 8px 0 2px; }
 .dplab-guess .widget-hbox { align-items: center; gap: 6px; margin: 2px 0; }
 .dplab-guess .dplab-said:has(.widget-html-content:empty) { display: none; }
+.dplab-guess.jupyter-widgets-disconnected::before,
+.dplab-guess .jupyter-widgets-disconnected::before { display: none; }
+.dplab-guess.jupyter-widgets-disconnected:not(:has(:disabled))::after {
+  content: "Run this cell again to use these controls."; }
 """
 
 

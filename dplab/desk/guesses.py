@@ -2,7 +2,7 @@
 
 import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any, NamedTuple
 
@@ -23,14 +23,15 @@ class Score(NamedTuple):
     good: int  # as RULE says
 
 
-def guess(slug: str, question: str, answer: Any = None, *, choices: Sequence | None = None,
-          unit: str | None = None) -> "Guess":
+def guess(slug: str, question: str, answer: Any = None, *,
+          choices: Sequence | Mapping | None = None, unit: str | None = None) -> "Guess":
     """Asks for a guess at one of ``choices``, or at a number in ``unit``; never waits for it.
 
-    In a notebook a widget takes the answer; ``answer`` is for where there are no widgets. What
-    the reader answers is kept under ``slug`` and can be changed until `Guess.reveal` has shown
-    the result beside it. Raises ValueError for both choices and a unit, and for choices that are
-    fewer than two or not all different.
+    ``choices`` are the possible results, or map each of them to the words for it. In a notebook a
+    widget takes the answer; ``answer`` is for where there are no widgets. What the reader answers
+    is kept under ``slug`` and can be changed until `Guess.reveal` has shown the result beside it.
+    Raises ValueError for both choices and a unit, and for choices that are fewer than two or not
+    all different.
     """
     made = Guess(slug, question, choices, unit)
     if answer is not None:
@@ -54,10 +55,13 @@ def scores() -> dict[int, Score]:
 class Guess:
     """What `guess` returns: ``note`` takes an answer, ``reveal`` shows the result beside it."""
 
-    def __init__(self, slug: str, question: str, choices: Sequence | None = None,
+    def __init__(self, slug: str, question: str, choices: Sequence | Mapping | None = None,
                  unit: str | None = None):
         self.slug, self.question, self.unit = slug, question, unit
-        self._choices = {str(choice): choice for choice in choices} if choices is not None else None
+        self._choices: dict[str, Any] | None = None  # the possible results by their words
+        if choices is not None:
+            words = choices.values() if isinstance(choices, Mapping) else choices
+            self._choices = dict(zip(map(str, words), choices, strict=True))
         if choices is not None and unit:
             raise ValueError(f"the guess {slug!r} has choices, so its answer has no unit")
         if choices is not None and not 2 <= len(choices) == len(self._choices or ()):
@@ -71,7 +75,7 @@ class Guess:
     def _recalled(self):
         """The entry that is kept, if its answer still answers the question.
 
-        It has ``answer`` as the reader wrote it, its ``value``, which is a label of the choices or
+        It has ``answer`` as the reader wrote it, its ``value``, which is the words of a choice or
         a number in the unit, and ``when``; once revealed, ``measured`` and whether it was ``good``.
         """
         entry = record.entries("guesses").get(self.slug, {})
@@ -108,6 +112,9 @@ class Guess:
         it beside the result and says how far off it is; from then on the guess stays as it is.
         """
         result = self._result(measured.item() if hasattr(measured, "item") else measured)
+        if self._choices is not None and result not in self._choices:
+            cards.card(f"Result: {result}", "This is none of the choices.")
+            return
         if not self._entry:
             cards.card(f"Result: {self._written(result)}")
             return
@@ -149,22 +156,19 @@ class Guess:
     def _understood(self, typed):
         if self._choices is None:
             return read(typed, self.unit)
-        alike = [label for label in self._choices if label.casefold() == typed.casefold()] or [
-            label for label in self._choices if label.casefold().startswith(typed.casefold())]
+        alike = [words for words in self._choices if words.casefold() == typed.casefold()] or [
+            words for words in self._choices if words.casefold().startswith(typed.casefold())]
         if len(alike) != 1:
             raise NotUnderstood(f'Which choice is "{typed}"? Write one of: '
                                 f"{', '.join(self._choices)}.")
         return alike[0]
 
     def _result(self, measured):
-        """The label of a choice, or a number."""
+        """A number, or the words of the choice; of what is no choice, its own."""
         if self._choices is None:
             return float(measured)
-        for label, choice in self._choices.items():
-            if measured == choice or str(measured) == label:
-                return label
-        raise ValueError(f"the result {measured!r} is not one of the choices of the guess "
-                         f"{self.slug!r}: {', '.join(self._choices)}")
+        return next((words for words, choice in self._choices.items() if measured == choice),
+                    str(measured))
 
     def _compared(self, result):
         """Whether the guess was good, as `RULE` says, and a sentence that says how far off."""
@@ -206,7 +210,7 @@ class Guess:
         return "\n".join(filter(None, [self.question, choices, self._how_to_answer()]))
 
     def _rich(self):
-        choices = "".join(f"<li>{cards.inline(label)}</li>" for label in self._choices or ())
+        choices = "".join(f"<li>{cards.inline(words)}</li>" for words in self._choices or ())
         return cards.frame("Your guess", f"<div>{cards.inline(self.question)}</div>"
                            + (f"<ul>{choices}</ul>" if choices else "")
                            + f"<div>{cards.inline(self._how_to_answer())}</div>", cards.GREY)

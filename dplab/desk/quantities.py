@@ -25,7 +25,7 @@ _BYTES_PER_SECOND |= {f"{prefix}bps": _BYTES[f"{prefix}bit"] for prefix in "kMGT
 _PERCENT = {"%": 1.0, "percent": 1.0, "per cent": 1.0}
 _TIMES = dict.fromkeys(["times", "time", "x", "×", "-fold", "fold"], 1.0)
 _KINDS = (_SECONDS, _BYTES, _BYTES_PER_SECOND, _PERCENT, _TIMES)
-_SCALES = {"k": 1e3, "thousand": 1e3, "M": 1e6, "million": 1e6, "G": 1e9, "billion": 1e9}
+_SCALES = {"k": 1e3, "K": 1e3, "thousand": 1e3, "M": 1e6, "million": 1e6, "G": 1e9, "billion": 1e9}
 
 _ABOUT = re.compile(r"(?:~|≈|about|around|roughly|approx\.?|circa|ca\.?)\s*", re.IGNORECASE)
 _NUMBER = r"[+-]?[\d.,](?:[\d.,'_ ]*[\d.,])?(?:e[+-]?\d+)?"

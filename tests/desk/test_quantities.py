@@ -30,7 +30,8 @@ from dplab.desk.quantities import NotUnderstood, read, written
     ("100 Gbit/s", "GB/s", 12.5), ("100 Gbps", "GB/s", 12.5), ("25 GB/s", "GB/s", 25),
     ("2x", "times", 2), ("2 ×", "times", 2), ("2 times", "times", 2), ("2-fold", "times", 2),
     ("0,5", "times", 0.5),
-    ("3 tokens", "tokens", 3), ("3k tokens", "tokens", 3000), ("1 rank", "ranks", 1),
+    ("3 tokens", "tokens", 3), ("3k tokens", "tokens", 3000), ("3K", "tokens", 3000),
+    ("1 rank", "ranks", 1),
     ("400", "TFLOP/s", 400), ("400 TFLOP/s", "TFLOP/s", 400),
 ])
 def test_a_number_as_people_write_it(text, unit, value):
