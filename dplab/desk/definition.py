@@ -295,9 +295,7 @@ def _definition(name, value) -> tuple[str, dict, bool] | None:
             if node and (isinstance(value, type) or function is value or decorated):
                 future = bool(function.__code__.co_flags & _UNEVALUATED)
                 return _with_earlier(name, value, _text(text, node)), function.__globals__, future
-    if isinstance(value, type) and not any(_functions(value)):
-        return _without_methods(name, value)
-    return None
+    return _by_names(name, value) if isinstance(value, type) else None
 
 
 def _with_earlier(name, value, text):
@@ -308,18 +306,22 @@ def _with_earlier(name, value, text):
     return text
 
 
-def _without_methods(name, value):
-    """The latest class of this name with the same names in its body."""
+def _by_names(name, value):
+    """The latest class of this name with all that ``value`` holds, whose own methods are none, or
+    were made by a decorator."""
     home = _home(value)
-    bound = {each for each in (*vars(value), *vars(value).get("__annotations__", ()))
-             if not each.startswith("__")}
+    held = {each for each in vars(value) if not each.startswith("__")}
     for text, tree in _texts_of(home):
         for node in _statements(tree.body):
-            if isinstance(node, ast.ClassDef) and node.name == name and bound == {
-                    each.id for each in ast.walk(node)
-                    if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)}:
+            if isinstance(node, ast.ClassDef) and node.name == name and held <= _bound_in(node):
                 return _with_earlier(name, value, _text(text, node)), home, False
     return None
+
+
+def _bound_in(node):
+    return {each.name if isinstance(each, _Definition) else each.id for each in ast.walk(node)
+            if isinstance(each, _Definition)
+            or (isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store))}
 
 
 def _defining(name, tree, line) -> ast.stmt | None:
@@ -340,7 +342,7 @@ def _first_line(node):
 
 
 def _text(text, node):
-    lines = text.splitlines()[_first_line(node) - 1:node.end_lineno]
+    lines = text.split("\n")[_first_line(node) - 1:node.end_lineno]
     return textwrap.dedent("\n".join(lines)).rstrip()
 
 
@@ -401,8 +403,8 @@ def _bodies(shell, cell):
         for node in tree.body:
             call = node.value if isinstance(node, ast.Expr) else None
             if isinstance(call, ast.Call) and ast.unparse(call.func) == (
-                    "get_ipython().run_cell_magic"):
-                yield from _bodies(shell, shell.transform_cell(ast.literal_eval(call.args[-1])))
+                    "get_ipython().run_cell_magic") and isinstance(call.args[-1], ast.Constant):
+                yield from _bodies(shell, shell.transform_cell(call.args[-1].value))
 
 
 @functools.lru_cache(maxsize=512)

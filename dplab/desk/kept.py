@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 
 from dplab.desk import record
-from dplab.desk.definition import written_down
+from dplab.desk.definition import CannotWrite, written_down
 
 _given: list[tuple[object, str]] = []  # what `dplab.mine` has returned here, and its slug
 
@@ -36,11 +36,16 @@ def place(slug: str) -> Path:
 
 
 def source_of(attempt, name: str, slug: str) -> str:
-    """The file's text for this attempt. Raises `CannotWrite` (in `definition`)."""
+    """The file's text for this attempt. Raises `CannotWrite`."""
+    def from_mine(value):
+        if slug_of(value) == slug:
+            raise CannotWrite("it uses what `dplab.mine` gave you for this very exercise.")
+        return slug_of(value)
+
     today = datetime.date.today()
     return (f'# `{name}`, as you wrote it for exercise "{slug}" of dplab. It passed on {today}.\n'
             f'# dplab.mine("{slug}") gives it to you. If you edit it, it is checked again.\n\n'
-            f"{written_down(attempt, name, slug_of)}")
+            f"{written_down(attempt, name, from_mine)}")
 
 
 def write(slug: str, source: str) -> None:

@@ -17,7 +17,6 @@ from dplab.exercises import outcomes, own
 from dplab.exercises.exercise import NOT_ATTEMPTED, PASSED, Exercise
 from dplab.exercises.running import watched
 from dplab.spawn.parent.output import in_notebook, ipython
-from dplab.spawn.rank.device import in_rank
 
 __all__ = ["Exercise", "check", "every_exercise", "find", "hint", "mine", "progress", "reset",
            "solution", "solution_source"]
@@ -64,9 +63,9 @@ def mine(id: str):
     """
     exercise = find(id)
     if exercise is None:
-        raise ValueError(f"there is no exercise {id!r}; dplab.progress() lists them all")
+        raise ValueError(f"there is no exercise {id!r}")
     value, whose = own.given(exercise)
-    if not own.is_defining() and not in_rank():
+    if own.is_asked_by_the_reader():
         print(whose)
     return value
 

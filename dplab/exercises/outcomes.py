@@ -4,7 +4,6 @@ import itertools
 
 from dplab.desk import cards, record
 from dplab.desk.course import TITLES, link_to
-from dplab.desk.highlight import folded
 from dplab.exercises.exercise import CRASHED, NOT_ATTEMPTED, PASSED, WRONG
 
 COLORS = {PASSED: cards.GREEN, WRONG: cards.ORANGE, CRASHED: cards.RED, NOT_ATTEMPTED: cards.GREY}
@@ -49,6 +48,8 @@ def show_hint(exercise, number):
 
 def show_solution(exercise, own: str | None):
     """``own`` is what the reader passed with; it stands first."""
+    from dplab.desk.highlight import folded  # with pygments, which ranks do not need
+
     head = f"Exercise {exercise.number}: a solution"
     sources = {"Yours": own} if own else {}
     sources["The course's"] = exercise.short_source()

@@ -1,6 +1,7 @@
 """Whose part it is: what a reader wrote is kept when it passes, and `mine` gives it back."""
 
 import functools
+import os
 import platform
 import sys
 from pathlib import Path
@@ -22,10 +23,10 @@ def keep(exercise: Exercise, attempt) -> str:
     The source is tried on fresh ranks before it counts. They run the exercise's trial at its
     largest world size: the same code has just passed at the others.
     """
-    if kept.slug_of(attempt) == exercise.slug:
-        return ""
     if str(getattr(attempt, "__module__", "")).split(".")[0] == "dplab":
         return "This is the course's own code, so nothing is kept as yours."
+    if kept.slug_of(attempt) == exercise.slug:
+        return ""  # it is what was kept before
     place = kept.place(exercise.slug)
     try:
         source = kept.source_of(attempt, exercise.name, exercise.slug)
@@ -66,9 +67,10 @@ def given(exercise: Exercise):
     return kept.given(course, slug), f"{exercise.name}: the course's, since {words}"
 
 
-def is_defining() -> bool:
-    """Whether a part is being defined, and not the reader but its source asks for another."""
-    return bool(_being_given)
+def is_asked_by_the_reader() -> bool:
+    """Whether no part asks for another while it is defined, and no rank asks but torchrun's 0."""
+    is_first = devices.under_torchrun() and os.environ.get("RANK") == "0"
+    return not _being_given and (is_first or not (devices.in_rank() or devices.under_torchrun()))
 
 
 def source_of(exercise: Exercise) -> str | None:
