@@ -159,9 +159,12 @@ class Exercise:
         if self.given is None:
             self.given = self.prepare()
         for world_size in world_sizes:
-            got = self._observe(attempt, world_size, quiet=True)
-            fault = got if isinstance(got, RankError) else first_difference(
-                self._expected(world_size), got, self.tolerance)
+            try:
+                got = self._observe(attempt, world_size, quiet=True)
+                fault = got if isinstance(got, RankError) else first_difference(
+                    self._expected(world_size), got, self.tolerance)
+            except Exception as error:
+                fault = f"{type(error).__name__}: {error}"
             if fault is not None:
                 return f"with {world_size} ranks, {str(fault).splitlines()[0]}"
         return ""

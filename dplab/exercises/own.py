@@ -1,5 +1,6 @@
 """Whose part it is: what a reader wrote is kept when it passes, and `mine` gives it back."""
 
+import contextlib
 import functools
 import os
 import platform
@@ -57,9 +58,9 @@ def given(exercise: Exercise):
                 f"{exercise.name}: the course's, until you pass exercise {exercise.number}.")
         value = kept.define(source, exercise.name, place)
         if not _fault(exercise, source):
-            return kept.given(value, slug), f"{exercise.name}: yours, from {place}."
+            return kept.given(value, slug), f"{exercise.name}: yours, from {_in_short(place)}."
         words = (f"yours no longer passes exercise {exercise.number}; dplab.check says why "
-                 f"({place}).")
+                 f"({_in_short(place)}).")
     except kept.Broken as error:
         words = f"yours cannot be used ({error})."
     finally:
@@ -80,6 +81,13 @@ def source_of(exercise: Exercise) -> str | None:
     except kept.Broken:
         return None
     return source and kept.without_header(source)
+
+
+def _in_short(place):
+    """With ``~`` for the reader's home."""
+    with contextlib.suppress(ValueError, RuntimeError):
+        return Path("~", place.relative_to(Path.home()))
+    return place
 
 
 def _fault(exercise, source) -> str:

@@ -100,6 +100,17 @@ def test_a_pass_is_kept_and_works_on_ranks(capsys, passed):
 
 
 @pytest.mark.slow
+@pytest.mark.slow
+def test_an_attempt_that_its_check_calls_in_the_notebook_is_kept(monkeypatch):
+    units = find("choose-units")
+    monkeypatch.setattr(kept, "written_down", lambda *_: (
+        "def choose_units(model):\n    first, second = model.blocks[::2], model.blocks[1::2]\n"
+        "    pairs = [list(pair) for pair in zip(first, second, strict=True)]\n"
+        "    return [model.embedding, *pairs, [model.norm, model.head]]"))
+    assert "It is kept" in own.keep(units, global_mean)
+
+
+@pytest.mark.slow
 def test_what_is_wrong_is_not_kept():
     dplab.check(SLUG, doubled)
     assert record.entries("exercises")[SLUG]["outcome"] == "wrong"
