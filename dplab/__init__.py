@@ -19,6 +19,7 @@ _MODULE_OF = {
     "check": "exercises",
     "hint": "exercises",
     "solution": "exercises",
+    "mine": "exercises",
     "reset": "exercises",
     "progress": "exercises",
     "guess": "desk.guesses",

@@ -16,7 +16,7 @@ TOP_LEVEL = {"README.md", "requirements.txt", "pyproject.toml", "chapters", "dpl
 FILES = sorted((ROOT / "dplab").rglob("*.py"))
 
 PUBLIC_NAMES = {
-    "dplab": """check device drill expect_failure guess hint load_ipython_extension progress
+    "dplab": """check device drill expect_failure guess hint load_ipython_extension mine progress
         RankError reset run solution warm_up""",
     "dplab.dryrun": "Collective ddp DryRun fully_shard UnsupportedOperator zero_1",
     "dplab.measure": """aligned available_cores available_memory CallLog describe_machine

@@ -13,14 +13,14 @@ import pkgutil
 from pathlib import Path
 
 from dplab import drills
-from dplab.desk import cards, course, guesses, record
-from dplab.exercises import outcomes
+from dplab.desk import cards, course, guesses, kept, record
+from dplab.exercises import outcomes, own
 from dplab.exercises.exercise import NOT_ATTEMPTED, PASSED, Exercise
 from dplab.exercises.running import watched
 from dplab.spawn.parent.output import in_notebook, ipython
 
-__all__ = ["Exercise", "check", "every_exercise", "find", "hint", "progress", "reset", "solution",
-           "solution_source"]
+__all__ = ["Exercise", "check", "every_exercise", "find", "hint", "mine", "progress", "reset",
+           "solution", "solution_source"]
 
 
 def check(id: str, *objects) -> None:
@@ -34,7 +34,8 @@ def check(id: str, *objects) -> None:
     verdict = watched(exercise, objects)
     saved = verdict.outcome == NOT_ATTEMPTED or record.update(
         "exercises", exercise.slug, functools.partial(_note, outcome=verdict.outcome))
-    outcomes.show_verdict(exercise, verdict, following=_after(exercise), saved=saved)
+    note = own.keep(exercise, *objects) if verdict.outcome == PASSED else ""
+    outcomes.show_verdict(exercise, verdict, following=_after(exercise), saved=saved, note=note)
     _offer_help(exercise, verdict.outcome)
 
 
@@ -55,12 +56,27 @@ def hint(id: str) -> None:
     outcomes.show_hint(exercise, number)
 
 
+def mine(id: str):
+    """The function or class that you wrote for an exercise, once it has passed; until then, the
+    course's. One line says which. It works on ranks as anything that a notebook defines.
+
+    ``id`` is the exercise's slug or number. Raises ValueError for another.
+    """
+    exercise = find(id)
+    if exercise is None:
+        raise ValueError(f"there is no exercise {id!r}")
+    value, whose = own.given(exercise)
+    if own.is_asked_by_the_reader():
+        print(whose)
+    return value
+
+
 def solution(id: str) -> None:
-    """Shows the reference solution."""
+    """Shows the course's version in a fold, and before it yours, if you have passed."""
     exercise = find(id)
     if exercise is not None:
         record.update("exercises", exercise.slug, lambda entry: entry.update(solution_seen=True))
-        outcomes.show_solution(exercise)
+        outcomes.show_solution(exercise, own.source_of(exercise))
 
 
 def reset(id: str) -> None:
@@ -69,6 +85,7 @@ def reset(id: str) -> None:
     if exercise is None:
         return
     record.forget("exercises", exercise.slug)
+    kept.set_aside(exercise.slug)
     stub = course.stub_of(exercise.chapter, exercise.slug)
     head = f"Exercise {exercise.number}: forgotten"
     if stub is None:
@@ -88,18 +105,19 @@ def progress(export: str | Path | None = None, *, code: bool = False) -> None:
     whether it is passed, how many tries and hints that took; and the guesses. With ``code``, your
     own answers too.
     """
-    kept = record.entries("exercises")
+    entries = record.entries("exercises")
     if export is None:
-        last = {slug: entry["outcome"] for slug, entry in kept.items() if entry.get("outcome")}
+        last = {slug: entry["outcome"] for slug, entry in entries.items() if entry.get("outcome")}
         outcomes.show_progress(every_exercise(), last, guesses.scores(), drills.scores())
         return
     exercises = []
     for exercise in every_exercise():
-        entry = kept.get(exercise.slug, {})
+        entry = entries.get(exercise.slug, {})
         exercises.append({
             "exercise": exercise.slug, "number": exercise.number,
             "passed": entry.get("outcome") == PASSED, "tries": entry.get("tries", 0),
-            "hints": entry.get("hints", 0), "solution seen": entry.get("solution_seen", False)})
+            "hints": entry.get("hints", 0), "solution seen": entry.get("solution_seen", False),
+            **({"code": own.source_of(exercise)} if code else {})})
     Path(export).write_text(json.dumps(
         {"edition": record.EDITION, "exercises": exercises,
          "guesses": record.entries("guesses"), "drills": record.entries("drills")}, indent=1))

@@ -70,6 +70,7 @@ class Exercise:
     hints: tuple[str, ...]
     solution: Callable
     mistakes: tuple[Mistake, ...]
+    short: Callable | None = None  # the idea of the solution alone, where that is another
     stub: Callable | None = None  # where the reader repairs code: that code
     world_sizes = (1, 2, 3, 4)
     seconds = 20.0  # that an attempt may take at one world size
@@ -150,6 +151,24 @@ class Exercise:
                 return self._diagnose(attempt, difference, got, expected, world_size)
         return Verdict(PASSED, world_sizes=list(self.world_sizes))
 
+    def rerun(self, attempt, world_sizes) -> str:
+        """Why the attempt is not right at these world sizes, in one line; "" where it is.
+
+        It shows nothing, and compares with no known mistake.
+        """
+        if self.given is None:
+            self.given = self.prepare()
+        for world_size in world_sizes:
+            try:
+                got = self._observe(attempt, world_size, quiet=True)
+                fault = got if isinstance(got, RankError) else first_difference(
+                    self._expected(world_size), got, self.tolerance)
+            except Exception as error:
+                fault = f"{type(error).__name__}: {error}"
+            if fault is not None:
+                return f"with {world_size} ranks, {str(fault).splitlines()[0]}"
+        return ""
+
     def _observe(self, attempt, world_size, *, quiet=False):
         """The ranks' facts, or the RankError in place of them."""
         try:
@@ -221,8 +240,14 @@ class Exercise:
         return self._expectations[world_size]
 
     def solution_source(self) -> str:
-        source = textwrap.dedent(inspect.getsource(self.solution))
-        return source.replace(self.solution.__name__, self.name)
+        return self._source_of(self.solution)
+
+    def short_source(self) -> str:
+        return self._source_of(self.short or self.solution)
+
+    def _source_of(self, definition):
+        source = textwrap.dedent(inspect.getsource(definition))
+        return source.replace(definition.__name__, self.name)
 
 
 class FirstFault(Exercise):

@@ -9,8 +9,8 @@ from dplab.exercises.exercise import CRASHED, NOT_ATTEMPTED, PASSED, WRONG
 COLORS = {PASSED: cards.GREEN, WRONG: cards.ORANGE, CRASHED: cards.RED, NOT_ATTEMPTED: cards.GREY}
 
 
-def show_verdict(exercise, verdict, *, following, saved=True):
-    """``following``: the exercise after this one, or None."""
+def show_verdict(exercise, verdict, *, following, saved=True, note=""):
+    """``following``: the exercise after this one, or None. ``note`` is a sentence more."""
     why, detail = verdict.why, verdict.detail
     if verdict.outcome == PASSED:
         why = why or _where_right(verdict.world_sizes)
@@ -19,6 +19,7 @@ def show_verdict(exercise, verdict, *, following, saved=True):
         why = f"{task} `{exercise.name}` above, run its cell, and then run this one."
     elif verdict.outcome == WRONG and not why:
         why = "Not right yet."
+    why = f"{why} {note}".strip()
     if not saved:
         detail = (f"{detail}\n(Progress could not be written to {record.folder()}: DPLAB_HOME "
                   "in the environment names another folder.)").strip()
@@ -45,8 +46,16 @@ def show_hint(exercise, number):
     cards.card(f"Exercise {exercise.number}: hint {number + 1} of {count}", text)
 
 
-def show_solution(exercise):
-    cards.card(f"Exercise {exercise.number}: a solution", "", exercise.solution_source())
+def show_solution(exercise, own: str | None):
+    """``own`` is what the reader passed with; it stands first."""
+    from dplab.desk.highlight import folded  # with pygments, which ranks do not need
+
+    head = f"Exercise {exercise.number}: a solution"
+    sources = {"Yours": own} if own else {}
+    sources["The course's"] = exercise.short_source()
+    plain = "\n\n".join([head, *(f"{whose}:\n\n{source}" for whose, source in sources.items())])
+    folds = "".join(folded(whose, source) for whose, source in sources.items())
+    cards.show(plain, cards.frame(head, folds, cards.GREY))
 
 
 def show_unknown(id, exercises):
