@@ -1,0 +1,742 @@
+"""The stack put together, from send and receive to ZeRO-3, beside torch's own, on 1 to 4 ranks."""
+
+import copy
+import functools
+import inspect
+import itertools
+import weakref
+
+import pytest
+import ring_beside_backward
+import torch
+import torch.distributed as dist
+from ranks import run_each, several, world_sizes
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.functional import cross_entropy
+
+from dplab import run
+from dplab.exercises.stack import PARTS, build, parts
+from dplab.exercises.stack.__main__ import as_text
+from dplab.measure import CallLog
+from dplab.predict import cost, step
+from dplab.predict.transformer_config import TransformerConfig
+from dplab.workloads.standard_library import load_source, sample
+from dplab.workloads.transformer import Transformer
+
+GPT = TransformerConfig(layers=2, d_model=20, heads=2, d_ff=33, vocabulary=256, context=9,
+                        tied=False)
+LLAMA = TransformerConfig(layers=2, d_model=20, heads=2, kv_heads=1, d_ff=33, vocabulary=256,
+                          context=9, gated=True, biases=False, norm="rmsnorm",
+                          learned_positions=False, tied=False)
+SUBGROUPS = ([1, 3], [0, 2], [0, 2, 3])  # of four ranks
+STEPS = 4
+PART = {part.slug: part for part in PARTS}
+
+
+# --- the table and the code ----------------------------------------------------------------------
+
+@pytest.mark.parametrize("part", PARTS, ids=PART)
+def test_the_signature_in_the_table_is_that_of_the_code(part):
+    called, name = part.short, part.name
+    if issubclass(getattr(called, "__class__", type), type(torch.autograd.Function)):
+        called, name = functools.partial(called.forward, None), f"{name}.apply"  # without ctx
+    assert part.signature == f"{name}{inspect.signature(called)}"
+
+
+@pytest.mark.parametrize("part", PARTS, ids=PART)
+def test_a_part_calls_the_parts_in_its_row_which_all_stand_before_it(part):
+    called = {each.slug for each in PARTS if each.name in _names_in(part.short)} - {part.slug}
+    assert set(part.uses) == called
+    assert all(PARTS.index(PART[slug]) < PARTS.index(part) for slug in part.uses)
+
+
+@pytest.mark.parametrize("part", PARTS, ids=PART)
+def test_a_part_is_short(part):
+    lines = inspect.getsource(part.short).replace(part.short.__doc__, "").splitlines()
+    assert len([line for line in lines if line.strip()]) <= 30
+
+
+def test_the_table_is_printed():
+    text = as_text()
+    assert all(part.slug in text and part.signature in text for part in PARTS)
+
+
+def _names_in(definition):
+    """The globals and attributes that a function uses, or the methods of a class."""
+    names, codes = set(), []
+    for each in vars(definition).values() if isinstance(definition, type) else [definition]:
+        codes.append(getattr(getattr(each, "__func__", each), "__code__", None))
+    for code in filter(None, codes):
+        names |= set(code.co_names)
+        codes += [each for each in code.co_consts if inspect.iscode(each)]
+    return names
+
+
+# --- a part is replaced --------------------------------------------------------------------------
+
+@pytest.mark.parametrize("slug", [part.slug for part in PARTS
+                                  if any(part.slug in each.uses for each in PARTS)])
+def test_a_part_in_the_place_of_the_courses_is_what_the_others_call(slug):
+    def own():
+        pass
+
+    built = build({slug: own})
+    assert built[slug] is own
+    for user in PARTS:
+        if slug in user.uses:
+            assert _globals_of(built[user.slug])[PART[slug].name] is own
+
+
+def _globals_of(definition):
+    if isinstance(definition, type):
+        definition = next(getattr(each, "__func__", each) for each in vars(definition).values()
+                          if hasattr(getattr(each, "__func__", each), "__globals__"))
+    return definition.__globals__
+
+
+def test_a_slug_that_is_no_part_is_refused():
+    with pytest.raises(ValueError, match=r"ring-sum.* ring-all-reduce"):
+        build({"ring-sum": print})
+
+
+def test_a_fault_in_ones_own_part_shows_in_what_is_built_on_it():
+    def exchange(outgoing, to, source, group=None):
+        return build()["exchange"](outgoing, to, source, group) + 1
+
+    def sum_of_ones(parts):
+        return parts["ring-all-reduce"](torch.ones(3)).tolist()
+
+    assert run(sum_of_ones, 3, build(), backend="gloo") == [[3.0] * 3] * 3
+    assert run(sum_of_ones, 3, build({"exchange": exchange}), backend="gloo") != [[3.0] * 3] * 3
+
+
+# --- in groups -----------------------------------------------------------------------------------
+
+def in_groups(case):
+    """What ``case(group)`` yields, for the group of all ranks and this rank's subgroups."""
+    groups = [None]
+    if dist.get_world_size() == 4:
+        made = [dist.new_group(ranks) for ranks in SUBGROUPS]
+        groups += [group for ranks, group in zip(SUBGROUPS, made, strict=True)
+                   if dist.get_rank() in ranks]
+    return [found for group in groups for found in case(group)]
+
+
+def assert_pairs_equal(case, world_size, **tolerance):
+    """That each pair of what is and what should be is equal, for one of the CASES."""
+    of_ranks = run_each(in_groups, CASES, world_size, backend="gloo")[case]
+    assert all(of_ranks)
+    for got, expected in itertools.chain(*of_ranks):
+        torch.testing.assert_close(got, expected, **tolerance)
+
+
+# --- chapter 03: the ring ------------------------------------------------------------------------
+
+@world_sizes
+def test_the_ring_is_torchs_collectives(world_size):
+    assert_pairs_equal(collectives, world_size)
+
+
+def collectives(group):
+    rank, ranks = dist.get_rank(), dist.get_world_size(group)
+    dtypes = torch.float32, torch.float64, torch.bfloat16, torch.int64
+    for dtype, chunk in itertools.product(dtypes, (1, 7)):
+        flat = (torch.arange(chunk * ranks) * 3 + 5 * rank + 1).to(dtype)
+        if dtype in (torch.float32, torch.float64):  # bfloat16 adds whole numbers alone exactly
+            flat = torch.sin(1.7 * flat)
+        whole = flat.clone()
+        dist.all_reduce(whole, group=group)
+        own = whole.chunk(ranks)[dist.get_rank(group)].clone()
+        gathered = torch.empty(ranks * ranks * chunk, dtype=dtype)
+        dist.all_gather_single(gathered, flat, group=group)
+        for function, expected in ((parts.ring_reduce_scatter, own),
+                                   (parts.ring_all_reduce, whole),
+                                   (parts.ring_all_gather, gathered)):
+            before = flat.clone()
+            got = function(flat, group)
+            yield got.clone(), expected
+            yield flat, before  # left alone
+            memory = got.untyped_storage()
+            yield memory.nbytes(), got.nbytes  # of its own: no view that keeps more alive
+            yield memory.data_ptr() == flat.untyped_storage().data_ptr(), False
+
+
+@several
+def test_an_all_reduce_has_the_same_bits_on_all_ranks_and_sends_the_least(world_size):
+    found = run(_bits_and_bytes, world_size, backend="gloo")
+    assert len({bits for bits, _ in found}) == 1
+    assert {nbytes for _, nbytes in found} == {2 * (world_size - 1) * 11 * 4}
+
+
+def _bits_and_bytes():
+    flat = torch.sin(torch.arange(11.0 * dist.get_world_size()) * (1.3 + dist.get_rank()))
+    with CallLog() as log:
+        total = parts.ring_all_reduce(flat)
+    return total.numpy().tobytes(), log.bytes("send")
+
+
+def test_a_length_that_the_ranks_do_not_divide_is_refused():
+    def attempt():
+        for function in parts.ring_reduce_scatter, parts.ring_all_reduce:
+            with pytest.raises(RuntimeError, match="shape"):
+                function(torch.ones(10))
+
+    run(attempt, 3, backend="gloo")
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 64])
+def test_the_rings_seconds_are_those_of_the_prediction(ranks):
+    link = cost.Link("", 12.5e9, 14e-6)
+    for nbytes in (4e3, 28e9):
+        assert parts.ring_seconds(nbytes, ranks, 12.5e9, 14e-6) == pytest.approx(
+            cost.seconds("ring all-reduce", ranks, nbytes, link))
+
+
+# --- chapter 04: DDP by hand ---------------------------------------------------------------------
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 7])
+def test_what_is_packed_is_padded_and_unpacked_as_it_was(ranks):
+    tensors = [torch.randn(3, 5), torch.randn(4, 2).t(), torch.randn(()), torch.randn(1)]
+    flat = parts.pack(tensors, ranks)
+    assert len(flat) == -(-25 // ranks) * ranks
+    assert not flat[25:].any()
+    for view, tensor in zip(parts.unpack(flat, tensors), tensors, strict=True):
+        assert torch.equal(view, tensor)
+        view.fill_(9.0)
+    assert (flat[:25] == 9.0).all()
+    assert not (tensors[0] == 9.0).any()
+
+
+class Mixed(nn.Module):
+    """Two dtypes, a frozen and a transposed parameter, and the buffers of a BatchNorm."""
+
+    def __init__(self, seed):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.first = nn.Linear(6, 7)
+        self.norm = nn.BatchNorm1d(7)
+        self.turned = nn.Parameter(torch.randn(5, 7).t())
+        self.wide = nn.Linear(5, 3).double()
+        self.first.bias.requires_grad_(False)
+        self.norm.num_batches_tracked += seed
+
+    def forward(self, x):
+        return self.wide((torch.tanh(self.norm(self.first(x))) @ self.turned).double())
+
+
+@world_sizes
+def test_broadcast_weights_are_those_of_the_groups_first_rank(world_size):
+    assert_pairs_equal(broadcasts, world_size, rtol=0, atol=0)
+
+
+def broadcasts(group):
+    model, expected = Mixed(dist.get_rank()), Mixed(dist.get_rank())
+    parts.broadcast_weights(model, group)
+    for tensor in expected.state_dict().values():
+        message = tensor.contiguous()
+        dist.broadcast(message, group_src=0, group=group)
+        tensor.copy_(message)
+    yield model.state_dict(), expected.state_dict()
+
+
+@world_sizes
+def test_averaged_gradients_are_torchs_mean(world_size):
+    assert_pairs_equal(averages, world_size)
+
+
+def averages(group):
+    model = Mixed(seed=1)
+    torch.manual_seed(dist.get_rank())
+    model(torch.randn(4, 6)).square().mean().backward()
+    before = copy.deepcopy(model.state_dict())
+    expected = []
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            expected.append(parameter.grad.contiguous().clone())
+            dist.all_reduce(expected[-1], dist.ReduceOp.SUM, group=group)
+            expected[-1] /= dist.get_world_size(group)
+    parts.average_gradients(model, group)
+    yield [p.grad.contiguous() for p in model.parameters() if p.grad is not None], expected
+    yield model.state_dict(), before
+
+
+@world_sizes
+def test_the_training_loop_is_ddps(world_size):
+    assert_pairs_equal(training, world_size)
+
+
+def training(group):
+    images, labels, batches = _points()
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    model = _network(dist.get_rank())
+    wrapped = nn.parallel.DistributedDataParallel(copy.deepcopy(model), process_group=group)
+    parts.train_by_hand(model, _adam(model.parameters()), images, labels, batches, group)
+    optimizer = _adam(wrapped.parameters())
+    for batch in batches:
+        optimizer.zero_grad()
+        mine = batch[rank::ranks]
+        cross_entropy(wrapped(images[mine]), labels[mine]).backward()
+        optimizer.step()
+    yield model.state_dict(), wrapped.module.state_dict()
+
+
+def _points():
+    """Data, and global batches as indices: 12 samples, which 1, 2, 3 and 4 ranks divide."""
+    generator = torch.Generator().manual_seed(11)
+    images, labels = torch.randn(60, 7, generator=generator), torch.arange(60) % 5
+    return images, labels, torch.randperm(60, generator=generator).split(12)[:STEPS]
+
+
+def _network(seed):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(7, 11), nn.Tanh(), nn.Linear(11, 13), nn.Tanh(),
+                         nn.Linear(13, 5))
+
+
+def _adam(parameters):
+    return torch.optim.AdamW(parameters, lr=0.01, eps=0.01, weight_decay=0.1)
+
+
+def _momentum(parameters):
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+# --- chapter 05: buckets and overlap -------------------------------------------------------------
+
+SIZES = [196, 28, 140, 20, 60, 12]
+
+
+@pytest.mark.parametrize("limit", [1, 20, 80, 81, 200, 10**9])
+def test_buckets_close_when_they_reach_their_size(limit):
+    layers = [step.Layer(0, 0, size) for size in SIZES]
+    assert parts.make_buckets(SIZES, limit) == step.bucket_layers(layers, limit)
+
+
+def test_nothing_makes_no_bucket():
+    assert parts.make_buckets([], 20) == []
+
+
+@pytest.mark.parametrize(("ranks", "limit", "bandwidth"), list(itertools.product(
+    [1, 2, 3, 8], [1, 80, 10**9], [1e3, 1e5, 1e8])))
+def test_the_predicted_step_is_that_of_the_timeline(ranks, limit, bandwidth):
+    layers = [step.Layer(0.001 * (1 + index % 3), 0.002 * (1 + index % 4), size)
+              for index, size in enumerate(SIZES)]
+    spans = step.ddp_spans(layers, ranks, cost.Link("", bandwidth, 1e-4), bucket_bytes=limit)
+    assert parts.predict_step(layers, limit, ranks, bandwidth, 1e-4) == (
+        pytest.approx(step.step_seconds(spans)), pytest.approx(step.exposed_seconds(spans)))
+
+
+@world_sizes
+def test_training_in_buckets_is_ddps(world_size):
+    assert_pairs_equal(buckets_after_backward, world_size)
+
+
+@world_sizes
+def test_training_with_buckets_from_hooks_is_ddps(world_size):
+    assert_pairs_equal(buckets_from_hooks, world_size)
+
+
+def buckets_after_backward(group):
+    model = _network(seed=3)
+    buckets = _buckets_of(list(model.parameters()))
+    yield from _beside_ddp(model, group, lambda: parts.average_in_buckets(buckets, group))
+
+
+def buckets_from_hooks(group):
+    model = _network(seed=3)
+    overlapped = parts.OverlappedGradients(_buckets_of(list(model.parameters())),
+                                           group or dist.new_group())
+    yield from _beside_ddp(model, group, overlapped.finish)
+
+
+def _buckets_of(parameters):
+    buckets = parts.make_buckets([parameter.nbytes for parameter in parameters], 300)
+    assert len(buckets) == 3
+    return [[parameters[index] for index in bucket] for bucket in buckets]
+
+
+def _beside_ddp(model, group, average):
+    wrapped = nn.parallel.DistributedDataParallel(copy.deepcopy(model), process_group=group)
+    for trained, finish in ((model, average), (wrapped, lambda: None)):
+        optimizer = _adam(trained.parameters())
+        for x, target in _batches():
+            optimizer.zero_grad()
+            cross_entropy(trained(x), target).backward()
+            finish()
+            optimizer.step()
+    yield model.state_dict(), wrapped.module.state_dict()
+
+
+def _batches():
+    """This rank's local batches: other inputs in each step and on each rank."""
+    for number in range(STEPS):
+        generator = torch.Generator().manual_seed(100 * number + dist.get_rank())
+        yield (torch.randn(5, 7, generator=generator),
+               torch.randint(5, (5,), generator=generator))
+
+
+def test_a_bucket_is_averaged_while_backward_still_computes():
+    assert run(_waits_in_backward, 3, backend="gloo") == [[1.0, 3]] * 3
+
+
+def _waits_in_backward():
+    """Backward stops before the first layer, until the last layer's gradient is the ranks' mean."""
+    first, second, third = layers = nn.Linear(2, 3), nn.Linear(3, 3), nn.Linear(3, 1)
+    overlapped = parts.OverlappedGradients(
+        [list(layer.parameters()) for layer in reversed(layers)], dist.new_group())
+    seen = []
+
+    def wait(_):
+        overlapped.launched[0].result(timeout=20)
+        seen.append(third.bias.grad.item())
+
+    hidden = first(torch.ones(1, 2))
+    hidden.register_hook(wait)
+    output = third(second(hidden))
+    (dist.get_rank() * output).sum().backward()  # so the gradient of the last bias is the rank
+    launched = len(overlapped.launched)
+    overlapped.finish()
+    return [*seen, launched]
+
+
+def test_what_fails_on_the_thread_is_raised_by_finish():
+    def broken(flat, group=None):
+        return 1 / 0
+
+    def fails(overlapped_gradients):
+        layer = nn.Linear(2, 2)
+        overlapped = overlapped_gradients([list(layer.parameters())], dist.new_group())
+        layer(torch.ones(1, 2)).sum().backward()
+        with pytest.raises(ZeroDivisionError):
+            overlapped.finish()
+
+    built = build({"ring-all-reduce": broken})
+    run(fails, 2, built["overlapped-gradients"], backend="gloo")
+
+
+@pytest.mark.slow
+def test_a_ring_on_a_thread_hides_behind_a_backward_that_only_waits():
+    """300 ms of backward and 180 ms of rings: 480 ms after one another, 330 ms beside each other.
+    """
+    after, threaded = ring_beside_backward.beside_waiting()
+    assert after > 0.475
+    assert threaded < 0.85 * after
+
+
+@pytest.mark.slow
+def test_a_ring_on_a_thread_beside_backward():
+    assert_trained(ring_beside_backward.trial(steps=20))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("seed", range(3))
+def test_a_ring_on_a_thread_beside_backward_for_long(seed):
+    assert_trained(ring_beside_backward.trial(steps=500, seed=seed, timeout=1800))
+
+
+def assert_trained(found):
+    assert found["moved"] > 1e-4
+    assert found["apart"] < 1e-3 * found["moved"]
+
+
+# --- chapter 08: ZeRO ----------------------------------------------------------------------------
+
+@world_sizes
+def test_zero_1_trains_as_a_replicated_optimizer(world_size):
+    assert_pairs_equal(zero_1, world_size)
+
+
+@world_sizes
+def test_zero_2_trains_as_a_replicated_optimizer(world_size):
+    assert_pairs_equal(zero_2, world_size)
+
+
+def zero_1(group):
+    ranks = dist.get_world_size(group)
+    for make_optimizer in _adam, _momentum:
+        model = _network(seed=4)
+        parameters = list(model.parameters())
+        flat = parts.lay_flat(parameters, ranks)
+        sharded = parts.ShardedOptimizer(flat, make_optimizer, group)
+        for x, target in _batches():
+            cross_entropy(model(x), target).backward()
+            gradient = parts.pack([parameter.grad for parameter in parameters], ranks)
+            before = gradient.clone()
+            sharded.step(gradient)
+            yield gradient, before
+            model.zero_grad()
+        weights, state = _replicated(make_optimizer, group)
+        yield model.state_dict(), weights
+        yield _state_elements([sharded.optimizer]), state // ELEMENTS * -(-ELEMENTS // ranks)
+
+
+def zero_2(group):
+    ranks = dist.get_world_size(group)
+    for make_optimizer in _adam, _momentum:
+        made = []
+
+        def noted(tensors, make=make_optimizer, made=made):
+            made.append(make(tensors))
+            return made[-1]
+
+        model = _network(seed=4)
+        sharded = parts.ShardedGradients(list(model.parameters()), noted, 300, group)
+        for x, target in _batches():
+            cross_entropy(model(x), target).backward()
+            yield [parameter.grad for parameter in model.parameters()], [None] * 6
+            sharded.step()
+        weights, state = _replicated(make_optimizer, group)
+        yield model.state_dict(), weights
+        chunks = sum(-(-bucket // ranks) for bucket in (83, 143, 88))  # elements of the buckets
+        yield len(made), 3
+        yield _state_elements(made), state // ELEMENTS * chunks
+
+
+ELEMENTS = 314  # of the network's parameters
+
+
+def _replicated(make_optimizer, group):
+    """The weights where every rank steps with all mean gradients, and the elements of state."""
+    model = _network(seed=4)
+    optimizer = make_optimizer(model.parameters())
+    for x, target in _batches():
+        optimizer.zero_grad()
+        cross_entropy(model(x), target).backward()
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.grad, group=group)
+            parameter.grad /= dist.get_world_size(group)
+        optimizer.step()
+    return model.state_dict(), _state_elements([optimizer])
+
+
+def _state_elements(optimizers):
+    states = [state for optimizer in optimizers for state in optimizer.state.values()]
+    return sum(value.numel() for state in states for value in state.values() if value.dim() > 0)
+
+
+@world_sizes
+def test_scattered_gradients_are_this_ranks_chunk_of_the_mean(world_size):
+    assert_pairs_equal(scattered_gradients, world_size)
+
+
+def scattered_gradients(group):
+    ranks = dist.get_world_size(group)
+    model = _network(seed=5)
+    x, target = next(_batches())
+    cross_entropy(model(x), target).backward()
+    whole = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+    dist.all_reduce(whole, group=group)
+    size = -(-len(whole) // ranks)
+    padded = nn.functional.pad(whole / ranks, (0, size * ranks - len(whole)))
+    yield (parts.scatter_gradients(list(model.parameters()), group),
+           padded.split(size)[dist.get_rank(group)])
+    yield [parameter.grad for parameter in model.parameters()], [None] * 6
+
+
+# --- chapter 09: ZeRO-3 --------------------------------------------------------------------------
+
+@pytest.mark.slow
+@world_sizes
+def test_zero_3_trains_a_transformer_as_fully_shard_does(world_size):
+    for own, torchs, moved in itertools.chain(*run(_transformers, world_size, build(),
+                                                   backend="gloo")):
+        assert moved > 0.01
+        assert own.keys() == torchs.keys()
+        for name in own:
+            torch.testing.assert_close(own[name], torchs[name], rtol=1e-4, atol=1e-5)
+
+
+def _transformers(stack):
+    """Of both kinds: the weights of the stack's ZeRO-3, torch's, and how far training moved them.
+    """
+    return [_trained(stack, config) for config in (GPT, LLAMA)]
+
+
+def _trained(stack, config):
+    torch.manual_seed(dist.get_rank())  # the ranks start differently
+    model = Transformer(config)
+    stack["broadcast-weights"](model)
+    before = copy.deepcopy(model.state_dict())
+    torchs = copy.deepcopy(model)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for unit in [*torchs.blocks, torchs]:
+        fully_shard(unit, mesh=mesh)
+    stack["shard-units"](model)
+    for trained in (model, torchs):
+        optimizer = _adam(trained.parameters())
+        for number in range(STEPS):
+            _text_loss(trained, number, dist.get_rank()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    own = _gathered(model, config)
+    moved = max((own[name] - before[name]).abs().max().item() for name in own)
+    return own, {name: p.full_tensor().detach() for name, p in torchs.named_parameters()}, moved
+
+
+def _text_loss(model, number, rank):
+    tokens, targets = sample(load_source(), 3, 9, seed=100 * number + rank)
+    return cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
+
+
+def _gathered(model, config, group=None):
+    """The whole parameters of a model of sharded units, by name."""
+    whole = {}
+    units = dict(model.named_modules())
+    for name, module in Transformer(config).named_modules():
+        if hasattr(units.get(name), "chunk"):
+            names, shapes = zip(*module.named_parameters(), strict=True)
+            flat = parts.ring_all_gather(units[name].chunk.detach(), group)
+            whole |= {f"{name}.{inner}": view for inner, view in zip(
+                names, parts.unpack(flat, shapes), strict=True)}
+    return whole
+
+
+@several
+def test_zero_3_gathers_twice_and_scatters_once_in_its_group(world_size):
+    """In bytes, and at most one whole unit is alive at a time."""
+    for sent, expected, most, left in run(_watched, world_size, backend="gloo"):
+        assert sent == expected
+        assert most == 1
+        assert left == 0
+
+
+def _watched():
+    ranks, alive, most = dist.get_world_size(), weakref.WeakSet(), []
+    def watched_gather(chunk, group=None):
+        whole = parts.ring_all_gather(chunk, group)
+        alive.add(whole)
+        most.append(len(alive))
+        return whole
+
+    torch.manual_seed(0)
+    model = Transformer(GPT)
+    build({"ring-all-gather": watched_gather})["shard-units"](model)
+    with CallLog() as log:
+        _text_loss(model, 0, dist.get_rank()).backward()
+    chunks = sum(chunk.nbytes for chunk in model.parameters())
+    return log.bytes("send"), 3 * (ranks - 1) * chunks, max(most), len(alive)
+
+
+def test_zero_3_in_a_subgroup_trains_as_one_process():
+    found = run(_in_subgroup, 4, backend="gloo")
+    expected = found[1]  # this rank is in no subgroup, and trains alone
+    for rank in (0, 2, 3):
+        torch.testing.assert_close(found[rank], expected, rtol=1e-4, atol=1e-5)
+
+
+def _in_subgroup():
+    members = SUBGROUPS[2]
+    group = dist.new_group(members)
+    torch.manual_seed(9)
+    model = Transformer(GPT)
+    inside = dist.get_rank() in members
+    if inside:
+        parts.shard_units(model, group)
+    optimizer = _adam(model.parameters())
+    for number in range(STEPS):
+        losses = [_text_loss(model, number, rank) for rank in (
+            [dist.get_rank()] if inside else members)]
+        torch.stack(losses).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return _gathered(model, GPT, group) if inside else dict(
+        (name, p.detach()) for name, p in model.named_parameters())
+
+
+@world_sizes
+def test_forward_and_backward_leave_their_inputs_alone(world_size):
+    assert_pairs_equal(one_sharded_layer, world_size)
+
+
+def one_sharded_layer(group):
+    """A linear layer, beside its forward and backward by hand."""
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    torch.manual_seed(2)
+    weight = torch.randn(3, 5)
+    torch.manual_seed(10 + dist.get_rank())
+    x, gradient = torch.randn(4, 5), torch.randn(4, 3)
+    chunk = parts.pack([weight], ranks).view(ranks, -1)[rank].clone()
+    before = [each.clone() for each in (chunk, x, gradient)]
+
+    def compute(whole, x):
+        return x @ whole[:15].view(3, 5).T
+
+    output = parts.sharded_forward(chunk, compute, x, group)
+    to_x, to_chunk = parts.sharded_backward(chunk, compute, x, gradient, group)
+    total = gradient.T @ x
+    dist.all_reduce(total, group=group)
+    yield output, x @ weight.T
+    yield to_x, gradient @ weight
+    yield to_chunk, parts.pack([total / ranks], ranks).view(ranks, -1)[rank]
+    yield [chunk, x, gradient], before
+    yield x.requires_grad, False
+
+
+CASES = (collectives, broadcasts, averages, training, buckets_after_backward, buckets_from_hooks,
+         zero_1, zero_2, scattered_gradients, one_sharded_layer)
+
+
+# --- chapter 12: a checkpoint for other ranks ----------------------------------------------------
+
+@pytest.mark.parametrize(("size", "old", "new"), list(itertools.product(
+    [1, 7, 12, 25], [1, 2, 3, 4], [1, 2, 3, 4, 6])))
+def test_chunks_are_cut_anew(size, old, new):
+    whole = torch.arange(1, size + 1)
+    chunks = nn.functional.pad(whole, (0, -size % old)).view(old, -1)
+    padded = nn.functional.pad(whole, (0, -size % new)).view(new, -1)
+    for rank in range(new):
+        assert torch.equal(parts.recut(chunks, size, rank, new), padded[rank])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("saved_on", "loaded_on"), [(1, 4), (2, 3), (3, 1), (3, 2), (4, 3)])
+def test_a_checkpoint_loads_on_another_number_of_ranks(saved_on, loaded_on, tmp_path):
+    """And trains on there: two steps on the first ranks and two on the others are four of one."""
+    folder = tmp_path / "checkpoint"
+    folder.mkdir()
+    run(_train_and_save, saved_on, folder, backend="gloo")
+    assert len(list(folder.iterdir())) == saved_on
+    found = run(_load_and_train, loaded_on, folder, backend="gloo")
+    model = _untrained()
+    _take_steps(model, _adam(model.parameters()), range(4), range(12))
+    for weights in found:
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(weights[name], parameter.detach(), rtol=1e-4, atol=1e-5)
+
+
+def _untrained():
+    torch.manual_seed(6)
+    return Transformer(GPT)
+
+
+def _take_steps(model, optimizer, steps, rows):
+    """Each step has a global batch of 12 sequences, of which this rank takes some rows."""
+    for number in steps:
+        tokens, targets = (each[list(rows)] for each in sample(load_source(), 12, 9, seed=number))
+        cross_entropy(model(tokens).flatten(0, 1), targets.flatten()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _rows():
+    return range(dist.get_rank(), 12, dist.get_world_size())
+
+
+def _train_and_save(folder):
+    model = _untrained()
+    parts.shard_units(model)
+    optimizer = _adam(model.parameters())
+    _take_steps(model, optimizer, range(2), _rows())
+    parts.save_sharded(folder, model, optimizer)
+
+
+def _load_and_train(folder):
+    torch.manual_seed(77)  # other weights, which the checkpoint overwrites
+    model = Transformer(GPT)
+    parts.shard_units(model)
+    optimizer = _adam(model.parameters())
+    parts.load_sharded(folder, model, optimizer)
+    _take_steps(model, optimizer, range(2, 4), _rows())
+    return _gathered(model, GPT)
