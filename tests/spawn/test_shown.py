@@ -162,8 +162,8 @@ def test_equal_warnings_of_several_ranks_are_one(kernel):
     lines = reply.text.strip().splitlines()
     assert lines[:4] == [f"[rank {rank}] x" for rank in range(4)], reply
     assert [line[:line.index(" (cell In[")] for line in lines[4:]] == [
-        "[ranks 0-3] UserWarning: of all", "[ranks 0, 1, 3] UserWarning: ",
-        "[ranks 1, 3] UserWarning: of some", "[rank 2] UserWarning: of rank 2"]
+        "[ranks 0-3] UserWarning: of all", "[ranks 1, 3] UserWarning: of some",
+        "[ranks 0, 1, 3] UserWarning: ", "[rank 2] UserWarning: of rank 2"]  # by their lines
     assert lines[4].endswith(', line 3: warnings.warn("of all"))')
     again = kernel.run("""
 def work():

@@ -142,7 +142,8 @@ class RankWarnings:
                if warning not in seen_warnings}
         seen_warnings.update(new)
         lines = [(_label(sorted(ranks)), f"{category}: {text} ({spot(file, line)})")
-                 for (category, text, file, line), ranks in new.items()]
+                 for (category, text, file, line), ranks in sorted(
+                     new.items(), key=lambda item: (item[0][2:], item[0]))]  # by their place
         left = len(lines) - _MOST_WARNINGS
         return lines[:_MOST_WARNINGS] + [("ranks", f"… {left} more warnings …")] * (left > 0)
 
