@@ -53,7 +53,7 @@ MAY_IMPORT = {
     "show": "",
     "measure": "dplab predict spawn",
     "dryrun": "measure predict spawn workloads",
-    "desk": "spawn",
+    "desk": "dplab spawn",  # dplab: in the source that it writes for the reader
     "drills": "desk dplab measure parallel show spawn workloads",
     "exercises": "desk drills dryrun measure parallel predict spawn workloads",
     "demos": "dplab measure parallel show spawn workloads",
