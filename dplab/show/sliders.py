@@ -70,7 +70,8 @@ class Sliders:
         self._names = HTML(layout=Layout(display="none"))
         self.controls = VBox([controls, self._names])
         self.controls.add_class("dplab-sliders")
-        longest = max(len(text) for slider in sliders for text, _ in slider.options)
+        longest = max((len(text) for slider in sliders if isinstance(slider, SelectionSlider)
+                       for text, _ in slider.options), default=0)
         self.controls.add_class(f"dplab-readout-{longest}")
         self._readout = READOUT.format(longest)
         for slider in self._sliders:
@@ -124,7 +125,7 @@ class Calculator(Sliders):
             self.sliders[name] = kind(
                 options=_options(values, units.get(name, "")), value=start.get(name, values[0]),
                 description=name, style={"description_width": "6em"}, layout=Layout(width="auto"))
-        columns = Layout(grid_template_columns="repeat(auto-fit, minmax(19em, 1fr))",
+        columns = Layout(grid_template_columns="repeat(auto-fit, minmax(22em, 1fr))",
                          max_width="720px", align_items="center")
         super().__init__(lambda *values: draw(**dict(zip(options, values, strict=True))),
                          list(self.sliders.values()),

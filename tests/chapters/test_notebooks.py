@@ -11,8 +11,10 @@ import sys
 import tempfile
 from pathlib import Path
 
+import nbformat
 import notebooks
 import pytest
+from nbformat.v4 import new_notebook, new_output
 from nbformat.warnings import DuplicateCellId
 from sandbox import CHECK, ROOT, VERDICT
 
@@ -335,6 +337,21 @@ def test_an_id_that_is_there_twice_is_refused(tmp_path):
     path.write_text(text.replace('"id": "stub"', '"id": "magics"'), encoding="utf-8")
     with pytest.raises(DuplicateCellId):
         notebooks.read(path)
+
+
+def test_what_needs_a_kernel_is_not_kept():
+    view = {notebooks.WIDGET: {"model_id": "1"}}
+    light = '<img src="light">'
+    [cell] = notebooks.from_percent("# %% id=a\nshow\n").cells
+    cell.outputs = [new_output("display_data", {**view, "text/plain": ""}),
+                    new_output("display_data", {**view, "text/plain": "a guess"}),
+                    new_output("display_data", {"text/plain": ""}),
+                    new_output("display_data", {
+                        "text/html": f'{light}<style class="dplab-dark">.a\n{{}}</style> and'})]
+    text = notebooks.normalise(new_notebook(cells=[cell]))
+    [cell] = nbformat.reads(text, as_version=4).cells
+    assert [output.data for output in cell.outputs] == [
+        {"text/plain": "a guess"}, {"text/plain": ""}, {"text/html": f"{light} and"}]
 
 
 @pytest.mark.slow
