@@ -2,6 +2,7 @@
 
 import argparse
 import errno
+import os
 import sys
 from pathlib import Path
 
@@ -150,7 +151,7 @@ def _import(copy, source):
     found = copy.answers_outside(Path(source).expanduser().absolute() if source else None)
     if source is None:
         if found:
-            print(f"Answers of yours stand in the course's own {_listed(found)}: "
+            print(f"Changes of yours stand in the course's own {_listed(found)}: "
                   "`dplab lab --import` puts them into your copy.")
         return
     if not found:
@@ -164,14 +165,17 @@ def _start(place, options, for_jupyter, *, first_time):
     if name := jupyterlab.missing_package():
         return _failed(f"this Python ({sys.executable}) has no {name}. In the course's folder: "
                        ".venv/bin/pip install -r requirements.txt")
+    environment = jupyterlab.prepare(place / ".course/jupyter")
+    if home := environment.get("HOME"):
+        print(f"Your home folder takes no files. JupyterLab and your progress are kept in {home}.")
+    os.environ.update(environment)
     if not for_jupyter and (address := jupyterlab.running_at(place)):
         print(f"JupyterLab runs there already: {address}")
         return 0
-    environment = jupyterlab.prepare(place / ".course/jupyter")
     words = jupyterlab.command(place, for_jupyter, first_time=first_time,
                                browser=not options.no_browser)
-    print("JupyterLab starts, and prints its address. Ctrl-C ends it.")
-    jupyterlab.start(words, environment)
+    print("JupyterLab starts, which takes some seconds, and prints its address. Ctrl-C ends it.")
+    jupyterlab.start(words)
 
 
 def _listed(names):

@@ -61,7 +61,7 @@ def _guesses(source):
 
 def _guesses_of(tree):
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and node.args
-             and ast.unparse(node.func) in ("guess", "dplab.guess")
+             and ast.unparse(node.func).split(".")[-1] == "guess"
              and isinstance(node.args[0], ast.Constant) and isinstance(node.args[0].value, str)]
     return sorted(calls, key=lambda call: (call.lineno, call.col_offset))
 

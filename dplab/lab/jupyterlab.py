@@ -4,9 +4,11 @@ import contextlib
 import json
 import os
 import sys
+import tempfile
 import urllib.request
 from importlib import util
 from pathlib import Path
+from typing import NoReturn
 
 FIRST_CHAPTER = "chapters/00_start_here.ipynb"
 
@@ -37,7 +39,8 @@ def prepare(folder: Path) -> dict[str, str]:
         if not path.exists() or path.read_text() != text:  # also on a full disk, the second time
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text)
-    return {
+    home = {} if _home_takes_files() else {"HOME": str(folder / "home")}
+    return home | {
         "JUPYTER_CONFIG_PATH": _in_front(folder, "JUPYTER_CONFIG_PATH"),
         "JUPYTER_PATH": _in_front(folder, "JUPYTER_PATH"),
         "JUPYTERLAB_WORKSPACES_DIR": str(folder / "workspaces"),
@@ -48,7 +51,8 @@ def prepare(folder: Path) -> dict[str, str]:
 
 def command(place: Path, options: list[str], *, first_time: bool, browser: bool) -> list[str]:
     """The command line that opens chapter 00; later, the windows as the reader left them."""
-    words = [sys.executable, "-m", "jupyterlab", f"--ServerApp.root_dir={place}"]
+    words = [sys.executable, "-m", "jupyterlab", f"--ServerApp.root_dir={place}",
+             "--log-level=WARN"]  # so that the address is not lost among forty lines
     if first_time or not (place / ".course/jupyter/workspaces").is_dir():
         words.append(f"--LabApp.default_url=/lab/tree/{FIRST_CHAPTER}")
     if not browser or not _can_open_a_browser():
@@ -76,15 +80,24 @@ def running_at(place: Path) -> str | None:
     return None
 
 
-def start(words: list[str], environment: dict[str, str]) -> None:
+def start(words: list[str]) -> NoReturn:
     """JupyterLab takes the place of this process, so that Ctrl-C and signals reach it alone."""
     sys.stdout.flush()
     sys.stderr.flush()
-    os.execve(words[0], words, {**os.environ, **environment})
+    os.execv(words[0], words)
 
 
 def _in_front(folder, variable):
     return os.pathsep.join(filter(None, [str(folder), os.environ.get(variable)]))
+
+
+def _home_takes_files():
+    """JupyterLab and IPython do not start without; a container's user may have none."""
+    try:
+        tempfile.TemporaryFile(dir=Path.home()).close()
+        return True
+    except (OSError, RuntimeError):
+        return False
 
 
 def _can_open_a_browser():

@@ -145,7 +145,7 @@ def _matched(base, mine):
     """
     by_id = {cell["id"]: cell for cell in base["cells"] if cell["id"]}
     taken = {cell["id"] for cell in mine["cells"]} & by_id.keys()
-    by_text: dict[tuple, list[dict]] = {}
+    by_text = {}
     for cell in base["cells"]:
         if cell["id"] not in taken:
             by_text.setdefault(_text(cell), []).append(cell)

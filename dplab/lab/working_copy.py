@@ -146,7 +146,7 @@ class WorkingCopy:
 
     def _answers_of_others(self, name):
         """Answers in the copy's other notebooks: an exercise may have moved between chapters."""
-        found: dict[str, merging.Answer] = {}
+        found = {}
         for other in self._names_of_base():
             if other != name and other.endswith(".ipynb") and (self.place / other).exists():
                 with contextlib.suppress(notebook.UnreadableNotebook):
