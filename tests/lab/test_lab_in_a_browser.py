@@ -7,12 +7,13 @@ import re
 import subprocess
 import sys
 
+import psutil
 import pytest
-from jupyter import Lab, NoChromium, chromium, until
+from jupyter import Lab, NoChromium, chromium, stop_server, until
 
 pytestmark = pytest.mark.slow
 
-ADDRESS = re.compile(r"http://127\.0\.0\.1:\d+/lab\S+")
+ADDRESS = re.compile(r"(http://127\.0\.0\.1:\d+)/lab\S*\?token=(\w+)")
 FIRST = "chapters/00_start_here.ipynb"
 SLIDER = "import ipywidgets; ipywidgets.IntSlider(value=3, description='of the reader')"
 
@@ -24,7 +25,7 @@ def dplab_lab(place, private):
                "DPLAB_HOME")
     log = private / "log"
     with open(log, "w") as file:
-        process = subprocess.Popen(
+        process = psutil.Popen(
             [sys.executable, "-m", "dplab", "lab", str(place), "--no-browser", "--",
              "--ServerApp.ip=127.0.0.1", "--LabApp.expose_app_in_browser=True"],
             env=os.environ | dict.fromkeys(folders, str(private)), cwd=private,
@@ -32,8 +33,9 @@ def dplab_lab(place, private):
     try:
         yield until(lambda: ADDRESS.search(log.read_text()), 60, "no address")[0]
     finally:
-        process.terminate()
-        process.wait(timeout=30)
+        found = ADDRESS.search(log.read_text())
+        server, token = found.groups() if found else ("http://127.0.0.1", "")
+        stop_server(process, f"{server}/api/shutdown", token)
 
 
 @pytest.fixture(scope="module")

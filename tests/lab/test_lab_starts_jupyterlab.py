@@ -65,7 +65,7 @@ def test_a_start_with_a_busy_port_a_second_one_and_ctrl_c(tmp_path, environment)
             os.killpg(process.pid, signal.SIGINT)
             until(lambda: "(y/[n])" in log.read_text(), 20, "Ctrl-C asks nothing")
             os.write(keyboard, b"y\n")
-            assert process.wait(timeout=30) == 0
+            assert process.wait(timeout=60) == 0
             assert "Traceback" not in log.read_text()
         finally:
             if process.poll() is None:

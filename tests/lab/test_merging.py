@@ -96,6 +96,15 @@ def test_an_edited_cell_that_is_gone_from_the_course_is_kept():
     assert [each["cell_type"] for each in result if "ranks = 3" in each["source"]] == ["raw"]
 
 
+def test_a_cell_that_became_prose_does_not_become_code_again():
+    mine = chapter()
+    by_id(mine["cells"], "setup").update(text("setup", "Four ranks are enough for me."))
+    result = merge(chapter(), mine, NEW)["cells"]
+    assert {each["cell_type"] for each in result if "enough for me" in each["source"]} == {
+        "markdown"}
+    assert by_id(result, "setup")["source"] == "ranks = 4"
+
+
 def test_added_cells_stand_behind_the_cell_that_they_followed():
     mine = chapter()
     mine["cells"].insert(0, text("note-1", "my first note"))
@@ -172,6 +181,8 @@ def test_the_answer_of_a_guess_moves_into_the_new_question():
      'choices=["a", "b"], answer="b")'),
     ('g = dplab.guess("é", "ü?", None); h = dplab.guess("b", "?", answer=3)',
      'g = dplab.guess("é", "ü?", "b"); h = dplab.guess("b", "?", answer=3)'),
+    ('guess("é", "?"); guess("z", "?"); guess("é", "?")',
+     'guess("é", "?", answer="b"); guess("z", "?", answer=9); guess("é", "?", answer="b")'),
     ('dplab.guess("é", "?", answer=None)', 'dplab.guess("é", "?", answer="b")'),
     ('dplab.guess("é", "?", answer="a")', 'dplab.guess("é", "?", answer="a")'),
     ('%%ranks 2\ndplab.guess("é", "?")', '%%ranks 2\ndplab.guess("é", "?")'),
