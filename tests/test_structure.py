@@ -45,6 +45,7 @@ REGISTRY = re.compile(
 MAY_IMPORT = {
     "__init__": """bench demos desk dplab drills dryrun exercises measure needs parallel predict
         show spawn workloads""",
+    "__main__": "lab",
     "needs": "",
     "spawn": "",  # a library that stands alone
     "parallel": "",
@@ -56,6 +57,7 @@ MAY_IMPORT = {
     "desk": "dplab spawn",  # dplab: in the source that it writes for the reader
     "drills": "desk dplab measure parallel show spawn workloads",
     "exercises": "desk drills dryrun measure parallel predict spawn workloads",
+    "lab": "",
     "demos": "dplab measure parallel show spawn workloads",
     "bench": "dplab dryrun measure parallel predict spawn workloads",
     "figures": "predict show",
@@ -63,7 +65,7 @@ MAY_IMPORT = {
     "chapters/10_launch": "",  # files that readers copy run without dplab
 }
 MAY_NAME_FOR_TYPING = {"show": "measure predict"}  # plain data, under `if TYPE_CHECKING`
-NO_TORCH = {"__init__", "needs", "predict", "show"}
+NO_TORCH = {"__init__", "__main__", "lab", "needs", "predict", "show"}
 TORCH_ALONE = {"parallel"}
 
 

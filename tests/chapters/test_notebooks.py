@@ -368,3 +368,18 @@ def test_refresh_gives_the_same_bytes_twice_and_swap_puts_solutions_in(tmp_path)
     solutions = {"local-part": "def answer():\n    return 'passed'\n"}
     solved = notebooks.execute(notebooks.swap(sample, solutions.get), tmp_path)
     assert list(texts(solved.cells[-1])) == ["Exercise 4.1: passed\n"]
+
+
+@pytest.mark.slow
+def test_refresh_knows_nothing_of_the_progress_of_whoever_runs_it(tmp_path, monkeypatch):
+    from dplab.desk import record
+
+    monkeypatch.setenv("DPLAB_HOME", str(tmp_path / "home"))
+    assert record.update("exercises", "global-mean", lambda entry: entry.update(outcome="passed"))
+    draft = ("# %% id=progress\nfrom dplab.desk import record\n"
+             "print(record.entries('exercises'), record.entries('guesses'))\n")
+    path = tmp_path / "00_sample.ipynb"
+    path.write_text(notebooks.normalise(notebooks.from_percent(draft)), encoding="utf-8")
+    notebooks.refresh(path)
+    assert list(texts(notebooks.read(path).cells[0])) == ["{} {}\n"]
+    assert record.entries("exercises")

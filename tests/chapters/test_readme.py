@@ -1,6 +1,7 @@
 """The README's commands: what they open is there, pictures included."""
 
 import importlib.util
+import json
 import os
 import re
 import shlex
@@ -24,16 +25,15 @@ REQUIREMENTS = (ROOT / "requirements.txt").read_text(encoding="utf-8")
 @pytest.fixture
 def served(tmp_path):
     """The address of the server that the README's start command runs, without its browser."""
-    command = shlex.split(re.search(r"\.venv/bin/jupyter (lab .*)", README)[1])
-    root = ["--allow-root"] if os.geteuid() == 0 else []
+    command = shlex.split(re.search(r"&& \.venv/bin/dplab (lab)\n```", README)[1])
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     process = subprocess.Popen(
-        [sys.executable, "-m", "jupyter", *command, *root, "--no-browser", f"--port={port}",
-         "--IdentityProvider.token=token"],
+        [sys.executable, "-m", "dplab", *command, str(tmp_path / "course"), "--no-browser", "--",
+         f"--port={port}", "--IdentityProvider.token=token"],
         cwd=ROOT, stderr=subprocess.DEVNULL, start_new_session=True,
         env={**os.environ, "JUPYTER_CONFIG_DIR": str(tmp_path), "JUPYTER_RUNTIME_DIR":
-             str(tmp_path), "JUPYTERLAB_WORKSPACES_DIR": str(tmp_path)})
+             str(tmp_path)})
     try:
         yield f"http://127.0.0.1:{port}"
     finally:
@@ -58,10 +58,11 @@ def fetch(url):
 
 @pytest.mark.slow
 def test_the_start_command_serves_the_chapters_and_their_pictures(served):
-    notebook = re.search(r"jupyter lab .*(chapters/\S+\.ipynb)", README)[1]
-    pictures = {f"figures/{path.name}" for path in (ROOT / "figures").glob("*.svg")}
-    for path in {notebook, *pictures}:
-        assert fetch(f"{served}/files/{path}") == (ROOT / path).read_bytes()
+    for chapter in (ROOT / "chapters").glob("*.ipynb"):
+        cells = json.loads(fetch(f"{served}/files/chapters/{chapter.name}"))["cells"]
+        assert not any(cell.get("outputs") for cell in cells)
+    for picture in set(re.findall(r"\]\((figures/[^)]+)\)", README)):
+        assert fetch(f"{served}/files/{picture}") == (ROOT / picture).read_bytes()
 
 
 def test_links_and_pictures_exist():

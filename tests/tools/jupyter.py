@@ -128,6 +128,13 @@ class Lab:
 @contextlib.contextmanager
 def jupyter_lab(root):
     """Starts a JupyterLab on the folder `root` and a browser; yields a `Lab`."""
+    with chromium() as browser, jupyter_server(root) as url:
+        yield Lab(browser, url)
+
+
+@contextlib.contextmanager
+def chromium():
+    """A browser: playwright's own, or the system's."""
     with sync_playwright() as playwright:
         own = playwright.chromium.executable_path
         names = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
@@ -135,9 +142,8 @@ def jupyter_lab(root):
         if not paths:
             raise NoChromium(
                 f"no Chromium: run {sys.executable} -m playwright install --with-deps chromium")
-        with (playwright.chromium.launch(executable_path=paths[0], args=CHROMIUM_FLAGS) as browser,
-              jupyter_server(root) as url):
-            yield Lab(browser, url)
+        with playwright.chromium.launch(executable_path=paths[0], args=CHROMIUM_FLAGS) as browser:
+            yield browser
 
 
 class Notebook:

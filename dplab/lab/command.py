@@ -1,0 +1,200 @@
+"""The command line of ``dplab lab``."""
+
+import argparse
+import errno
+import os
+import sys
+from pathlib import Path
+
+from dplab.lab import jupyterlab
+from dplab.lab.course_files import ROOT, NoCourse, read_course
+from dplab.lab.notebook import UnreadableNotebook
+from dplab.lab.working_copy import WorkingCopy
+
+DEFAULT = "my_course"
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+class Refused(Exception):
+    """What the reader asked for cannot be done; the text says why."""
+
+
+def lab(arguments: list[str]) -> int:
+    """Makes or refreshes the working copy, and starts JupyterLab on it; returns an exit status."""
+    ours, for_jupyter = _split(arguments)
+    options = _parser().parse_args(ours)
+    place = Path(options.folder or ROOT / DEFAULT).expanduser().absolute()
+    try:
+        return _open(place, options, for_jupyter)
+    except (NoCourse, Refused) as error:
+        return _failed(str(error))
+    except UnreadableNotebook as error:
+        return _failed(f"{error}. Nothing was changed in it. Mend the file, or move it elsewhere")
+    except OSError as error:
+        return _failed(_explained(error, place))
+    except KeyboardInterrupt:
+        print("\nstopped")
+        return 130
+
+
+def _split(arguments):
+    """What stands before and behind ``--``."""
+    at = arguments.index("--") if "--" in arguments else len(arguments)
+    return arguments[:at], arguments[at + 1:]
+
+
+def _parser():
+    parser = argparse.ArgumentParser(
+        prog="dplab lab", description="Opens the course in JupyterLab, in a copy that is yours. "
+        "Your files there stay as you leave them. What follows -- goes to JupyterLab, for example "
+        "`dplab lab -- --port 9000`.")
+    parser.add_argument("folder", nargs="?", metavar="FOLDER",
+                        help=f"where your copy lies (default: {DEFAULT} in the clone)")
+    parser.add_argument("--update", action="append", metavar="CHAPTER", default=[],
+                        help="bring the course's newer version of a chapter over, such as 04, or "
+                        "`all`; your answers come along, and your old notebook is kept beside it")
+    parser.add_argument("--import", dest="source", nargs="?", const="", metavar="FROM",
+                        help="take over your answers from the clone's chapters/, or from another "
+                        "folder with notebooks of the course")
+    parser.add_argument("--no-browser", action="store_true",
+                        help="print the address, and open no browser")
+    parser.add_argument("--copy-only", action="store_true",
+                        help="do all this without starting JupyterLab")
+    return parser
+
+
+def _open(place, options, for_jupyter):
+    print(f"The course in a copy of yours: {place}", flush=True)
+    course = read_course(ROOT)
+    _check_place(place, course.root)
+    copy = WorkingCopy(place, course)
+    try:
+        changes = copy.refresh()
+    except OSError as error:
+        # A copy that is there can be worked in all the same.
+        if options.update or not (place / jupyterlab.FIRST_CHAPTER).exists():
+            raise
+        _failed(_explained(error, place) + ". Your files are as they were")
+        return 0 if options.copy_only else _start(place, options, for_jupyter, first_time=False)
+    _tell(changes)
+    waiting = [*changes.newer, *changes.gone]
+    _update(copy, _wanted(options.update, waiting, copy), changes)
+    _import(copy, options.source)
+    if options.copy_only:
+        return 0
+    return _start(place, options, for_jupyter, first_time=changes.created)
+
+
+def _check_place(place, root):
+    """Keeps a copy out of the course itself and out of folders that hold something else."""
+    if place.resolve() == root or root / "chapters" in (place.resolve(), *place.resolve().parents):
+        raise Refused(f"{place} is the course itself. Name another folder for your copy")
+    ours = (place / ".course").exists() or (place / jupyterlab.FIRST_CHAPTER).exists()
+    if place.is_dir() and not ours and any(place.iterdir()):
+        raise Refused(f"{place} holds other files. Name a new folder for your copy, such as "
+                      f"{place / DEFAULT}")
+
+
+def _tell(changes):
+    if changes.created:
+        print(f"It is new: {len(changes.added)} files, without outputs.")
+    elif changes.added:
+        print(f"New from the course: {_listed(changes.added)}")
+    if changes.replaced:
+        print(f"Newer from the course, where you had changed nothing: {_listed(changes.replaced)}")
+
+
+def _wanted(asked, waiting, copy):
+    """The files of ``waiting`` to bring over: those asked for, or those the reader says yes to."""
+    wanted = []
+    for word in asked:
+        found = [name for name in waiting if word == "all" or _is_meant(word, name)]
+        known = [*copy.course.files, *waiting]
+        if not found and word != "all" and not any(_is_meant(word, name) for name in known):
+            raise Refused(f"the course has no chapter {word}; name one as 04, or `all`")
+        if not found:
+            print(f"Nothing newer in the course for {word}.")
+        wanted += [name for name in found if name not in wanted]
+    if asked or not waiting:
+        return wanted
+    print(f"Newer in the course than in your copy: {_listed(waiting)}")
+    if sys.stdin.isatty() and sys.stdout.isatty():
+        question = "Bring them over now? Your answers come along; the old files are kept. [y/N] "
+        if input(question).strip().lower() in ("y", "yes"):
+            return waiting
+    print(f"  `dplab lab --update {_word_for(waiting[0])}` brings one over with your answers, "
+          "`--update all` all of them.")
+    return []
+
+
+def _is_meant(word, name):
+    """``04`` means chapters/04_ddp_by_hand.ipynb, ``10`` also what lies in 10_launch."""
+    short = name.removeprefix("chapters/")
+    return short.startswith(f"{word}_") or word in (name, short, Path(name).stem)
+
+
+def _word_for(name):
+    short = name.removeprefix("chapters/")
+    return short[:2] if short[:2].isdecimal() and name.endswith(".ipynb") else short
+
+
+def _update(copy, wanted, changes):
+    for name in wanted:
+        kept = copy.update(name)
+        what = "put aside" if name in changes.gone else "brought over"
+        where = f"; as it was: {kept.relative_to(copy.place)}" if kept else ""
+        print(f"{name}: {what}{where}")
+
+
+def _import(copy, source):
+    """Takes answers over from elsewhere; without the reader's word, says that there are some."""
+    found = copy.answers_outside(Path(source).expanduser().absolute() if source else None)
+    if source is None:
+        if found:
+            print(f"Changes of yours stand in the course's own {_listed(found)}: "
+                  "`dplab lab --import` puts them into your copy.")
+        return
+    if not found:
+        print(f"No answers in {source or copy.course.root / 'chapters'} that your copy lacks.")
+    for name, content in found.items():
+        kept = copy.take(name, content)
+        print(f"{name}: your answers are in; as it was: {kept.relative_to(copy.place)}")
+
+
+def _start(place, options, for_jupyter, *, first_time):
+    if name := jupyterlab.missing_package():
+        return _failed(f"this Python ({sys.executable}) has no {name}. In the course's folder: "
+                       ".venv/bin/pip install -r requirements.txt")
+    environment = jupyterlab.prepare(place / ".course/jupyter")
+    if home := environment.get("HOME"):
+        print(f"Your home folder takes no files. JupyterLab and your progress are kept in {home}.")
+    os.environ.update(environment)
+    if not for_jupyter and (address := jupyterlab.running_at(place)):
+        print(f"JupyterLab runs there already: {address}")
+        return 0
+    words = jupyterlab.command(place, for_jupyter, first_time=first_time,
+                               browser=not options.no_browser)
+    print("JupyterLab starts, which takes some seconds, and prints its address. Ctrl-C ends it.")
+    jupyterlab.start(words)
+
+
+def _listed(names):
+    """The files by short names; where there are many, how many more."""
+    short = [name.removeprefix("chapters/").removesuffix(".ipynb") for name in names]
+    more = f" and {len(short) - 6} more" if len(short) > 6 else ""
+    return ", ".join(short[:6]) + more
+
+
+def _explained(error, place):
+    text = f"{error.strerror or error}: {error.filename}" if error.filename else str(error)
+    if error.errno in _NO_ROOM:
+        return f"{text}. Make room there, and start again; nothing of yours was changed"
+    if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EEXIST):
+        return (f"{text}. Name another folder for your copy, such as "
+                f"`dplab lab {Path('~') / 'my_course'}`")
+    return text
+
+
+def _failed(text):
+    print(f"dplab lab: {text}.", file=sys.stderr)
+    return 1

@@ -1,0 +1,453 @@
+"""The reader's copy of the course: made, kept, brought up to date, and never poorer by a line."""
+
+import errno
+import os
+import pty
+import re
+import resource
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from small_course import (
+    ANSWER,
+    STUB,
+    by_id,
+    cell,
+    chapter,
+    commit,
+    edit,
+    git,
+    make_course,
+    read,
+    sources,
+    text,
+    write,
+)
+
+from dplab.lab import command, jupyterlab
+
+THIRD = "chapters/03_all_reduce.ipynb"
+
+
+@pytest.fixture
+def course(tmp_path, monkeypatch):
+    root = make_course(tmp_path / "a clone")
+    monkeypatch.setattr(command, "ROOT", root)
+    return root
+
+
+@pytest.fixture
+def lab(course, capsys):
+    """A function that runs ``dplab lab --copy-only``; returns the copy's folder and the output."""
+    def run(*arguments, status=0):
+        assert command.lab([*arguments, "--copy-only"]) == status
+        return capsys.readouterr()
+    return run
+
+
+@pytest.fixture
+def copy(course, lab):
+    lab()
+    return course / "my_course"
+
+
+def set_source(path, id, source):
+    edit(path, lambda cells: by_id(cells, id).update(source=source))
+
+
+def run_in(path):
+    """What JupyterLab leaves in a notebook that was run and saved."""
+    def change(cells):
+        by_id(cells, "setup")["outputs"] = [
+            {"output_type": "stream", "name": "stdout", "text": ["4\n"]}]
+    edit(path, change)
+
+
+def change_course(course, **texts):
+    """A newer version of chapter 03, with other texts in these cells."""
+    for id, source in texts.items():
+        set_source(course / THIRD, id.replace("_", "-"), source)
+    commit(course)
+
+
+def files(folder):
+    return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()
+            and ".course" not in path.parts}
+
+
+def test_the_copy_has_what_chapters_need_and_no_outputs(course, copy):
+    assert files(copy) == {"README.md", "figures/ring.svg", "chapters/data/sweep.json", THIRD,
+                           "chapters/00_start_here.ipynb", "chapters/03_launch/train.py"}
+    assert sources(read(copy / THIRD)) == sources(read(course / THIRD))
+    assert "gives it away" in (course / THIRD).read_text()
+    assert "gives it away" not in (copy / THIRD).read_text()
+    for name in files(copy) - {THIRD, "chapters/00_start_here.ipynb"}:
+        assert (copy / name).read_bytes() == (course / name).read_bytes()
+
+
+def test_what_git_does_not_know_is_not_copied(course, lab):
+    (course / "chapters/Untitled.ipynb").write_text("no notebook")
+    lab()
+    assert not (course / "my_course/chapters/Untitled.ipynb").exists()
+
+
+def test_without_git_the_folder_itself_is_the_course(course, lab):
+    shutil.rmtree(course / ".git")
+    (course / "chapters/.ipynb_checkpoints").mkdir()
+    (course / "chapters/.ipynb_checkpoints/x.ipynb").write_text("no notebook")
+    lab()
+    assert THIRD in files(course / "my_course")
+    assert not (course / "my_course/chapters/.ipynb_checkpoints").exists()
+
+
+def test_another_place_and_a_second_start_keeps_what_is_there(course, lab, tmp_path):
+    place = tmp_path / "at home" / "course of mine"
+    lab(str(place))
+    set_source(place / THIRD, "stub-total", ANSWER)
+    run_in(place / "chapters/00_start_here.ipynb")
+    (place / "chapters/mine.ipynb").write_text("whatever")
+    before = {name: (place / name).read_bytes() for name in files(place)}
+    assert "new" not in lab(str(place)).out.lower()
+    assert {name: (place / name).read_bytes() for name in files(place)} == before
+    assert not (course / "my_course").exists()
+
+
+def test_a_deleted_chapter_comes_back_as_the_course_has_it(copy, lab):
+    set_source(copy / THIRD, "stub-total", ANSWER)
+    (copy / THIRD).unlink()
+    lab()
+    assert STUB in sources(read(copy / THIRD))
+
+
+def test_what_the_reader_has_not_touched_follows_the_course_by_itself(course, copy, lab):
+    change_course(course, setup="ranks = 8")
+    (course / "chapters/data/sweep.json").write_text("[3]\n")
+    commit(course)
+    assert "03_all_reduce" in lab().out
+    assert "ranks = 8" in sources(read(copy / THIRD))
+    assert (copy / "chapters/data/sweep.json").read_text() == "[3]\n"
+
+
+@pytest.mark.parametrize("touch", [run_in, lambda path: set_source(path, "stub-total", ANSWER)])
+def test_a_newer_chapter_waits_until_the_reader_asks_for_it(course, copy, lab, touch):
+    touch(copy / THIRD)
+    before = (copy / THIRD).read_bytes()
+    change_course(course, setup="ranks = 8")
+    said = lab().out
+    assert "Newer in the course" in said and "--update 03" in said
+    assert (copy / THIRD).read_bytes() == before
+
+
+def test_an_update_brings_answers_along_and_keeps_the_old_notebook_beside(course, copy, lab):
+    set_source(copy / THIRD, "stub-total", ANSWER)
+    edit(copy / THIRD, lambda cells: cells.insert(3, cell("note", "of_the_reader = 1")))
+    before = (copy / THIRD).read_bytes()
+    change_course(course, setup="ranks = 8")
+    lab("--update", "03")
+    assert {ANSWER, "ranks = 8", "of_the_reader = 1"} <= set(sources(read(copy / THIRD)))
+    [old] = [path for path in (copy / "chapters").glob("03_*.ipynb") if path != copy / THIRD]
+    assert re.fullmatch(r"03_all_reduce\.before-\d{4}-\d\d-\d\d\.ipynb", old.name)
+    assert old.read_bytes() == before
+    assert "Newer" not in lab().out
+
+
+def test_two_updates_on_one_day_keep_both_old_notebooks(course, copy, lab):
+    olds = []
+    for number in (8, 16):
+        set_source(copy / THIRD, "stub-total", f"{ANSWER} + {number}")
+        olds.append((copy / THIRD).read_bytes())
+        change_course(course, setup=f"ranks = {number}")
+        lab("--update", "all")
+    kept = [path.read_bytes() for path in (copy / "chapters").glob("03_*before*.ipynb")]
+    assert sorted(kept) == sorted(olds)
+
+
+def test_an_edited_file_beside_the_chapters_is_kept_under_another_name(course, copy, lab):
+    (copy / "chapters/03_launch/train.py").write_text("print('mine')\n")
+    (course / "chapters/03_launch/train.py").write_text("print('newer')\n")
+    commit(course)
+    assert "03_launch/train.py" in lab().out
+    lab("--update", "03")
+    [old] = (copy / "chapters/03_launch").glob("train.before-*.py")
+    assert old.read_text() == "print('mine')\n"
+    assert (copy / "chapters/03_launch/train.py").read_text() == "print('newer')\n"
+
+
+def test_a_chapter_with_another_name_gets_the_answers_by_slug(course, copy, lab):
+    set_source(copy / THIRD, "stub-total", ANSWER)
+    before = (copy / THIRD).read_bytes()
+    (course / THIRD).rename(course / "chapters/04_rings.ipynb")
+    commit(course)
+    assert "03_all_reduce" in lab().out
+    assert ANSWER in sources(read(copy / "chapters/04_rings.ipynb"))
+    assert (copy / THIRD).read_bytes() == before
+    lab("--update", "03")
+    [old] = (copy / "chapters").glob("03_*.ipynb")
+    assert "before" in old.name and old.read_bytes() == before
+
+
+def test_an_untouched_chapter_that_left_the_course_leaves_the_copy(course, copy, lab):
+    (course / THIRD).unlink()
+    commit(course)
+    lab()
+    assert not list((copy / "chapters").glob("03_*.ipynb"))
+    assert list((copy / ".course/before/chapters").glob("03_*.ipynb"))
+
+
+def test_nobody_is_asked_without_a_terminal(course, copy, lab, monkeypatch):
+    set_source(copy / THIRD, "stub-total", ANSWER)
+    change_course(course, setup="ranks = 8")
+    monkeypatch.setattr("builtins.input", lambda _: pytest.fail("asked"))
+    lab()
+
+
+@pytest.mark.parametrize(("answer", "updated"), [("y", True), ("", False), ("n", False)])
+def test_on_a_terminal_the_reader_is_asked(course, copy, tmp_path, answer, updated):
+    set_source(copy / THIRD, "stub-total", ANSWER)
+    change_course(course, setup="ranks = 8")
+    assert "[y/N]" in in_terminal(script_of(course), answer + "\n")
+    assert ("ranks = 8" in sources(read(copy / THIRD))) == updated
+
+
+def in_terminal(script, typed):
+    """What a Python on a terminal of its own shows, with ``typed`` at its keyboard."""
+    keyboard, terminal = pty.openpty()
+    process = subprocess.Popen([sys.executable, "-c", script], stdin=terminal, stdout=terminal,
+                               stderr=terminal, start_new_session=True)
+    os.close(terminal)
+    os.write(keyboard, typed.encode())
+    shown = b""
+    try:
+        while data := os.read(keyboard, 1000):
+            shown += data
+    except OSError as error:  # the terminal's other end has closed
+        assert error.errno == errno.EIO
+    os.close(keyboard)
+    assert process.wait(timeout=30) == 0, shown.decode()
+    return shown.decode()
+
+
+def test_an_unknown_chapter_is_refused(copy, lab):
+    assert "no chapter 77" in lab("--update", "77", status=1).err
+
+
+def test_answers_in_the_clones_own_chapters_are_offered_and_imported(course, copy, lab):
+    set_source(course / THIRD, "stub-total", ANSWER)
+    edit(course / THIRD, lambda cells: cells.append(text("note", "a note of the reader")))
+    said = lab().out
+    assert "--import" in said and "03_all_reduce" in said
+    assert ANSWER not in sources(read(copy / THIRD))
+    lab("--import")
+    assert {ANSWER, "a note of the reader"} <= set(sources(read(copy / THIRD)))
+    assert "--import" not in lab().out
+    git(course, "checkout", "chapters")
+    lab()
+    assert ANSWER in sources(read(copy / THIRD))
+
+
+def test_a_first_copy_from_edited_chapters_has_the_stubs_and_offers_the_answers(course, lab):
+    set_source(course / THIRD, "stub-total", ANSWER)
+    said = lab()
+    assert STUB in sources(read(course / "my_course" / THIRD)) and "--import" in said.out
+
+
+def test_an_import_leaves_the_answer_that_the_copy_has(course, copy, lab):
+    mine = ANSWER.replace("sum", "min")
+    set_source(copy / THIRD, "stub-total", mine)
+    set_source(course / THIRD, "stub-total", ANSWER)
+    before = (copy / THIRD).read_bytes()
+    lab("--import")
+    cells = read(copy / THIRD)["cells"]
+    assert "".join(by_id(cells, "stub-total")["source"]) == mine
+    assert [each["cell_type"] for each in cells if ANSWER in "".join(each["source"])] == ["raw"]
+    assert before in [path.read_bytes() for path in (copy / "chapters").glob("*before*")]
+    assert "--import" not in lab().out
+
+
+@pytest.mark.parametrize("kind", ["a folder", "committed", "uncommitted"])
+def test_answers_of_the_first_edition_in_another_folder_are_imported(course, lab, tmp_path, kind):
+    copy = course / "my_course"
+    edit(course / THIRD, lambda cells: by_id(cells, "stub-total")["metadata"].update(
+        dplab={"exercise": "average-gradients"}))
+    commit(course)
+    lab()
+    old = tmp_path / "first edition"
+    notebook = chapter()
+    by_id(notebook["cells"], "stub-total")["metadata"]["dplab"]["exercise"] = "4.2"
+    write(old / "03_all_reduce.ipynb", notebook)
+    git(tmp_path, "init", "-q", str(old))
+    if kind == "uncommitted":
+        commit(old)
+    set_source(old / "03_all_reduce.ipynb", "stub-total", ANSWER)
+    if kind == "committed":
+        commit(old)
+    lab("--import", str(old))
+    assert ANSWER in sources(read(copy / THIRD))
+
+
+def test_stubs_that_nobody_answered_are_not_imported(course, copy, lab, tmp_path):
+    shutil.copytree(course / "chapters", tmp_path / "old")
+    set_source(tmp_path / "old/03_all_reduce.ipynb", "stub-total", STUB.replace("sum", "mean"))
+    before = (copy / THIRD).read_bytes()
+    assert "No answers" in lab("--import", str(tmp_path / "old")).out
+    assert (copy / THIRD).read_bytes() == before
+
+
+def test_a_notebook_that_cannot_be_read_is_named_and_left_alone(course, copy, lab):
+    (copy / THIRD).write_text("<<<<<<< a conflict of git")
+    change_course(course, setup="ranks = 8")
+    assert "03_all_reduce.ipynb" in lab("--update", "03", status=1).err
+    assert (copy / THIRD).read_text() == "<<<<<<< a conflict of git"
+
+
+@pytest.mark.parametrize("place", [".", "chapters", "chapters/mine", "figures"])
+def test_a_copy_does_not_go_into_the_course_or_among_other_files(course, lab, place):
+    before = files(course)
+    assert "Name a" in lab(str(course / place), status=1).err
+    assert files(course) == before
+
+
+def test_a_file_where_the_copy_should_be_is_named(course, lab):
+    (course / "my_course").write_text("a file")
+    said = lab(status=1).err
+    assert "my_course" in said and "dplab lab ~/my_course" in said
+
+
+def test_a_package_without_chapters_says_so(course, lab):
+    shutil.rmtree(course / "chapters")
+    assert "clone" in lab(status=1).err
+
+
+def script_of(course, *arguments):
+    """What a Python of its own runs for ``dplab lab --copy-only`` on this course."""
+    return ("import sys; from dplab.lab import command; from pathlib import Path\n"
+            f"command.ROOT = Path({str(course)!r})\n"
+            f"sys.exit(command.lab([*{arguments!r}, '--copy-only']))")
+
+
+def without_room(course, *arguments):
+    """Runs the command in a process that can write no more than 500 bytes to a file."""
+    return subprocess.run(
+        [sys.executable, "-B", "-c", script_of(course, *arguments)], text=True, timeout=60,
+        capture_output=True,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (500, 500)))
+
+
+def everything(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_an_update_that_finds_no_room_changes_nothing(course, copy, lab):
+    set_source(copy / THIRD, "stub-total", ANSWER)
+    change_course(course, setup="ranks = 8")
+    before = everything(copy)
+    done = without_room(course, "--update", "03")
+    assert done.returncode == 1 and "nothing of yours was changed" in done.stderr
+    assert everything(copy) == before
+    lab("--update", "03")
+    assert {ANSWER, "ranks = 8"} <= set(sources(read(copy / THIRD)))
+
+
+def test_a_first_copy_that_finds_no_room_is_completed_later(course, lab):
+    done = without_room(course)
+    assert done.returncode == 1 and "File too large" in done.stderr
+    assert not list((course / "my_course").rglob("*.part"))
+    lab()
+    assert sources(read(course / "my_course" / THIRD)) == sources(chapter())
+
+
+def test_a_full_disk_does_not_keep_the_reader_from_their_copy(course, copy):
+    set_source(copy / THIRD, "stub-total", ANSWER)
+    (course / "chapters/data/sweep.json").write_text(str(list(range(500))))
+    commit(course)
+    before = everything(copy)
+    done = without_room(course)
+    assert done.returncode == 0 and "Your files are as they were" in done.stderr
+    assert everything(copy).items() >= before.items()
+
+
+@pytest.fixture
+def tiny_disk(tmp_path):
+    """A file system of 128 kB, where this user may mount one."""
+    folder = tmp_path / "tiny"
+    folder.mkdir()
+    if os.geteuid() or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=128k", "tmpfs", folder],
+                                      capture_output=True).returncode:
+        pytest.skip("needs root on Linux")
+    yield folder
+    subprocess.run(["umount", folder], check=True)
+
+
+def test_a_disk_that_is_really_full(course, lab, tiny_disk):
+    place = tiny_disk / "course"
+    lab(str(place))
+    set_source(place / THIRD, "stub-total", ANSWER)
+    change_course(course, setup="ranks = 8")
+    free = shutil.disk_usage(tiny_disk).free
+    (tiny_disk / "other").write_bytes(bytes(free))
+    before = everything(place)
+    assert "No space left on device" in lab(str(place), "--update", "03", status=1).err
+    assert everything(place) == before
+
+
+def test_the_read_only_clone_names_the_way_out(course, lab, tmp_path):
+    if os.geteuid():
+        course.chmod(0o500)
+    elif subprocess.run(["mount", "--bind", "-o", "ro", course, course]).returncode:
+        pytest.skip("cannot mount")
+    try:
+        assert "dplab lab ~/my_course" in lab(status=1).err
+        lab(str(tmp_path / "elsewhere"))
+        assert THIRD in files(tmp_path / "elsewhere")
+    finally:
+        if os.geteuid():
+            course.chmod(0o700)
+        else:
+            subprocess.run(["umount", course], check=True)
+
+
+def test_the_words_that_start_jupyterlab(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    for name in ("DISPLAY", "WAYLAND_DISPLAY", "BROWSER"):
+        monkeypatch.delenv(name, raising=False)
+    words = jupyterlab.command(tmp_path, ["--port", "9000"], first_time=True, browser=True)
+    assert {"--allow-root", "--no-browser"} <= set(words) and words[-2:] == ["--port", "9000"]
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    monkeypatch.setenv("DISPLAY", ":0")
+    words = jupyterlab.command(tmp_path, [], first_time=True, browser=True)
+    assert not {"--allow-root", "--no-browser"} & set(words)
+    assert "--no-browser" in jupyterlab.command(tmp_path, [], first_time=True, browser=False)
+
+
+def test_a_python_without_jupyterlab_says_what_to_install(course, copy, monkeypatch, capsys):
+    monkeypatch.setattr(jupyterlab.util, "find_spec",
+                        lambda name: None if name == "jupyterlab" else True)
+    assert command.lab([]) == 1
+    assert "no jupyterlab" in (said := capsys.readouterr().err) and "pip install" in said
+
+
+def test_settings_go_before_those_of_the_machine_and_after_the_readers(tmp_path, monkeypatch):
+    monkeypatch.setenv("JUPYTER_PATH", "/of/the/machine")
+    environment = jupyterlab.prepare(tmp_path)
+    assert environment["JUPYTER_PATH"] == f"{tmp_path}{os.pathsep}/of/the/machine"
+    overrides = read(tmp_path / "labconfig/default_setting_overrides.json")
+    assert overrides["@jupyter-widgets/jupyterlab-manager:plugin"] == {"saveState": True}
+
+
+def test_a_copy_of_the_real_course_is_complete(tmp_path):
+    """Every link and picture of the copied chapters leads to a file of the copy."""
+    assert command.lab([str(tmp_path / "copy"), "--copy-only"]) == 0
+    dead, count = [], 0
+    for path in (tmp_path / "copy/chapters").glob("*.ipynb"):
+        cells = [each for each in read(path)["cells"] if each["cell_type"] == "markdown"]
+        for target in re.findall(r"\]\(([^)#\s]+)", "\n".join(sources({"cells": cells}))):
+            if "://" not in target:
+                count += 1
+                dead += [(path.name, target)] * (not Path(path.parent, target).exists())
+    assert count > 5 and not dead
+    data = {name for path in (tmp_path / "copy/chapters").glob("*.ipynb")
+            for name in re.findall(r'Path\(\\"((?:data/|10_launch)[^"\\]*)', path.read_text())}
+    assert data and all((tmp_path / "copy/chapters" / name).exists() for name in data)
