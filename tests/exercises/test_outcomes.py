@@ -9,6 +9,7 @@ from attempts import raises, stub
 from pictures import contrast
 
 import dplab
+from dplab import drills
 from dplab.desk import cards, course, record
 from dplab.desk.course import TITLES
 from dplab.exercises import every_exercise, find
@@ -157,17 +158,37 @@ def test_progress_is_by_chapter(progress):
             outcome = {passed: PASSED, wrong: WRONG}.get(exercise, NOT_ATTEMPTED)
             assert re.fullmatch(
                 rf" +{exercise.number}  {re.escape(exercise.title)} +{outcome}", line)
-    assert len(lines) == 1 + 2 * len(chapters) + len(EXERCISES)
-    assert rich.count("<tr") == len(chapters) + len(EXERCISES)
+    beside = len(course.GUESSES) + len(drills.scores())  # a line each
+    assert len(lines) == 1 + 2 * len(chapters) + len(EXERCISES) + beside
+    assert rich.count("<tr") == len(chapters) + len(EXERCISES) + beside
     for text in (passed.title, TITLES[0], "1 of 1", NOT_ATTEMPTED):
         assert html.escape(text) in rich
     assert re.findall(r">(\d+\.\d+)<", rich) == [exercise.number for exercise in EXERCISES]
 
 
 def test_progress_of_a_finished_course_is_green(progress):
+    for chapter, slugs in course.GUESSES.items():
+        for slug in slugs:
+            record.update("guesses", slug, lambda entry, chapter=chapter: entry.update(
+                answer=str(chapter), good=True))
+    for chapter, (_, count) in drills.scores().items():
+        for case in drills._kind(chapter).cases:
+            record.update("drills", drills.key(chapter, case), lambda entry: entry.update(
+                solved=True))
+        assert drills.scores()[chapter] == (count, count)
     lines, rich = progress({exercise.slug: PASSED for exercise in EXERCISES})
     assert lines[0] == f"{len(EXERCISES)} of {len(EXERCISES)} exercises passed"
     assert set(re.findall(r"color:(#\w+)", rich)) == {cards.GREEN}
+
+
+def test_progress_says_how_good_guesses_are_and_which_jobs_are_solved(capsys):
+    right, wrong = course.GUESSES[0][:2]
+    record.update("guesses", right, lambda entry: entry.update(answer="0", good=True))
+    record.update("guesses", wrong, lambda entry: entry.update(answer="0", good=False))
+    dplab.progress()
+    out = capsys.readouterr().out
+    assert re.findall(r"Guesses +(.*)", out)[0] == "1 of 2 good"
+    assert re.findall(r"Sick jobs +(.*)", out)[0] == "0 of 8 solved"
 
 
 def test_progress_of_an_unfinished_course_is_not(progress):
