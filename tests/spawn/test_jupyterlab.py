@@ -74,5 +74,4 @@ def test_the_line_of_a_long_cell_goes_without_a_trace_for_the_eye(notebook):
     notebook.wait()
     text = notebook.output_text("long")
     assert "done" in text and " s" not in text
-    first = notebook.output("long").locator(".jp-OutputArea-child").first
-    assert first.evaluate("child => child.getBoundingClientRect().height") <= 2
+    assert notebook.output("long").locator(".jp-OutputArea-child").count() == 1  # the print's
