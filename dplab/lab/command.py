@@ -32,7 +32,7 @@ def lab(arguments: list[str]) -> int:
         return _failed(f"{error}. Nothing was changed in it. Mend the file, or move it elsewhere")
     except OSError as error:
         return _failed(_explained(error, place))
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, EOFError):  # EOFError: Ctrl-D at the question
         print("\nstopped")
         return 130
 
