@@ -144,7 +144,7 @@ class Samples:
 
     def __init__(self, images, labels):
         self.images, self.labels = images, labels
-        self.read: list[torch.Tensor] = []
+        self.read = []  # tensors
 
     def __getitem__(self, indices):
         self.read.append(torch.as_tensor(indices).clone())
@@ -214,7 +214,7 @@ def train(parts: Parts, settings: Settings, path, *, resume=False, interrupted=T
 def evaluation(record, parts, model, test_set, mine):
     """Evaluates, and records which samples the model saw and how many it got right."""
     test_set.read.clear()
-    predictions: list[torch.Tensor] = []
+    predictions = []
     hook = model.register_forward_hook(
         lambda _, inputs, output: predictions.append(output.argmax(dim=1)))
     model.eval()

@@ -549,7 +549,7 @@ class SilentFailure(SickJob):
 
     def _by_moment(self, calls):
         """The sizes by moment and operation; of an epoch's steps, those of the second one."""
-        moments: dict[str, dict[str, list[int]]] = {}
+        moments = {}
         for moment, operation, size in calls:
             what, _, number = moment.partition(", ")
             if what.startswith("a step") and number != "1":
