@@ -240,13 +240,12 @@ class Exercise:
             return Verdict(WRONG, f"With `{started[0]}` a call returns at once: keep the handle "
                                   "and `wait()` on it before you use or change the tensor.",
                            verdict.detail)
-        if why := self._explanation(attempt, got, world_size):
-            return Verdict(WRONG, why, verdict.detail)
-        if (not crashed and self.stub is None and self.communicates and world_size > 1
-                and not any(facts[COMMUNICATED] for facts in got)):
-            return Verdict(WRONG, "Nothing was communicated: no rank called a collective.",
-                           verdict.detail)
-        return verdict
+        why = self._explanation(attempt, got, world_size)
+        silent = (not crashed and self.stub is None and self.communicates and world_size > 1
+                  and not any(facts[COMMUNICATED] for facts in got))
+        if silent and (not why or why.startswith(AT_LEAST)):
+            why = "Nothing was communicated: no rank called a collective."
+        return Verdict(WRONG, why, verdict.detail) if why else verdict
 
     def _explanation(self, attempt, got, world_size) -> str:
         """The sentence of the known mistake that explains most of what is wrong; empty if none.
