@@ -1,14 +1,16 @@
 """What takes too long for every change: ``pytest -n 0 -m nightly``."""
 
+import itertools
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
+from attempts import with_both
 
 from dplab.exercises import every_exercise
-from dplab.exercises.exercise import WRONG
+from dplab.exercises.exercise import AT_LEAST, WRONG
 
 pytestmark = pytest.mark.nightly
 
@@ -32,3 +34,23 @@ def test_a_known_mistake_is_named_in_a_fresh_check(exercise, mistake):
     """As a reader's first check finds it: no run is shared with another mistake's test."""
     verdict = type(exercise)().judge(mistake.attempt)
     assert (verdict.outcome, verdict.why) == (WRONG, mistake.why), verdict.detail
+
+
+@pytest.mark.parametrize("exercise", every_exercise(), ids=lambda exercise: exercise.slug)
+def test_of_two_known_mistakes_in_one_answer_no_third_is_named(exercise, monkeypatch):
+    """Rarely, two mistakes together begin as a third one does, and nothing speaks against that."""
+    pairs = [(first.why, second.why, both) for first, second in itertools.combinations(
+        [mistake for mistake in exercise.mistakes if not mistake.hangs], 2)
+        if first.why != second.why and (both := with_both(first.attempt, second.attempt))]
+    if not pairs:
+        pytest.skip("its mistakes are not made by one function")
+    exercise.given = exercise.prepare()
+    attempts = [both for *_, both in pairs]
+    found = {size: dict(zip(attempts, exercise._observe_all(attempts, size), strict=True))
+             for size in exercise.world_sizes}
+    monkeypatch.setattr(exercise, "_observe", lambda attempt, size, **how: found[size][attempt])
+    named = [(AT_LEAST in why, why.removeprefix(AT_LEAST) in mistakes)
+             for *mistakes, both in pairs if all(found[size][both] for size in found)
+             and (why := exercise.judge(both).why)]
+    thirds = named.count((True, False))  # one that explains everything is right, whichever it is
+    assert thirds <= 0.1 * len(named)

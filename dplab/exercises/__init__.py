@@ -15,7 +15,7 @@ from pathlib import Path
 from dplab import drills
 from dplab.desk import cards, course, guesses, kept, record
 from dplab.exercises import outcomes, own
-from dplab.exercises.exercise import NOT_ATTEMPTED, PASSED, Exercise
+from dplab.exercises.exercise import NOT_ATTEMPTED, PASSED, Exercise, Verdict
 from dplab.exercises.running import watched
 from dplab.spawn.parent.output import in_notebook, ipython
 
@@ -31,7 +31,7 @@ def check(id: str, *objects) -> None:
     exercise = find(id)
     if exercise is None:
         return
-    verdict = watched(exercise, objects)
+    verdict = _for_another(exercise, objects) or watched(exercise, objects)
     saved = verdict.outcome == NOT_ATTEMPTED or record.update(
         "exercises", exercise.slug, functools.partial(_note, outcome=verdict.outcome))
     note = own.keep(exercise, *objects) if verdict.outcome == PASSED else ""
@@ -148,6 +148,16 @@ def find(id: str) -> Exercise | None:
             return exercise
     outcomes.show_unknown(id, every_exercise())
     return None
+
+
+def _for_another(exercise, objects):
+    """A verdict on the answer to another exercise, which is not judged; else None."""
+    name = getattr(objects[0], "__name__", "") if len(objects) == 1 else ""
+    others = [each for each in every_exercise() if each.name == name]
+    if not others or exercise.name == name:
+        return None
+    return Verdict(NOT_ATTEMPTED, f"`{name}` is the answer to exercise {others[0].number}. This "
+                                  f"one asks for `{exercise.name}`.")
 
 
 def _note(entry, outcome):

@@ -145,13 +145,14 @@ class AverageUnequalParts(Exercise):
         with CallLog() as log:
             attempt(model, len(part))
         # Below the limit the number says nothing, and must not tell an attempt from a mistake.
-        return {"the weights are left alone": all(map(torch.equal, before, model.parameters())),
-                **gradients(model), "the number of collectives": max(log.count(), _ENOUGH)}
+        unchanged = all(map(torch.equal, before, model.parameters()))
+        return {"that the weights are not changed": unchanged, **gradients(model),
+                "the number of collectives": max(log.count(), _ENOUGH)}
 
     def expected(self, world_size):
         model = _gradients_of(torch.cat([_part(rank) for rank in range(world_size)]))
         limit = AtMost(_ENOUGH, "one for each gradient, and one for the counts, are enough")
-        return {"the weights are left alone": True, **gradients(model),
+        return {"that the weights are not changed": True, **gradients(model),
                 "the number of collectives": limit}
 
 

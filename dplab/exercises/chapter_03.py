@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from dplab import parallel
 from dplab.exercises.compare import AtMost
-from dplab.exercises.exercise import WRONG, Exercise, Mistake
+from dplab.exercises.exercise import WRONG, Calculation, Exercise, Mistake
 from dplab.measure import CallLog
 
 # Lengths that no world size above 2 divides, and one that is shorter than the world size.
@@ -88,8 +88,8 @@ _ONE_STEP_MORE = ("You go around once too often: N-1 steps are enough for one ha
 _NO_SUCH_RANK = ("There is no rank N, nor a rank -1: the neighbours are (rank + 1) % N and "
                  "(rank - 1) % N.")
 _TOO_LONG = ("A message is longer than the tensor that receives it, and gloo gives up. Both must "
-             "be the same chunk: give `arriving` the length and dtype of the one that your "
-             "neighbour sends in this step. The one that you send may be shorter.")
+             "be the same chunk: receive into a tensor with the length and dtype of the chunk that "
+             "your neighbour sends in this step. The one that you send may be shorter.")
 
 
 # 3.1
@@ -183,8 +183,8 @@ def _into_the_tuple(tensor):
 def _common(ring, whole):
     """In either exercise. ``whole`` makes an attempt from an all-reduce."""
     return (
-        Mistake(_into_the_tuple, "`chunks[i] += arriving` adds, and then assigns to an item of the "
-                "tuple that `tensor_split` returns. Write `chunks[i].add_(arriving)`."),
+        Mistake(_into_the_tuple, "`chunks[i] += …` adds, and then assigns to an item of the tuple "
+                "that `tensor_split` returns, which fails. Write `chunks[i].add_(…)`."),
         Mistake(ring(steps=0), _ONE_STEP_MORE),
         Mistake(ring(steps=-2), "You stop one step early: to collect the parts of N ranks, a chunk "
                 "has to travel N-1 times."),
@@ -268,7 +268,7 @@ class RingReduceScatter(OnARing):
                 "sum of the ranks that it has passed: add it to your own part."),
         *(Mistake(attempt, "You return chunk r as it was. Either you sent it first: to complete it "
                   "on rank r, start one chunk further back. Or what arrives is added elsewhere, to "
-                  "another chunk or a new tensor: `chunk.add_(arriving)`, with the same chunk.")
+                  "another chunk or a new tensor: `chunk.add_(…)`, with the same chunk.")
           for attempt in (_half(start=0), _half(combine=_forget))),
         *(Mistake(_half(start=0, way=way, keep=way), "The chunk is complete, but it is a "
                   "neighbour's. Rank r has to end with chunk r: start with another chunk, so that "
@@ -361,7 +361,7 @@ class RingAllReduce(OnARing):
         *_beginning_with(0),
         *(Mistake(_ring(combine=combine), "Nothing is added up: each chunk ends as that of a "
                   "single rank. Either the first half overwrites, or its sum goes into a new "
-                  "tensor or a copy (`chunk.add_(arriving)` adds in place); or the second half "
+                  "tensor or a copy (`chunk.add_(…)` adds in place); or the second half "
                   "starts with a chunk that this rank has not completed.")
           for combine in (_overwrite, _forget)),
         *(Mistake(_divided(divide), "You divided by the world size: this exercise asks for the "
@@ -380,7 +380,8 @@ class RingAllReduce(OnARing):
 # 3.3
 
 # Gradients, bytes of each, ranks, Gb/s, µs.
-CASES = ((7e9, 4, 8, 400, 14.0), (25e6, 2, 64, 100, 14.0), (1000, 4, 1024, 3600, 3.4))
+CASES = ((7_000_000_000, 4, 8, 400, 14.0), (25_000_000, 2, 64, 100, 14.0),
+         (1000, 4, 1024, 3600, 3.4))
 
 
 def predict_all_reduce(gradients, bytes_each, world_size, gigabits, microseconds):
@@ -415,13 +416,12 @@ def _link_for_bus(*case):
     return predict_all_reduce(*case)[0], case[3] / 8
 
 
-class PredictAllReduce(Exercise):
+class PredictAllReduce(Calculation):
     slug = "predict-all-reduce"
     number = "3.3"
     title = "Predict an all-reduce"
     name = "predict_all_reduce"
     minutes = 15
-    communicates = False
     hints = (
         "First bring everything to bytes and seconds: 1 Gb/s is 1e9 / 8 bytes/s, 1 µs is 1e-6 s.",
         "A ring all-reduce has 2(N-1) messages, one after the other, of M/N bytes each. A message "

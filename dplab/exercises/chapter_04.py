@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from dplab.exercises.compare import AtMost
-from dplab.exercises.exercise import Exercise, FirstFault, Mistake
+from dplab.exercises.exercise import Exercise, Mistake
 from dplab.exercises.trials import (
     GLOBAL_BATCH,
     STEPS,
@@ -107,11 +107,12 @@ def average_weights(model):
         _mean_of(parameter.data)
 
 
+OWN_COLLECTIVE = "that you call a collective yourself"
 _AVERAGED = ("You averaged the ranks' values. The ranks agree then, but not on rank 0's model, and "
              "an average of random weights is a poor start.")
 
 
-class BroadcastWeights(FirstFault):
+class BroadcastWeights(Exercise):
     slug = "broadcast-weights"
     number = "4.1"
     title = "Broadcast the initial weights"
@@ -153,15 +154,19 @@ class BroadcastWeights(FirstFault):
                 "which may have been loaded or trained: send them with `dist.broadcast`."),
         Mistake(average_weights, _AVERAGED),
         Mistake(_average_everything, _AVERAGED),
+        Mistake(lambda model: nn.parallel.DistributedDataParallel(model), "The values come out "
+                "right, but PyTorch's DDP sent them. Here you write what it does: call "
+                "`dist.broadcast` yourself."),
     )
 
     def trial(self, attempt):
         model = _replica(seed=dist.get_rank())
-        attempt(model)
-        return _by_name(model)
+        with CallLog() as log:
+            attempt(model)
+        return {**_by_name(model), OWN_COLLECTIVE: dist.get_world_size() == 1 or log.count() > 0}
 
     def expected(self, world_size):
-        return _by_name(_replica(seed=0))
+        return {**_by_name(_replica(seed=0)), OWN_COLLECTIVE: True}
 
 
 # 4.2
@@ -299,14 +304,14 @@ class AverageGradients(Exercise):
         with CallLog() as log:
             attempt(model)
         untouched = all(map(torch.equal, before, model.parameters()))
-        return {**_gradients(model), "the weights are left alone": untouched,
+        return {**_gradients(model), "that the weights are not changed": untouched,
                 "the number of collectives": log.count()}
 
     def expected(self, world_size):
         whole = torch.cat([_part(rank) for rank in range(world_size)])
         model = _gradients_of(whole)
         limit = AtMost(2 * len(list(model.parameters())), "one for each gradient is enough")
-        return {**_gradients(model), "the weights are left alone": True,
+        return {**_gradients(model), "that the weights are not changed": True,
                 "the number of collectives": limit}
 
 
@@ -383,7 +388,7 @@ class TrainByHand(OnDigits):
         Mistake(loop(divided=True), "The gradients were divided by the world size twice: the mean "
                 "over the ranks needs no smaller loss."),
         Mistake(_with_torch, "The weights come out right, but PyTorch's DDP did the work. Here "
-                "you write what it does: the broadcast and the all-reduce."),
+                "you write what it does: call the broadcast and the all-reduces yourself."),
         Mistake(loop(average="sum"), "The gradients were summed and not divided by the world "
                 "size: each step was too long."),
         Mistake(loop(average="loss"), "You averaged the loss. `backward` follows only this rank's "
@@ -395,8 +400,8 @@ class TrainByHand(OnDigits):
         Mistake(loop(zero="too late"), _TOO_LATE),
         Mistake(loop(part="batches"), "Each rank took other global batches. All ranks work on the "
                 "same global batch at a time, each on its own part of it."),
-        Mistake(loop(part="all"), "Every rank computed the whole batch. The weights come out "
-                "right, but nothing is faster: each rank has to take its own part."),
+        Mistake(loop(part="all"), "Every rank computed the whole batch, so nothing is faster than "
+                "on one rank: each has to take its own part."),
         Mistake(loop(part="first"), "Every rank took the same part of the batch, so most of it "
                 "was never seen: the part must depend on the rank."),
     )
@@ -408,12 +413,12 @@ class TrainByHand(OnDigits):
         with CallLog() as log:
             attempt(model, optimizer_for(model), *self.given)
         return {SAMPLES: sum(seen), **weights_after(model),
-                "there is a collective of your own in every step":
+                "that you call a collective yourself in every step":
                     dist.get_world_size() == 1 or log.count() >= STEPS}
 
     def expected(self, world_size):
         return {SAMPLES: STEPS * GLOBAL_BATCH // world_size, **self.reference(),
-                "there is a collective of your own in every step": True}
+                "that you call a collective yourself in every step": True}
 
 
 # 4.4

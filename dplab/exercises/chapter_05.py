@@ -1,15 +1,17 @@
 """Exercises of chapter 05: gradients in buckets, sent during backward, and what stays exposed."""
 
 import time
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.distributed_c10d import _get_default_store
 
-from dplab.exercises.exercise import FirstFault, Mistake
+from dplab.exercises.exercise import Calculation, Exercise, Mistake
 from dplab.exercises.trials import gradients
 from dplab.measure import CallLog
+from dplab.spawn.rank import recording
 
 _SUM = "You summed and did not divide by the world size: every rank has to end with the mean."
 _TWICE = "You divided by the world size twice (`ReduceOp.AVG` divides already)."
@@ -81,7 +83,7 @@ def _in_buckets(*, order=reversed, number_bytes=4, early=False, more=0, limit=No
     return attempt
 
 
-class AverageInBuckets(FirstFault):
+class AverageInBuckets(Exercise):
     slug = "gradient-buckets"
     number = "5.1"
     title = "All-reduce the gradients in buckets"
@@ -98,7 +100,8 @@ class AverageInBuckets(FirstFault):
     solution = staticmethod(average_in_buckets)
     mistakes = (
         Mistake(_in_buckets(flush=False), "The last bucket is never sent: it is not full when the "
-                "parameters run out. Send what is left over after the loop."),
+                "parameters run out. Send what is left over *after* the loop: inside it, the last "
+                "parameter may be a frozen one that you pass over."),
         *(Mistake(_in_buckets(order=list, **other), "You filled the buckets in forward order. "
                   "Backward computes the last layer's gradients first: go through the parameters "
                   "in reverse.")
@@ -153,9 +156,10 @@ def _named(limit, model, sent):
 def _with_gradients(ranks):
     """A model with the mean of these ranks' gradients."""
     torch.manual_seed(5)
-    model = nn.Sequential(nn.Linear(7, 7), nn.LayerNorm(7, bias=False), nn.Linear(7, 5), nn.Tanh(),
-                          nn.Linear(5, 3))
-    model[1].weight.requires_grad_(False)
+    model = nn.Sequential(nn.LayerNorm(7, bias=False), nn.Linear(7, 7), nn.LayerNorm(7, bias=False),
+                          nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 3))
+    for frozen in (model[0], model[2]):  # the last one that backward would come to, and another
+        frozen.weight.requires_grad_(False)
     numbers = torch.arange(21.0).reshape(3, 7)
     whole = torch.cat([torch.sin(1.7 * numbers + 5 * rank) for rank in ranks])
     model(whole).square().mean().backward()
@@ -197,9 +201,10 @@ class OverlappedGradients:
         self.start_over()
 
 
-def _overlapped(*, launch="full", waits=False, power=1, reset=True, clear=True, alone=False,
-                write=_write_back):
-    """Overlapped gradients with one thing wrong; ``launch``: when a bucket leaves."""
+def _overlapped(*, launch="full", waits=False, awaited=slice(None), power=1, reset=True,
+                clear=True, alone=False, write=_write_back):
+    """Overlapped gradients with one thing wrong; ``launch``: when a bucket leaves; ``awaited``:
+    which of the handles `finish` waits for."""
 
     class Attempt:
         def __init__(self, buckets):
@@ -226,8 +231,9 @@ def _overlapped(*, launch="full", waits=False, power=1, reset=True, clear=True, 
             if launch == "finish":
                 for bucket in self.buckets:
                     self.send(bucket)
-            for bucket, flat, work in self.under_way:
+            for *_, work in self.under_way[awaited]:
                 work.wait()
+            for bucket, flat, _ in self.under_way:
                 write(flat, bucket)
             if clear:
                 self.under_way = []
@@ -252,7 +258,11 @@ class _AverageParameters:
         pass
 
 
-class OverlapGradients(FirstFault):
+_ALL_HANDLES = ("`finish` does not wait for every all-reduce. An earlier one may end after a later "
+                "one, and until its own `wait()` its tensor is not the mean: wait for each handle.")
+
+
+class OverlapGradients(Exercise):
     slug = "overlapped-gradients"
     number = "5.2"
     title = "Send buckets while backward computes"
@@ -276,6 +286,8 @@ class OverlapGradients(FirstFault):
         Mistake(_overlapped(waits=True), "You wait in the hook, so backward stands still until the "
                 "other ranks have come: nothing overlaps. Launch with `async_op=True`, keep the "
                 "handle, and wait in `finish`."),
+        Mistake(_overlapped(awaited=slice(-1, None)), _ALL_HANDLES),
+        Mistake(_overlapped(awaited=slice(0)), _ALL_HANDLES),
         Mistake(_overlapped(launch="each"), "A bucket leaves before its last gradient is there: "
                 "another one's `.grad` is still None, or old. Count what is missing; and use "
                 "`register_post_accumulate_grad_hook`, since `register_hook` runs before `.grad` "
@@ -300,12 +312,16 @@ class OverlapGradients(FirstFault):
         for step in (1, 2):
             model.zero_grad()
             loss = model.loss(step, [dist.get_rank()])
-            with CallLog() as log:
-                others_are_done = _backward_with_a_late_rank(loss, step)
+            with CallLog() as log, _Handles() as handles:
+                others_are_done = _backward_with_a_late_rank(loss, step, handles)
                 overlapped.finish()
             early = sum(call.time < model.last_layer for call in log.calls)
+            if handles.forgotten:
+                model.zero_grad()  # what they would hold is chance
             facts |= _of_step(step, model, [call.bytes for call in log.calls], early,
-                              not others_are_done)
+                              not others_are_done, handles.forgotten)
+            for work in handles.launched:
+                work.wait()
         return facts
 
     def expected(self, world_size):
@@ -313,16 +329,54 @@ class OverlapGradients(FirstFault):
         for step in (1, 2):
             model.zero_grad()
             model.loss(step, range(world_size)).backward()
-            facts |= _of_step(step, model, [4 * 35, 4 * 28, 4 * 42], 2, False)
+            facts |= _of_step(step, model, [4 * 35, 4 * 28, 4 * 42], 2, False, 0)
         return facts
 
 
-def _of_step(step, model, sent, early, waits):
+def _of_step(step, model, sent, early, waits, forgotten):
     when = f" in step {step}"
     return {f"the number of all-reduces launched before the last layer's gradients{when}": early,
             f"the bytes of each all-reduce{when}": sent,
-            f"that backward waits for other ranks{when}": waits,
+            f"whether backward waits for other ranks{when}": waits,
+            f"the number of all-reduces that nobody waits for{when}": forgotten,
             **gradients(model, when)}
+
+
+class _Handles:
+    """In this block: which handles are waited for, and ``on_wait`` is called before each time."""
+
+    def __init__(self):
+        self.launched, self.asked = [], set()
+        self.on_wait = lambda: None
+        self._patches = [mock.patch.object(dist.Work, name, self._noting(getattr(dist.Work, name)))
+                         for name in ("wait", "get_future", "is_completed")]
+
+    def _noting(self, method):
+        def noted(work, *args, **kwargs):
+            self.asked.add(id(work))
+            if method.__name__ != "is_completed":
+                self.on_wait()
+            return method(work, *args, **kwargs)
+
+        return noted
+
+    def _add(self, call, work):
+        self.launched.append(work)
+
+    @property
+    def forgotten(self):
+        return sum(id(work) not in self.asked for work in self.launched)
+
+    def __enter__(self):
+        for each in self._patches:
+            each.start()
+        recording.recorder_here().work_listeners.append(self._add)
+        return self
+
+    def __exit__(self, *_):
+        recording.recorder_here().work_listeners.remove(self._add)
+        for each in self._patches:
+            each.stop()
 
 
 class _Layers(nn.ModuleList):
@@ -346,17 +400,22 @@ class _Layers(nn.ModuleList):
         self.last_layer = time.monotonic()
 
 
-def _backward_with_a_late_rank(loss, step):
-    """The last rank begins when the others have ended; returns whether they did so in time."""
+def _backward_with_a_late_rank(loss, step, handles):
+    """The last rank begins when the others have ended; returns whether they did so without it."""
     rank, others = dist.get_rank(), dist.get_world_size() - 1
     store = _get_default_store()
     keys = [f"backward {step} of rank {other} is done" for other in range(others)]
+    waits = f"backward {step} waits"
     done = True
     if rank == others > 0:
         limit = time.monotonic() + 1.0
-        while not (done := store.check(keys)) and time.monotonic() < limit:
+        while not (done := store.check(keys)) and not store.check([waits]) and (
+                time.monotonic() < limit):
             time.sleep(0.002)
+    elif others:
+        handles.on_wait = lambda: store.set(waits, "")
     loss.backward()
+    handles.on_wait = lambda: None
     if rank < others:
         store.set(keys[rank], "")
     return done
@@ -403,13 +462,12 @@ def _predict(seconds=_ring, exposed=_one_after_another, returned=lambda *pair: p
     return attempt
 
 
-class ExposedCommunication(FirstFault):
+class ExposedCommunication(Calculation):
     slug = "exposed-communication"
     number = "5.3"
     title = "Predict what overlap cannot hide"
     name = "exposed_communication"
     minutes = 15
-    communicates = False
     hints = (
         "First the time of each all-reduce, as in chapter 03: 2(N-1) messages of n/N bytes each.",
         "A bucket starts when it is ready *and* the link is free: `start = max(free, ready)`, and "

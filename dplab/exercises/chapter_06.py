@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from dplab.exercises.compare import AtMost
-from dplab.exercises.exercise import FirstFault, Mistake
+from dplab.exercises.exercise import Calculation, Exercise, Mistake
 from dplab.exercises.trials import optimizer_for
 from dplab.measure import CallLog, Trace
 from dplab.predict import step
@@ -21,7 +21,7 @@ from dplab.predict import step
 
 # When the data is there, forward and backward end; and the optimizer's seconds. Rank 1 computes
 # longest, and rank 2 is the last to come and to end, since it waits for data.
-RANKS = ((0.001, 0.022, 0.062, 0.005), (0.0, 0.033, 0.088, 0.007), (0.042, 0.062, 0.103, 0.012),
+RANKS = ((0.003, 0.022, 0.062, 0.005), (0.0, 0.033, 0.088, 0.007), (0.042, 0.062, 0.103, 0.012),
          (0.002, 0.027, 0.071, 0.004))
 # When each bucket is ready, as a share of backward; and the seconds of its all-reduce.
 BUCKETS = ((0.30, 0.004), (0.45, 0.009), (0.90, 0.006), (1.00, 0.013))
@@ -62,6 +62,12 @@ def _last_of_all(calls):
     return calls[-1].end - max(call.start for call in calls)
 
 
+def _exposed_beside(it, *spans):
+    """What is exposed if these spans compute."""
+    computing = [dataclasses.replace(span, lane=step.COMPUTE) for span in spans]
+    return step.exposed_seconds(it.calls + computing)
+
+
 def _analysis(*, rank=max, begin=max, busy=(step.COMPUTE,), communication=step.exposed_seconds,
               exposed=lambda it: step.exposed_seconds(it.calls + it.busy),
               ratio=lambda compute, calls, exposed, seconds: calls / compute):
@@ -84,13 +90,12 @@ def _analysis(*, rank=max, begin=max, busy=(step.COMPUTE,), communication=step.e
     return attempt
 
 
-class CommunicationRatio(FirstFault):
+class CommunicationRatio(Calculation):
     slug = "communication-ratio"
     number = "6.1"
     title = "The communication ratio of a run"
     name = "communication_ratio"
     minutes = 25
-    communicates = False
     hints = (
         "When is each collective under way? From its latest launch on all ranks to its end.",
         "For lengths, cut time at every start and end. In between nothing begins or ends: ask of "
@@ -116,6 +121,14 @@ class CommunicationRatio(FirstFault):
         Mistake(_analysis(exposed=lambda it: max(
                     0.0, step.exposed_seconds(it.calls) - _sum(it.busy))), "You subtract compute "
                 "from communication. They neither begin nor end together: look at pieces of time."),
+        Mistake(_analysis(exposed=lambda it: _exposed_beside(it, *(
+                    span for span in it.spans if span.lane != step.COMMUNICATION))), "You take it "
+                "that waiting hides communication. A rank that waits computes nothing: what is "
+                "under way meanwhile is exposed."),
+        Mistake(_analysis(exposed=lambda it: _exposed_beside(it, dataclasses.replace(
+                    it.busy[0], end=it.busy[-1].end))), "You take it that the rank computes from "
+                "its first computing span to the end of its last. In between it waits: look at "
+                "each span by itself."),
         *(Mistake(_analysis(exposed=exposed), "You count waiting for data and for slower ranks, "
                   "too. Exposed is only the time in which a collective is under way.")
           for exposed in (lambda it: _sum(_of_lane(it.spans, step.WAITING)),
@@ -140,14 +153,45 @@ class CommunicationRatio(FirstFault):
     )
 
     def trial(self, attempt):
-        answer = attempt(_recording(dist.get_world_size()))
-        answer = answer if isinstance(answer, tuple | list) else [answer]
-        return {name: number.item() if isinstance(number, torch.Tensor) else number
-                for name, number in zip(NUMBERS, answer, strict=False)}
+        facts = {}
+        for name, recording in _recordings().items():
+            answer = attempt(recording)
+            answer = answer if isinstance(answer, tuple | list) else [answer]
+            facts |= _of_recording(name, [number.item() if isinstance(number, torch.Tensor)
+                                          else number for number in answer])
+        return facts
 
     def expected(self, world_size):
-        numbers = [round(number, 9) for number in communication_ratio(_recording(world_size))]
-        return dict(zip(NUMBERS, numbers, strict=True))
+        facts = {}
+        for name, recording in _recordings().items():
+            facts |= _of_recording(name, [round(number, 9)
+                                          for number in communication_ratio(recording)])
+        return facts
+
+
+def _of_recording(name, numbers):
+    return {f"{what} of {name}": number for what, number in zip(NUMBERS, numbers, strict=False)}
+
+
+def _recordings():
+    """By name: the spans of all ranks of a step."""
+    steps = {f"a step on {size} rank{'s' * (size > 1)}": _recording(size) for size in (1, 2, 3, 4)}
+    return steps | {"a step on 2 ranks with a slow link": [
+        [step.Span(name, lane, start, end) for lane, name, start, end in sorted(
+            spans, key=operator.itemgetter(2, 3))] for spans in SLOW_LINK]}
+
+
+# Communication takes longer than computing, some of it goes on while the rank does nothing, and the
+# last collective begins after all computing.
+SLOW_LINK = tuple(
+    ((step.COMMUNICATION, "broadcast", start, 0.013), (step.COMPUTE, "forward", *forward),
+     (step.COMMUNICATION, "all_reduce", launches[0], 0.050),
+     (step.COMMUNICATION, "all_reduce", launches[1], 0.080), (step.COMPUTE, "backward", *backward),
+     (step.WAITING, "wait", backward[1], 0.080), (step.COMPUTE, "optimizer", 0.081, end),
+     (step.COMMUNICATION, "all_reduce", last, 0.112))
+    for start, forward, launches, backward, end, last in (
+        (0.000, (0.002, 0.010), (0.020, 0.030), (0.014, 0.034), 0.087, 0.088),
+        (0.001, (0.003, 0.012), (0.022, 0.033), (0.015, 0.037), 0.086, 0.089)))
 
 
 def _recording(world_size):
@@ -216,7 +260,7 @@ def _whole_batch(model, optimizer, micro_batches):
     accumulated_step(model, optimizer, [(x, y)])
 
 
-class AccumulatedStep(FirstFault):
+class AccumulatedStep(Exercise):
     slug = "accumulate-then-send"
     number = "6.2"
     title = "Accumulate gradients, send them once"
@@ -395,7 +439,7 @@ def _sparse(*, whole=lambda it: it.gradient + it.residual, score=lambda it: it.w
     return attempt
 
 
-class SparseAverage(FirstFault):
+class SparseAverage(Exercise):
     slug = "sparse-average"
     number = "6.3"
     title = "Send the largest elements, keep the rest"

@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 
 from dplab.exercises.compare import AtMost
-from dplab.exercises.exercise import Exercise, FirstFault, Mistake
+from dplab.exercises.exercise import AT_LEAST, Exercise, Mistake
 from dplab.exercises.trials import reduced
 from dplab.measure import CallLog
 
@@ -144,10 +144,10 @@ class Draw(Exercise):
                 "in epoch 1."),
     )
 
-    def _alike(self, mistakes, got, expected, world_size):
-        alike = super()._alike(mistakes, got, expected, world_size)
+    def _explanation(self, attempt, got, world_size):
+        why = super()._explanation(attempt, got, world_size)
         another_run = isinstance(got, list) and not got[0][SAME_RUN]
-        return alike or [each for each in mistakes if another_run and each.why == _GLOBAL]
+        return _GLOBAL if another_run and (not why or why.startswith(AT_LEAST)) else why
 
     def trial(self, attempt):
         return _facts_of_draws(attempt)
@@ -309,7 +309,7 @@ def _squares_of_values(x, mean):
     return _count(x) * (_total(_per_channel(x.square())) / _count(x) - mean.square())
 
 
-class Normalize(FirstFault):
+class Normalize(Exercise):
     slug = "batch-norm-over-ranks"
     number = "7.2"
     title = "BatchNorm over all ranks"
@@ -467,7 +467,7 @@ _PER_SAMPLE = ("Your tr Σ is that of the mean gradient of a local batch. Per sa
                "as large.")
 
 
-class SignalAndNoise(FirstFault):
+class SignalAndNoise(Exercise):
     slug = "noise-scale"
     number = "7.3"
     title = "The noise scale from two norms"
@@ -537,7 +537,7 @@ class SignalAndNoise(FirstFault):
             found = attempt(own, averaged, LOCAL_BATCH)
         return {"|G|² and tr Σ": torch.tensor([float(each) for each in found])
                 if isinstance(found, tuple | list) else found if found is None else float(found),
-                "that the gradients are left alone": torch.equal(own, _gradient(rank))
+                "that `own` and `averaged` are not changed": torch.equal(own, _gradient(rank))
                 and torch.equal(averaged, _mean_gradient(ranks)),
                 "the bytes in this rank's messages": log.bytes()}
 
@@ -548,7 +548,7 @@ class SignalAndNoise(FirstFault):
             mean = gradients.mean(dim=0)
             scatter = (gradients - mean).square().sum() / (world_size - 1)
             found = torch.stack([mean.square().sum() - scatter / world_size, LOCAL_BATCH * scatter])
-        return {"|G|² and tr Σ": found, "that the gradients are left alone": True,
+        return {"|G|² and tr Σ": found, "that `own` and `averaged` are not changed": True,
                 "the bytes in this rank's messages": AtMost(16, "one number is enough")}
 
 
@@ -594,7 +594,21 @@ def _outer(gradient=lambda start, end: _mean_over_ranks(start - end), *,
     return attempt
 
 
-class OuterStep(FirstFault):
+def _average_kept(to_anchor):
+    """The outer step from the anchor, while the parameters hold the ranks' average."""
+
+    def attempt(parameters, anchor, velocity):
+        for parameter, start, speed in zip(parameters, anchor, velocity, strict=True):
+            parameter.copy_(_mean_over_ranks(parameter))
+            outer = start - parameter
+            speed.mul_(OUTER_MOMENTUM).add_(outer)
+            if to_anchor:
+                start -= OUTER_RATE * (outer + OUTER_MOMENTUM * speed)
+
+    return attempt
+
+
+class OuterStep(Exercise):
     slug = "diloco-outer-step"
     number = "7.4"
     title = "The outer step of DiLoCo"
@@ -620,6 +634,13 @@ class OuterStep(FirstFault):
         Mistake(_outer(direction=lambda gradient, old, new: gradient, rate=1.0), "This is the "
                 "average of the ranks' parameters: local SGD. DiLoCo's outer optimizer, with its "
                 "learning rate and momentum, is missing."),
+        *(Mistake(_average_kept(to_anchor), "The parameters hold the ranks' average, and the outer "
+                  "step's result does not reach them. Parameters and anchor get it, in place: "
+                  "`copy_`; `start = …` only gives a name to a new tensor.")
+          for to_anchor in (True, False)),
+        Mistake(_outer(finish=lambda *_: None), "The outer step's result reaches neither the "
+                "parameters nor the anchor. Write it into both, in place: `copy_`; `start = …` "
+                "only gives a name to a new tensor."),
         Mistake(_outer(direction=lambda gradient, old, new: gradient), "You have no momentum: the "
                 "step is −0.7 (g + 0.9 v), and v carries the earlier rounds."),
         Mistake(_outer(direction=lambda gradient, old, new: new), "This is ordinary momentum, a "

@@ -12,7 +12,7 @@ from torch import nn
 
 from dplab import parallel
 from dplab.exercises.compare import AtMost
-from dplab.exercises.exercise import FirstFault, Mistake
+from dplab.exercises.exercise import Calculation, Exercise, Mistake
 from dplab.exercises.trials import reduced
 from dplab.measure import CallLog, sent_bytes
 
@@ -58,13 +58,12 @@ def _states(first=(3, 2, 1), sizes=(2, 2), optimizer=lambda K: K, total=sum, onl
     return attempt
 
 
-class BytesPerRank(FirstFault):
+class BytesPerRank(Calculation):
     slug = "bytes-per-rank"
     number = "8.1"
     title = "The memory of a configuration, on paper"
     name = "bytes_per_rank"
     minutes = 10
-    communicates = False
     hints = (
         "Three summands: parameters, gradients, optimizer state. Write them down for stage 0, "
         "where each rank holds all of them: 2 + 2 + K bytes for each parameter.",
@@ -220,7 +219,7 @@ _ADDED = ("You added up or averaged the ranks' values. Each element has one owne
           "counts: gather the owners' parts, and add nothing.")
 
 
-class ShardTheOptimizer(FirstFault):
+class ShardTheOptimizer(Exercise):
     slug = "sharded-optimizer"
     number = "8.2"
     title = "Shard the optimizer, gather the parameters"
@@ -398,7 +397,7 @@ _SLICED = ("The values are right, but every rank is sent everything, as in an al
            "twice the bytes, and throws most of it away. Reduce-scatter sends it its own chunk.")
 
 
-class ScatterGradients(FirstFault):
+class ScatterGradients(Exercise):
     slug = "scatter-gradients"
     number = "8.3"
     title = "Reduce-scatter the gradients"
@@ -498,7 +497,7 @@ def _of_chunk(shapes, chunk, held, freed, untouched, sent):
     return {f"the chunk{of}": chunk,
             f"the bytes of memory behind the chunk{of}": held,
             f"which parameters' `.grad` is None{of}": freed,
-            f"that the parameters are left alone{of}": untouched,
+            f"that the parameters are not changed{of}": untouched,
             f"how many times the bytes of one reduce-scatter this rank sends{of}": sent}
 
 

@@ -1,12 +1,15 @@
 """Exercises of chapter 09: FSDP."""
 
+import re
+
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from dplab import RankError
-from dplab.exercises.compare import COMMUNICATED, AtMost
-from dplab.exercises.exercise import Exercise, FirstFault, Mistake
+from dplab.exercises import observe
+from dplab.exercises.compare import COMMUNICATED, AtMost, first_difference
+from dplab.exercises.exercise import Exercise, Mistake
 from dplab.exercises.trials import reduced
 from dplab.measure import CallLog, MemoryTimeline
 from dplab.workloads.residual_network import BLOCKS, Network, bytes_beyond_shards, dry_run_of
@@ -125,7 +128,7 @@ def _without_bias(whole, x, rows, columns):
     return torch.tanh(x @ whole[: rows * columns].view(rows, columns).T)
 
 
-class ForwardOfShards(FirstFault):
+class ForwardOfShards(Exercise):
     slug = "forward-of-shards"
     number = "9.1"
     title = "Gather, use, free"
@@ -313,7 +316,7 @@ _NO_SUM = ("You used the norm of this rank's own shards, as torch's `clip_grad_n
            "ranks.")
 
 
-class ClipByGlobalNorm(FirstFault):
+class ClipByGlobalNorm(Exercise):
     slug = "clip-by-global-norm"
     number = "9.2"
     title = "Clip sharded gradients by their global norm"
@@ -422,7 +425,8 @@ def _shards(sizes, factor, rank=None, world_size=None):
 # 9.3, judged by a dry run
 
 BYTES_BEYOND_SHARDS, MOST_COLLECTIVES = 5_500_000, 15
-AT_THE_PEAK = "bytes beyond the rank's shards, at the peak"
+TAKEN, CHOICE = "whether `fully_shard` takes the units", "how many units there are"
+AT_THE_PEAK = "the bytes beyond the rank's shards, at the peak"
 
 
 def choose_units(model):
@@ -451,6 +455,8 @@ _TOGETHER = ("The embedding and the head are one unit: the first and the last th
              "so they stay gathered in between. Make two units of them.")
 _APART = ("The blocks of a unit are not neighbours. It is gathered for the first of them and stays "
           "whole until the last has computed: put neighbours together.")
+_LEFT = ("In no unit: {}. What no unit holds is left to the root, which gathers it when the step "
+         "begins and keeps it to the end of backward.")
 _LARGE = "Your units are too large: for a moment, two neighbours are whole at the same time."
 
 
@@ -504,59 +510,65 @@ class ChooseUnits(Exercise):
                 "while the embedding stays with the root."),
     )
 
+    world_sizes = (2, 3, 4)  # of the dry runs
+    on_ranks = False
+
     def __init__(self):
         super().__init__()
         with torch.device("meta"):
             self._model = Network()
 
-    def _observe(self, attempt, world_size, **how):
-        """The facts of a dry run; on one rank there is nothing to shard."""
-        if world_size == 1:
-            return [{COMMUNICATED: False}]
-        units = attempt if self._parts(attempt) != [] else "root"
+    def _observe(self, attempt, world_size, *, quiet=False):
+        """The facts of a dry run; the reader's own error, if there is one."""
+        chosen = observe.alone(self._choice, attempt, 1, seconds=self._limit, quiet=quiet)
+        if isinstance(chosen, RankError):
+            return chosen
+        units = "root" if chosen[0][CHOICE] == 0 else attempt
         try:
             found = dry_run_of(units, world_size)
-        except RankError as error:
-            return error
-        except ValueError as error:
-            facts = {"the units": str(error)}
+        except (RankError, TypeError, ValueError) as error:
+            facts = {TAKEN: re.sub(r"^rank \d+ of \d+ raised ", "", str(error)).splitlines()[0]}
         else:
-            facts = {"the units": "wrapped",
-                     AT_THE_PEAK: bytes_beyond_shards(found),
+            facts = {TAKEN: "yes", AT_THE_PEAK: bytes_beyond_shards(found),
                      "the number of collectives": found.count()}
         return [{**facts, COMMUNICATED: False}] * world_size
 
+    def _observe_all(self, attempts, world_size):
+        return [self._observe(attempt, world_size, quiet=True) for attempt in attempts]
+
+    def _choice(self, attempt):
+        units = attempt(self._model)
+        return {CHOICE: len(units) if isinstance(units, list | tuple) else None}
+
     def expected(self, world_size):
-        if world_size == 1:
-            return {}
-        return {"the units": "wrapped",
+        return {TAKEN: "yes",
                 AT_THE_PEAK: AtMost(BYTES_BEYOND_SHARDS, "too much is whole at the same time"),
                 "the number of collectives": AtMost(MOST_COLLECTIVES, "the units are too many")}
 
-    def _alike(self, mistakes, got, expected, world_size):
-        """Those with the same units, which have the same dry run."""
-        return [mistake for mistake in mistakes
-                if self._attempted is not None and self._parts(mistake.attempt) == self._attempted]
+    def _described(self, difference, world_size):
+        return f"in a dry run on {world_size} ranks, {difference}"
 
-    def _still_alike(self, mistakes, attempt, world_size):
-        """The same units are the same on more ranks."""
-        return mistakes
+    def _explanation(self, attempt, got, world_size):
+        """That of the mistake with the same units; or else what makes the units large."""
+        parts = self._parts(attempt)
+        if isinstance(got, RankError) or parts is None:
+            return ""
+        for mistake in self.mistakes:
+            if self._parts(mistake.attempt) == parts:
+                return mistake.why
+        difference = first_difference(self._expected(world_size), got, self.tolerance)
+        return self._why_so_large(parts) if difference.fact == AT_THE_PEAK else ""
 
-    def _diagnose(self, attempt, difference, *arguments):
-        self._attempted = self._parts(attempt)
-        verdict = super()._diagnose(attempt, difference, *arguments)
-        if not verdict.why and getattr(difference, "fact", None) == AT_THE_PEAK:
-            verdict.why = self._why_so_large()
-        return verdict
-
-    def _why_so_large(self):
+    def _why_so_large(self, parts):
         """A sentence for units that no mistake has."""
-        units = [{name.removesuffix(".weight") for name in names} for _, names in self._attempted]
+        units = [{name.removesuffix(".weight") for name in names} for _, names in parts]
         blocks = [sorted({int(name.split(".")[1]) for name in unit if name.startswith("blocks.")})
                   for unit in units]
         held = {name for name in ("embedding", "head") if any(name in unit for unit in units)}
         if len(held) < 2:
             return {"embedding": _HEAD, "head": _EMBEDDING}.get("".join(held), _ENDS)
+        if left := sorted(set(range(BLOCKS)).difference(*blocks)):
+            return _LEFT.format(" and ".join(f"`model.blocks[{number}]`" for number in left))
         if any(held <= unit for unit in units):
             return _TOGETHER
         if any(unit != list(range(unit[0], unit[-1] + 1)) for unit in blocks if unit):

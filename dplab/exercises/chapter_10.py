@@ -1,10 +1,12 @@
 """Exercises of chapter 10: choose, sum over two levels, save what survives, and how often."""
 
+import contextlib
 import functools
 import io
 import operator
 import os
 import signal
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -15,21 +17,24 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.utils import parameters_to_vector
 
-from dplab import RankError, run
+from dplab import RankError
+from dplab.exercises import observe
 from dplab.exercises.compare import COMMUNICATED, AtMost
-from dplab.exercises.exercise import Exercise, FirstFault, Mistake
+from dplab.exercises.exercise import Calculation, Exercise, Mistake
 from dplab.exercises.trials import of_cases, reduced
 from dplab.measure import CallLog, sent_bytes
 
 # 10.1
 
-# Parameters, ranks, memory, K, activations, gathered: each answer, and cases near a limit.
+# Parameters, ranks, memory, K, activations, gathered: each answer, cases near a limit, and last
+# two that need exactly the memory that there is.
 CASES = ((1.2e9, 8, 80e9, 12, 10e9, 1e9), (1.5e9, 1, 40e9, 12, 10e9, 1e9),
          (7e9, 8, 80e9, 12, 20e9, 2e9), (8e9, 8, 80e9, 8, 5e9, 2e9), (3e9, 2, 60e9, 16, 1e9, 9e9),
          (13e9, 16, 80e9, 12, 20e9, 3e9), (13e9, 16, 48e9, 12, 12e9, 3e9),
          (6.7e9, 4, 40e9, 12, 6e9, 3e9), (70e9, 64, 80e9, 12, 15e9, 7e9),
          (70e9, 8, 80e9, 12, 10e9, 7e9), (7e9, 8, 40e9, 8, 25e9, 1e9),
-         (405e9, 512, 80e9, 16, 50e9, 20e9))
+         (405e9, 512, 80e9, 16, 50e9, 20e9), (1e9, 4, 20e9, 12, 4e9, 1e9),
+         (4e9, 4, 32e9, 12, 14e9, 2e9))
 STRATEGIES = ("DDP", "ZeRO-1", "ZeRO-2", "FSDP")
 
 
@@ -49,7 +54,7 @@ def _choice(first=(3, 2, 1), *, order=range(4), sizes=(2, 2), K=lambda K: K,
             share=operator.truediv, activations=lambda size, ranks, stage: size,
             judged=lambda states, need: need,
             gathered=lambda size, ranks, stage: size * (stage == 3),
-            memory=lambda size, ranks: size, least=False, nothing=None):
+            memory=lambda size, ranks: size, fits=operator.le, least=False, nothing=None):
     """A choice with one thing wrong; ``first``: the strategy from which on each part is sharded."""
 
     def attempt(parameters, ranks, has, optimizer, saved, whole):
@@ -62,7 +67,7 @@ def _choice(first=(3, 2, 1), *, order=range(4), sizes=(2, 2), K=lambda K: K,
                            + activations(saved, ranks, stage))
             compared[name] = judged(states, needs[name])
         fitting = [(name, need) for name, need in needs.items()
-                   if compared[name] <= memory(has, ranks)]
+                   if fits(compared[name], memory(has, ranks))]
         if not fitting:
             return nothing and (nothing, needs[nothing])
         return min(fitting, key=operator.itemgetter(1)) if least else fitting[0]
@@ -81,13 +86,12 @@ _FIXED_K = ("You took a number for K. With an fp32 master copy it is 12, without
             "gradients in the optimizer 16: use the argument.")
 
 
-class ChooseStrategy(Exercise):
+class ChooseStrategy(Calculation):
     slug = "choose-strategy"
     number = "10.1"
     title = "The cheapest strategy that fits"
     name = "choose_strategy"
     minutes = 15
-    communicates = False
     hints = (
         "Write down the bytes of one rank for all four strategies first, and compare afterwards: "
         "2 + 2 + K bytes for each parameter, and each strategy divides one more summand by the "
@@ -105,6 +109,8 @@ class ChooseStrategy(Exercise):
                 "forward and backward."),
         Mistake(_choice(order=(0, 2, 3)), "You pass over ZeRO-1. Where it fits, there is no reason "
                 "to shard the gradients as well."),
+        Mistake(_choice(fits=operator.lt), "A strategy that needs exactly `memory` fits: these "
+                "bytes may be used. Compare with `<=`."),
         Mistake(_choice(nothing="FSDP"), "Where nothing fits you return FSDP all the same. Return "
                 "None: this needs more ranks, fewer activations, or another kind of parallelism."),
         Mistake(_choice((3, 1, 1)), "Your ZeRO-1 shards the gradients, too: that is ZeRO-2."),
@@ -385,7 +391,10 @@ def _of_sum(nodes, local, n, tensor, slow, fast):
 
 SAVED, KILLED, END, BATCH = 3, 5, 8, 12
 RANKS_OF_LAST_JOB = {1: 2, 2: 3, 3: 1, 4: 2}
+BEGINS = "the step at which the first job begins"
 IS_THERE = "that the checkpoint is there, under its path, when `save` returns"
+WRITES = "how often all ranks together call `torch.save` in a `save`"
+GOES_ON, AT_THE_END = "the step that goes on", "the weights at the end"
 
 
 class Checkpoint:
@@ -418,6 +427,12 @@ def _replace(saved, path):
 
 def _write_in_place(saved, path):
     torch.save(saved, path)  # which the check replaces: the function itself would escape it
+
+
+def _write_bytes(saved, path):
+    whole = io.BytesIO()
+    torch.save(saved, whole)
+    path.write_bytes(whole.getvalue())
 
 
 def _remove_first(saved, path):
@@ -463,7 +478,7 @@ def _checkpoint(write=_replace, *, writers=lambda rank: rank == 0, wait=lambda r
     return Attempt
 
 
-class SurvivingCheckpoint(FirstFault):
+class SurvivingCheckpoint(Exercise):
     slug = "checkpoint-that-survives"
     number = "10.3"
     title = "A checkpoint that survives"
@@ -481,9 +496,10 @@ class SurvivingCheckpoint(FirstFault):
     )
     solution = Checkpoint
     mistakes = (
-        Mistake(_checkpoint(_write_in_place), "The job was killed while it saved, and half a file "
-                "is all that is left under this name. Write to another name in the folder, and "
-                "`replace` the old file when the new one is whole."),
+        *(Mistake(_checkpoint(write), "The job was killed while it saved, and half a file is all "
+                  "that is left under this name. Write to another name in the folder, and "
+                  "`replace` the old file when the new one is whole.")
+          for write in (_write_in_place, _write_bytes)),
         Mistake(_checkpoint(_remove_first), "The job died while it saved. The next one found no "
                 "checkpoint that it could read, the old one removed or overwritten, and began "
                 "anew. `replace` puts a new file, once whole, in the old one's place in one step."),
@@ -520,70 +536,180 @@ class SurvivingCheckpoint(FirstFault):
             lambda generator, saved: dist.get_rank() or generator.set_state(saved))),
     )
 
-    def _observe(self, attempt, world_size, **how):
+    def _observe(self, attempt, world_size, *, quiet=False):
         """Three jobs: one that saves, one that dies while it saves, and one on other ranks."""
-        others = RANKS_OF_LAST_JOB[world_size]
         with tempfile.TemporaryDirectory() as folder:
-            job = functools.partial(run, _job, timeout=self.seconds, backend="gloo")
-            try:
-                first = job(world_size, attempt, folder, 1)
-                if not any(begun[IS_THERE] for begun in first):  # so the others tell no more
-                    return [{**begun, COMMUNICATED: True} for begun in first]
-                try:
-                    job(world_size, attempt, folder, 2)
-                except RankError as error:
-                    if error.kind != "died":
-                        raise
-                last = job(others, attempt, folder, 3)
-            except RankError as error:
-                return error
-        return [{**begun, **_of_last(others, last), COMMUNICATED: True} for begun in first]
+            how = {"seconds": self._limit, "quiet": quiet}
+            given, others = (attempt, folder), RANKS_OF_LAST_JOB[world_size]
+            first = observe.alone(_first_job, given, world_size, **how)
+            if isinstance(first, RankError) or not any(facts[IS_THERE] for facts in first):
+                return first  # and the other jobs tell no more
+            died = observe.alone(_killed_job, given, world_size, **how)
+            if isinstance(died, RankError) and died.kind != "died":
+                return died
+            last = observe.alone(_last_job, given, others, **how)
+            return last if isinstance(last, RankError) else _of_jobs(first, last)
+
+    def _observe_all(self, attempts, world_size):
+        """The same three jobs for all; who is killed here is only stopped there."""
+        with tempfile.TemporaryDirectory() as folder:
+            given = [(attempt, os.path.join(folder, str(number)))
+                     for number, attempt in enumerate(attempts)]
+            for _, own in given:
+                os.mkdir(own)
+            outcomes = observe.in_turn(_first_job, given, world_size, seconds=self._limit)
+            open_ones = [number for number, first in enumerate(outcomes)
+                         if first and any(facts[IS_THERE] for facts in first)]
+            for task, ranks in ((_stopped_job, world_size),
+                                (_last_job, RANKS_OF_LAST_JOB[world_size])):
+                found = observe.in_turn(task, [given[number] for number in open_ones], ranks,
+                                        seconds=self._limit)
+                for number, facts in zip(open_ones, found, strict=True):
+                    if facts is None:
+                        outcomes[number] = None
+                    elif task is _last_job:
+                        outcomes[number] = _of_jobs(outcomes[number], facts)
+                open_ones = [number for number in open_ones if outcomes[number]]
+            return outcomes
 
     def expected(self, world_size):
         others, (model, optimizer, generator) = RANKS_OF_LAST_JOB[world_size], _fresh(1)
         for step in range(END):
             _train(model, optimizer, generator, step)
-        end = SAVED, parameters_to_vector(model.parameters()).detach()
-        return [_of_first(0, True, int(rank == 0)) | _of_last(others, [end] * others)
-                for rank in range(world_size)]
+        end = {GOES_ON: SAVED, AT_THE_END: parameters_to_vector(model.parameters()).detach()}
+        first = {BEGINS: 0, IS_THERE: True, WRITES: 1}
+        return _of_jobs([first] * world_size, [end] * others)
 
 
-def _job(attempt, folder, number):
-    os.chdir(folder)  # so that errors name the file alike in every attempt
-    path = Path("checkpoint.pt")
-    model, optimizer, generator = _fresh(number)
-    checkpoint = attempt(path)
-    begun = checkpoint.load(model, optimizer, generator)
-    until = {1: SAVED, 2: KILLED, 3: END}[number]
-    for step in range(begun if isinstance(begun, int) else 0, until):
-        _train(model, optimizer, generator, step, dist.get_rank(), dist.get_world_size())
-    if number == 3:
-        return begun, parameters_to_vector(model.parameters()).detach()
-    write = mock.Mock(side_effect=functools.partial(_write_slowly if number == 1 else
-                                                    _die_writing, torch.save))
+def _first_job(given):
+    """Trains from the beginning, and saves."""
+    job = _Job(given, number=1)
+    begun = job.train(until=SAVED)
+    write = mock.Mock(side_effect=functools.partial(_write_slowly, torch.save))
     with mock.patch.object(torch, "save", write):
-        checkpoint.save(until, model, optimizer, generator)
-    facts = _of_first(begun, path.exists(), write.call_count)
-    dist.all_reduce(torch.zeros(1))
-    return facts
+        job.save(SAVED)
+    is_there, writes = job.path.exists(), torch.tensor(write.call_count)
+    dist.all_reduce(writes)
+    return {BEGINS: begun, IS_THERE: is_there, WRITES: writes.item()}
+
+
+def _killed_job(given):
+    """Goes on, and is killed at the worst moment of its `save`."""
+    job = _Job(given, number=2)
+    job.train(until=KILLED)
+    with _death(job.path, lambda: os.kill(os.getpid(), signal.SIGKILL)):
+        job.save(KILLED)
+    return {}
+
+
+class _Stopped(BaseException):
+    """In place of the end of a rank, where the ranks go on with another attempt."""
+
+
+def _stopped_job(given):
+    """As `_killed_job`, for an attempt that clears up nothing behind it."""
+    def stop(*_):
+        raise _Stopped
+
+    job = _Job(given, number=2)
+    job.train(until=KILLED)
+    # Who waits for a rank that is dead ends there, too.
+    with (contextlib.suppress(_Stopped), _death(job.path, stop),
+          mock.patch.object(dist, "barrier", stop)):
+        job.save(KILLED)
+    return {}
+
+
+def _last_job(given):
+    """Goes on to the end, on another number of ranks."""
+    job = _Job(given, number=3)
+    begun = job.train(until=END)
+    return {GOES_ON: begun, AT_THE_END: parameters_to_vector(job.model.parameters()).detach()}
+
+
+class _Job:
+    def __init__(self, given, number):
+        attempt, folder = given
+        os.chdir(folder)  # so that errors name the file alike in every attempt
+        self.path = Path("checkpoint.pt")
+        self.model, self.optimizer, self.generator = _fresh(number)
+        self.checkpoint = attempt(self.path)
+
+    def train(self, until):
+        """Loads, and takes the steps that are left; returns what `load` did."""
+        begun = self.checkpoint.load(self.model, self.optimizer, self.generator)
+        for step in range(begun if isinstance(begun, int) else 0, until):
+            _train(self.model, self.optimizer, self.generator, step, dist.get_rank(),
+                   dist.get_world_size())
+        return begun
+
+    def save(self, step):
+        self.checkpoint.save(step, self.model, self.optimizer, self.generator)
 
 
 def _write_slowly(save, *arguments, **options):
     if dist.get_world_size() > 1:  # who does not wait is back first; who all write, do so in turn
-        time.sleep(0.3 * (1 + dist.get_rank()))
+        time.sleep(0.1 + 0.3 * dist.get_rank())
     save(*arguments, **options)
 
 
-def _die_writing(save, saved, file, **options):
-    whole = io.BytesIO()
-    save(saved, whole, **options)
-    half = whole.getvalue()[: len(whole.getvalue()) // 2]
-    if hasattr(file, "write"):
-        file.write(half)
-        file.flush()
-    else:
-        Path(file).write_bytes(half)
-    os.kill(os.getpid(), signal.SIGKILL)
+@contextlib.contextmanager
+def _death(path, die):
+    """In this block the rank dies when ``path`` is half written, or has just been removed or moved;
+    or else right before another file replaces it.
+    """
+    whole_save = torch.save
+
+    def save(saved, file, **options):
+        if _is_checkpoint(file):
+            _end(_halve)
+        whole_save(saved, file, **options)
+
+    _deaths.append((Path(path).absolute(), die))
+    _hear_of_files()
+    try:
+        with mock.patch.object(torch, "save", save):
+            yield
+    finally:
+        _deaths.clear()
+
+
+_deaths: list[tuple] = []  # where this rank dies: the checkpoint's path, and what ends it
+
+
+def _is_checkpoint(file):
+    return (bool(_deaths) and isinstance(file, str | Path)
+            and Path(file).absolute() == _deaths[0][0])
+
+
+@functools.cache
+def _hear_of_files():
+    sys.addaudithook(_at_a_file)  # which stays to the end of the process
+
+
+def _at_a_file(event, arguments):
+    if event == "open":
+        if _is_checkpoint(arguments[0]) and arguments[2] & (os.O_WRONLY | os.O_RDWR):
+            _end(_halve)
+    elif event in ("os.remove", "os.rename") and _is_checkpoint(arguments[0]):
+        _end(_remove)
+    elif event == "os.rename" and _is_checkpoint(arguments[1]):
+        _end(lambda path: None)
+
+
+def _end(last_change):
+    path, die = _deaths.pop()  # of what follows, nothing is heard
+    last_change(path)
+    die()
+
+
+def _halve(path):
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) // 2])
+
+
+def _remove(path):
+    path.unlink()
 
 
 def _fresh(job):
@@ -607,17 +733,12 @@ def _train(model, optimizer, generator, step, rank=0, ranks=1):
     optimizer.step()
 
 
-def _of_first(begun, is_there, writes):
-    return {"the step at which the first job begins": begun,
-            IS_THERE: is_there,
-            "how often this rank calls `torch.save` in a `save`": writes}
-
-
-def _of_last(ranks, ends):
-    return {f"{what} on rank {rank} of {ranks} of the last job": value
-            for rank, end in enumerate(ends)
-            for what, value in zip(("the step that goes on", "the weights at the end"), end,
-                                   strict=True)}
+def _of_jobs(first, last):
+    """The facts of a rank of the first job, and below them those of all ranks of the last one."""
+    ends = {f"{fact} on rank {rank} of {len(last)} of the last job": value
+            for rank, facts in enumerate(last)
+            for fact, value in facts.items() if fact != COMMUNICATED}
+    return [{**facts, **ends} for facts in first]
 
 
 # 10.4
@@ -662,13 +783,12 @@ _OF_LOG = ("You took the failures of the log for those of your job. With more ra
            "often: the time between them is that of one rank, divided by your ranks.")
 
 
-class PlanCheckpoints(FirstFault):
+class PlanCheckpoints(Calculation):
     slug = "checkpoint-interval"
     number = "10.4"
     title = "How often to save"
     name = "plan_checkpoints"
     minutes = 15
-    communicates = False
     hints = (
         "Everything in seconds first. One rank fails every `days · log_ranks / failures`; any of "
         "your ranks stops the job, so divide by `ranks`: that is M.",

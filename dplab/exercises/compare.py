@@ -11,14 +11,20 @@ from dplab import RankError
 
 _NONE = "it is None"
 COMMUNICATED = "a collective was called"  # a fact of every attempt, known by its call log
+BESIDE = "shown beside"  # among the facts, if there: by fact, a line to show where it is wrong
 
 
 @dataclass(frozen=True)
 class AtMost:
-    """An expected fact: a number of at most ``limit``; ``why`` says what exceeds it."""
+    """An expected fact: a number of at most ``limit``; ``why`` says what exceeds it.
+
+    Two attempts that exceed it are alike if they do by as much; or, where that is not ``exact``,
+    both by however much.
+    """
 
     limit: float
     why: str
+    exact: bool = True
 
 
 @dataclass(frozen=True)
@@ -31,18 +37,20 @@ class Difference:
     got: object
     note: str = ""
     factor: float | None = None  # how many times the expected it is, where that is so throughout
+    beside: str = ""  # a further line to show
 
     def __str__(self):
-        if self.expected is True and self.got is False:
-            return (f"rank {self.rank}: this should hold, and does not: "
-                    f"{self.fact.removeprefix('that ')}")
-        head = f"rank {self.rank}: {self.fact} is not as expected"
+        if self.expected is True and self.got is False and self.fact.startswith("that "):
+            return f"the exercise asks {self.fact}, and that is not so here"
+        head = f"{self.fact} is not as expected"
         if self.note:
             head += f": {self.note}"
         if isinstance(self.expected, AtMost):
-            return f"{head}\n  at most   {self.expected.limit:g}\n  got       {self.got}"
+            got = f"{self.got:,.10g}" if isinstance(self.got, int | float) else _words(self.got)
+            return f"{head}\n  at most   {self.expected.limit:,.10g}\n  got       {got}"
         text = f"{head}\n  expected  {_words(self.expected)}\n  got       {_words(self.got)}"
-        return text + _where_most(self.expected, self.got)
+        text += _where_most(self.expected, self.got)
+        return f"{text}\n{self.beside}" if self.beside else text
 
 
 def first_difference(expected, got, tolerance) -> Difference | None:
@@ -58,7 +66,8 @@ def first_difference(expected, got, tolerance) -> Difference | None:
                 note = note or _beside_other_ranks([each.get(fact) for each in expected],
                                                    [each.get(fact) for each in got],
                                                    rank, tolerance)
-                return Difference(rank, fact, value, found[fact], note, factor)
+                return Difference(rank, fact, value, found[fact], note, factor,
+                                  found.get(BESIDE, {}).get(fact, ""))
     return None
 
 
@@ -90,26 +99,58 @@ def _number(value):
     return float(value) if isinstance(value, numbers.Real) else None
 
 
-def same_outcome(got, other, expected, tolerance) -> bool:
-    """Whether two attempts ended alike: the same facts, or the same failure."""
-    if isinstance(got, RankError) or isinstance(other, RankError):
-        return (isinstance(got, RankError) and isinstance(other, RankError)
-                and (got.kind, got.error) == (other.kind, other.error)
-                and (got.rank == other.rank or got.kind == "raised")
-                and _headline(got) == _headline(other))
-    if any(mine[COMMUNICATED] != theirs[COMMUNICATED]
-           for mine, theirs in zip(got, other, strict=True)):
-        return False
-    return all(
-        fact in mine and fact in theirs and _alike(value, mine[fact], theirs[fact], tolerance)
-        for mine, theirs, right in zip(got, other, expected, strict=True)
-        for fact, value in right.items())
+@dataclass(frozen=True)
+class Overlap:
+    """What a known mistake explains of an attempt's outcome at one world size.
+
+    ``first``: the attempt's first wrong fact; ``explained``: how many of its wrong facts;
+    ``unexplained``: how many it does not; ``contradicted``: it gets a fact wrong which the attempt
+    gets right, so it is not the attempt's mistake.
+    """
+
+    first: bool
+    explained: int = 0
+    unexplained: int = 0
+    contradicted: bool = False
+
+
+def overlap(expected, mine, theirs, tolerance, *, communicates=False) -> Overlap:
+    """Between an attempt's outcome, ``mine``, and that of a known mistake.
+
+    Each is the ranks' facts, or a failure; the mistake's is None if it fails in whatever way.
+    ``communicates``: whether it matters that a collective was called: a mistake of who calls none
+    is not that of an attempt which does.
+    """
+    if isinstance(mine, RankError):
+        same = isinstance(theirs, RankError) and _same_failure(mine, theirs)
+        return Overlap(same, int(same), int(not same))
+    if not isinstance(theirs, list):
+        return Overlap(False, contradicted=True)
+    contradicted, silent = False, 0
+    wrong = []  # of the attempt, in order: whether the mistake has the same
+    for right, own, other in zip(expected, mine, theirs, strict=True):
+        if communicates and own[COMMUNICATED] != other[COMMUNICATED]:
+            contradicted |= own[COMMUNICATED]
+            silent = 1
+        for fact, value in right.items():
+            if fact in own and agree(value, own[fact], tolerance):
+                contradicted |= fact not in other or not agree(value, other[fact], tolerance)
+            else:
+                wrong.append(fact in own and fact in other
+                             and _alike(value, own[fact], other[fact], tolerance))
+    return Overlap(bool(wrong) and wrong[0], sum(wrong), wrong.count(False) + silent, contradicted)
+
+
+def _same_failure(mine, theirs):
+    return ((mine.kind, mine.error) == (theirs.kind, theirs.error)
+            and (mine.rank == theirs.rank or mine.kind == "raised")
+            and _headline(mine) == _headline(theirs))
 
 
 def _alike(expected, mine, theirs, tolerance):
-    """Counts within their limit are alike: a detour that is allowed says nothing of a mistake."""
-    if isinstance(expected, AtMost) and agree(expected, mine, 0) and agree(expected, theirs, 0):
-        return True
+    """Whether two values are alike, of which the first is wrong."""
+    if isinstance(expected, AtMost) and not expected.exact:
+        return not agree(expected, theirs, tolerance)
     return agree(theirs, mine, tolerance)
 
 
@@ -127,7 +168,7 @@ def _note(expected, got):
     if not isinstance(expected, torch.Tensor):
         return expected.why if isinstance(expected, AtMost) else "", None
     if not isinstance(got, torch.Tensor):
-        return f"it is a {type(got).__name__}, not a tensor", None
+        return f"it is {_with_article(type(got).__name__)}, not a tensor", None
     if got.shape != expected.shape:
         return f"its shape is {list(got.shape)}, not {list(expected.shape)}", None
     if not expected.is_floating_point():
@@ -143,6 +184,10 @@ def _note(expected, got):
         if _is_rounded(expected, got, narrow):
             return f"its numbers have the digits of a {str(narrow).removeprefix('torch.')}", None
     return "", None
+
+
+def _with_article(noun):
+    return f"{'an' if noun[0] in 'aeiou' else 'a'} {noun}"
 
 
 def _beside_other_ranks(expected, got, rank, tolerance):
@@ -223,17 +268,19 @@ def explained(difference: Difference, alone, quantities, parts, tolerance) -> Di
 
 
 def _made_of(factor, quantities):
-    """"1 / the micro-batches", if the factor is made of so few numbers; else nothing."""
-    named = {1: ["1"]}
-    for name, value in quantities.items():
-        named.setdefault(value, []).append(name)
-    numbers = [(value, " or ".join(names[:2])) for value, names in named.items()]
+    """"1 / the micro-batches", if the factor is made of so few numbers; else nothing.
+
+    Where two quantities are equal here, it may be either.
+    """
+    numbers = [(1, "1"), *((value, name) for name, value in quantities.items())]
     ranks = quantities.get("the ranks", 1)
     for more, words in ((1, "{} / {}"), (1 / ranks, "{} / ({} · the ranks)"),
                         (ranks, "the ranks · {} / {}")):
-        for (below, divisor), (above, dividend) in itertools.product(numbers, numbers):
-            if abs(more * above / below - factor) <= 1e-4 * abs(factor):
-                return words.format(dividend, divisor).removesuffix(" / 1")
+        made = [words.format(dividend, divisor).removesuffix(" / 1")
+                for (below, divisor), (above, dividend) in itertools.product(numbers, numbers)
+                if abs(more * above / below - factor) <= 1e-4 * abs(factor)]
+        if made:
+            return ", or ".join(made[:2])
     return ""
 
 

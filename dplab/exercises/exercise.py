@@ -3,34 +3,36 @@
 The attempt runs on real ranks at several world sizes; each rank returns facts (tensors, counts),
 which are compared with what a single process computes. Where they differ, the known mistakes run on
 the same inputs, and one with the same outcome, at this world size and the larger ones, is the
-diagnosis.
+diagnosis; or else one that has the same first wrong fact, and that no other fact speaks against.
 """
 
 import dis
 import inspect
-import os
+import re
 import textwrap
+import time
 import traceback
 import types
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
-from dplab import RankError, run
-from dplab.exercises.compare import COMMUNICATED, explained, first_difference, same_outcome
-from dplab.measure import CallLog
+from dplab import RankError
+from dplab.exercises import observe
+from dplab.exercises.compare import COMMUNICATED, explained, first_difference, overlap
 from dplab.spawn.parent.output import headed
 
 NOT_ATTEMPTED, PASSED, WRONG, CRASHED = "not attempted", "passed", "wrong", "crashed"
+AT_LEAST = "At least: "  # before a mistake that explains the first wrong fact, and not all
 
 
 # Of calls that return at once, whatever the operation.
 ASYNCHRONOUS = {"async_op", "isend", "irecv", "batch_isend_irecv"}
 
 
-@dataclass
+@dataclass(frozen=True, eq=False)
 class Mistake:
     """A short wrong implementation, and the sentence that explains it to who wrote the same.
 
@@ -72,16 +74,18 @@ class Exercise:
     mistakes: tuple[Mistake, ...]
     short: Callable | None = None  # the idea of the solution alone, where that is another
     stub: Callable | None = None  # where the reader repairs code: that code
-    world_sizes = (1, 2, 3, 4)
-    seconds = 20.0  # that an attempt may take at one world size
+    world_sizes: tuple[int, ...] = (1, 2, 3, 4)
+    on_ranks = True  # whether what the reader writes runs on ranks
+    seconds = 6.0  # that an attempt may take at one world size; at larger ones, see `_limit`
     tolerance = 1e-5  # relative to the largest element of the expected tensor
     communicates = True  # whether an attempt without a collective of its own deserves that hint
 
     def __init__(self):
         self.given = None
-        # What is the same in every check, by world size:
-        self._expectations = {}
-        self._outcomes = {}  # of the known mistakes
+        self._limit = self.seconds
+        # What is the same in every check:
+        self._expectations = {}  # by world size
+        self._outcomes = {}  # by known mistake and world size
 
     def __getstate__(self):
         """What a rank gets: not what is known of other attempts."""
@@ -118,6 +122,8 @@ class Exercise:
             return Verdict(CRASHED, f'Call it as dplab.check("{self.slug}", {self.name}): the name '
                                     "itself, without brackets behind it.")
         attempt = objects[0]
+        if misfit := self._misfit(attempt):
+            return Verdict(NOT_ATTEMPTED, misfit)
         if self.is_untouched(attempt):
             return Verdict(NOT_ATTEMPTED)
         try:
@@ -132,24 +138,41 @@ class Exercise:
             return _words_of(attempt) == _words_of(self.stub)
         return "NotImplementedError" in _names_in(attempt)
 
+    def _misfit(self, attempt) -> str:
+        """Why this cannot be what the exercise asks for; empty if it can."""
+        asked = inspect.signature(self.solution)
+        try:
+            given = inspect.signature(attempt)
+        except (TypeError, ValueError):  # C code has none
+            return ""
+        kind = "class" if isinstance(self.solution, type) else "function"
+        name = getattr(attempt, "__name__", "this")
+        if kind == "class" and isinstance(attempt, types.FunctionType):
+            return f"`{name}` is a function. This exercise asks for the class `{self.name}`."
+        try:
+            given.bind(*asked.parameters)
+        except TypeError:
+            return (f"`{name}{_shown(given)}` cannot be called with the arguments of this "
+                    f"exercise, which asks for the {kind} `{self.name}{_shown(asked)}`.")
+        return ""
+
     def _judge(self, attempt, tell):
         if self.given is None:
             self.given = self.prepare()
+        self._limit = self.seconds
         for world_size in self.world_sizes:
             tell(world_size)
-            expected = self._expected(world_size)
+            begin = time.monotonic()
             got = self._observe(attempt, world_size)
-            difference = got if isinstance(got, RankError) else first_difference(
-                expected, got, self.tolerance)
-            if difference is not None:
-                if not isinstance(got, RankError):
-                    difference = explained(
-                        difference, self._expected(1)[0] if 1 in self.world_sizes else {},
-                        self.quantities(world_size, difference.rank),
-                        self.parts(world_size, difference.rank), self.tolerance)
+            took = time.monotonic() - begin
+            verdict = self._unexplained(got, world_size)
+            if verdict is not None:
                 tell(None)
-                return self._diagnose(attempt, difference, got, expected, world_size)
-        return Verdict(PASSED, world_sizes=list(self.world_sizes))
+                return self._diagnose(attempt, got, verdict, world_size)
+            # What took a moment on fewer ranks hangs if it takes seconds on more.
+            self._limit = min(self.seconds, max(2.5, 20 * took))
+        sizes = list(self.world_sizes) if len(self.world_sizes) > 1 else []
+        return Verdict(PASSED, world_sizes=sizes)
 
     def rerun(self, attempt, world_sizes) -> str:
         """Why the attempt is not right at these world sizes, in one line; "" where it is.
@@ -158,6 +181,7 @@ class Exercise:
         """
         if self.given is None:
             self.given = self.prepare()
+        self._limit = self.seconds
         for world_size in world_sizes:
             try:
                 got = self._observe(attempt, world_size, quiet=True)
@@ -169,63 +193,121 @@ class Exercise:
                 return f"with {world_size} ranks, {str(fault).splitlines()[0]}"
         return ""
 
-    def _observe(self, attempt, world_size, *, quiet=False):
-        """The ranks' facts, or the RankError in place of them."""
-        try:
-            with headed(f"Your code printed, on {world_size} rank{'s' * (world_size > 1)}:"):
-                return run(self._facts, world_size, attempt, quiet, timeout=self.seconds,
-                           backend="gloo")
-        except RankError as error:
-            return error
+    def _unexplained(self, got, world_size):
+        """What is wrong, in a verdict without a reason; None if nothing is."""
+        if isinstance(got, RankError):
+            return self._failure(got, world_size)
+        difference = first_difference(self._expected(world_size), got, self.tolerance)
+        if difference is None:
+            return None
+        return Verdict(WRONG, "", self._described(difference, world_size))
 
-    def _facts(self, attempt, quiet):
-        if quiet:
-            _silence()
-        with CallLog() as log:
-            facts = self.trial(attempt)
-        arrived = {fact: _arrived(value) for fact, value in facts.items()}
-        return {**arrived, COMMUNICATED: log.count() > 0}
+    def _described(self, difference, world_size):
+        """The first difference in words, and where it was seen."""
+        difference = explained(
+            difference, self._expected(1)[0] if 1 in self.world_sizes else {},
+            self.quantities(world_size, difference.rank),
+            self.parts(world_size, difference.rank), self.tolerance)
+        if not self.on_ranks:
+            return str(difference)
+        if world_size == 1 and self.communicates:
+            return f"already on 1 rank, so no other rank has a part in it: {difference}"
+        return f"{_on(world_size)}, rank {difference.rank}: {difference}"
 
-    def _diagnose(self, attempt, difference, got, expected, world_size):
-        where = f"on {world_size} rank{'s' * (world_size > 1)}"
+    def _failure(self, error, world_size):
+        """The verdict on an attempt that raised, died or hung."""
+        if error.kind == "unpicklable" and error.rank is None:
+            return Verdict(CRASHED, "", str(error))
+        detail, why = str(error), f"{_on(world_size)}:"
+        if not self.on_ranks:
+            detail, why = detail.removeprefix("rank 0 of 1 ").removeprefix("raised "), ""
+            if error.kind == "stuck":
+                where = "\n".join(error.reports).replace("  rank 0 ", "It ")
+                detail = f"`{self.name}` gave no answer within {self._limit:g} s.\n{where}"
+        detail, own = _without_own_frames(detail)
+        if own and error.kind == "raised":
+            why = (f"{why} the check could not use what your `{self.name}` returned or left "
+                   "behind. Its docstring says what it has to be.").strip()
+        return Verdict(CRASHED, why, detail)
+
+    def _diagnose(self, attempt, got, verdict, world_size):
+        """The same verdict, with the known mistake that explains it, if there is one."""
         crashed = isinstance(got, RankError)
-        if crashed and difference.kind == "unpicklable" and difference.rank is None:
-            return Verdict(CRASHED, "", str(difference))
-        detail = str(difference) if crashed else f"{where}, {difference}"
+        if crashed and got.kind == "unpicklable" and got.rank is None:
+            return verdict
         started = sorted(_names_in(attempt) & ASYNCHRONOUS)
         if started and "wait" not in _names_in(attempt):
             return Verdict(WRONG, f"With `{started[0]}` a call returns at once: keep the handle "
-                                  "and `wait()` on it before you use or change the tensor.", detail)
-        stuck = crashed and difference.kind == "stuck"
-        alike = self._alike([mistake for mistake in self.mistakes if mistake.hangs == stuck],
-                            got, expected, world_size)
-        if not crashed:
-            alike = self._still_alike(alike, attempt, world_size)
-        if alike:
-            return Verdict(WRONG, alike[0].why, detail)
-        if (not crashed and self.stub is None and self.communicates and world_size > 1
-                and not any(facts[COMMUNICATED] for facts in got)):
-            return Verdict(WRONG, "Nothing was communicated: no rank called a collective.", detail)
-        return Verdict(CRASHED if crashed else WRONG, f"{where}:" if crashed else "", detail)
+                                  "and `wait()` on it before you use or change the tensor.",
+                           verdict.detail)
+        why = self._explanation(attempt, got, world_size)
+        silent = (not crashed and self.stub is None and self.communicates and world_size > 1
+                  and not any(facts[COMMUNICATED] for facts in got))
+        if silent and (not why or why.startswith(AT_LEAST)):
+            why = "Nothing was communicated: no rank called a collective."
+        return Verdict(WRONG, why, verdict.detail) if why else verdict
 
-    def _still_alike(self, mistakes, attempt, world_size):
-        """Those of the mistakes that end as the attempt does on more ranks, too."""
-        for larger in self.world_sizes:
-            if larger > world_size and mistakes:
-                later = self._observe(attempt, larger)
-                mistakes = self._alike(mistakes, later, self._expected(larger), larger)
-        return mistakes
+    def _explanation(self, attempt, got, world_size) -> str:
+        """The sentence of the known mistake that explains most of what is wrong; empty if none.
 
-    def _alike(self, mistakes, got, expected, world_size):
-        """The mistakes that end as the attempt did."""
-        return [mistake for mistake in mistakes if same_outcome(
-            got, self._outcome_of(mistake, world_size), expected, self.tolerance)]
+        One that explains the first wrong fact, and not all others, is given as "at least". One
+        that gets something wrong which the attempt gets right is not the attempt's mistake.
+        """
+        crashed = isinstance(got, RankError)
+        stuck = crashed and got.kind == "stuck"
+        scores = {mistake: 0 for mistake in self.mistakes if mistake.hangs == stuck}
+        explains_all = set(scores)
+        for size in [each for each in self.world_sizes if each >= world_size]:
+            mine = got if size == world_size else self._observe(attempt, size, quiet=True)
+            expected = self._expected(size)
+            for mistake, theirs in self._outcomes_of(scores, size, mine).items():
+                shared = overlap(expected, mine, theirs, self.tolerance,
+                                 communicates=self.communicates and size > 1)
+                if shared.contradicted or (size == world_size and not shared.first):
+                    del scores[mistake]
+                else:
+                    scores[mistake] += shared.explained
+                if shared.unexplained:
+                    explains_all.discard(mistake)
+            if crashed or not scores:
+                break
+        if not scores:
+            return ""
+        whole = [mistake.why for mistake in scores if mistake in explains_all]
+        best = max(scores.values())
+        partly = {mistake.why for mistake, score in scores.items() if score == best}
+        if whole or len(partly) > 1:  # where several explain as much, there is no telling
+            return whole[0] if whole else ""
+        return AT_LEAST + partly.pop()
 
-    def _outcome_of(self, mistake, world_size):
-        place = self.mistakes.index(mistake), world_size
-        if place not in self._outcomes:
-            self._outcomes[place] = self._observe(mistake.attempt, world_size, quiet=True)
-        return self._outcomes[place]
+    def _observe(self, attempt, world_size, *, quiet=False):
+        """The ranks' facts, or the RankError in place of them."""
+        where = f", {_on(world_size)}" if self.on_ranks else ""
+        with headed(f"Your code printed{where}:"):
+            return observe.alone(self.trial, attempt, world_size, seconds=self._limit,
+                                 quiet=quiet)
+
+    def _observe_all(self, attempts, world_size):
+        """The ranks' facts of each known mistake; None for one that its ranks do not survive."""
+        return observe.in_turn(self.trial, attempts, world_size, seconds=3 * self._limit)
+
+    def _outcomes_of(self, mistakes, world_size, of_attempt):
+        """By mistake: the ranks' facts, or the RankError.
+
+        None stands for the error where the attempt itself did not fail: nobody asks how.
+        """
+        crashed = isinstance(of_attempt, RankError)
+        unknown = [mistake for mistake in mistakes
+                   if not mistake.hangs and (mistake, world_size) not in self._outcomes]
+        if unknown:
+            facts = self._observe_all([mistake.attempt for mistake in unknown], world_size)
+            self._outcomes |= {(mistake, world_size): outcome
+                               for mistake, outcome in zip(unknown, facts, strict=True)}
+        for mistake in mistakes if crashed else ():
+            if self._outcomes.get((mistake, world_size)) is None:
+                self._outcomes[mistake, world_size] = self._observe(
+                    mistake.attempt, world_size, quiet=True)
+        return {mistake: self._outcomes.get((mistake, world_size)) for mistake in mistakes}
 
     def _expected(self, world_size):
         if world_size not in self._expectations:
@@ -250,46 +332,33 @@ class Exercise:
         return source.replace(definition.__name__, self.name)
 
 
-class FirstFault(Exercise):
-    """Where no known mistake ends as the attempt did, one with the same first wrong fact is named.
+class Calculation(Exercise):
+    """Base of the exercises whose function runs on no rank: numbers in, numbers out."""
 
-    So one of two mistakes is found; and what an attempt sends beyond what it needs does not count
-    where it is alone, or where the exercise asks for no collective.
+    world_sizes = (1,)
+    on_ranks = False
+    communicates = False
+
+
+def _on(world_size):
+    return f"on {world_size} rank{'s' * (world_size > 1)}"
+
+
+def _shown(signature):
+    return str(signature.replace(return_annotation=inspect.Signature.empty))
+
+
+def _without_own_frames(text):
+    """A report without the frames of this package, and whether it had any.
+
+    A report has them only where none of the frames is the reader's.
     """
-
-    def _facts(self, attempt, *how):
-        facts = super()._facts(attempt, *how)
-        style = dist.get_world_size() == 1 or not self.communicates
-        return {**facts, COMMUNICATED: facts[COMMUNICATED] or style}
-
-    def _alike(self, mistakes, got, expected, world_size):
-        alike = super()._alike(mistakes, got, expected, world_size)
-        fault = first_difference(expected, got, self.tolerance) if isinstance(got, list) else None
-        if fault and not alike:
-            until = list(expected[0]).index(fault.fact) + 1
-            expected = [dict(list(right.items())[:until]) for right in expected]
-            alike = super()._alike(mistakes, got, expected, world_size)
-        return alike or self._overlaid(mistakes)
-
-    def _overlaid(self, mistakes):
-        """A mistake found already that shows on one rank; on more, another one lies over it."""
-        if len(mistakes) == len(self.mistakes) or len({each.why for each in mistakes}) != 1:
-            return []
-        alone = self._expected(1)
-        return [each for each in mistakes
-                if first_difference(alone, self._outcome_of(each, 1), self.tolerance)]
+    found = re.subn(r"^  (\w+\.py), in .*\n(?:  [→ ] +\d+ .*(?:\n|$))*",
+                    lambda block: "" if block[1] in _FILES else block[0], text, flags=re.M)[0]
+    return found.rstrip(), found != text
 
 
-def _arrived(value):
-    """The values of a functional collective, whose tensor may still be under way."""
-    return value.wait() if hasattr(value, "trigger_wait") else value
-
-
-def _silence():
-    """Nobody sees what this rank writes from here on, be it Python's or gloo's last words."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    for stream in (1, 2):
-        os.dup2(nowhere, stream)
+_FILES = {file.name for file in Path(__file__).parent.glob("*.py")}
 
 
 def _names_in(attempt) -> set[str]:

@@ -24,6 +24,8 @@ def watched(exercise: Exercise, objects: tuple) -> Verdict:
             done, words = len(steps), "Comparing with known mistakes …"
         else:
             done, words = steps.index(world_size), f"World size {world_size} of {steps[-1]} …"
+            if not exercise.on_ranks:
+                words = "Running your code …"
         rich = _BAR.format(done=done, of=len(steps), words=words)
         handle.update({"text/plain": words, "text/html": rich}, raw=True)
 

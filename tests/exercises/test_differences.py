@@ -8,35 +8,69 @@ import torch
 from dplab.exercises.compare import (
     COMMUNICATED,
     AtMost,
+    Overlap,
     agree,
     explained,
     first_difference,
-    same_outcome,
+    overlap,
 )
 
 
-@pytest.mark.parametrize(("mine", "theirs", "alike"), [
-    (3, 3, True), (2, 4, True), (4, 5, False), (5, 5, True), (5, 6, False)])
-def test_counts_within_their_limit_do_not_tell_mistakes_apart(mine, theirs, alike):
-    def facts(count):
-        return [{"calls": count, COMMUNICATED: True}]
+def facts(count, weights=1.0):
+    return [{"calls": count, "weights": torch.full((2,), weights), COMMUNICATED: True}]
 
-    expected = [{"calls": AtMost(4, "four are enough")}]
-    assert same_outcome(facts(mine), facts(theirs), expected, 1e-5) is alike
+
+ENOUGH = [{"calls": AtMost(4, "four are enough"), "weights": torch.ones(2)}]
+
+
+@pytest.mark.parametrize(("mine", "theirs", "explained", "unexplained", "contradicted"), [
+    (5, 5, 1, 0, False), (5, 6, 0, 1, False), (5, 3, 0, 1, False), (2, 4, 0, 0, False),
+    (4, 5, 0, 0, True)])
+def test_a_mistake_explains_a_count_above_the_limit_if_it_is_the_same(
+        mine, theirs, explained, unexplained, contradicted):
+    found = overlap(ENOUGH, facts(mine), facts(theirs), 1e-5)
+    assert found == Overlap(explained > 0, explained, unexplained, contradicted)
+
+
+def test_any_count_above_a_limit_that_is_not_exact_is_the_same():
+    roughly = [{"calls": AtMost(4, "four are enough", exact=False)}]
+    assert overlap(roughly, facts(5), facts(60), 1e-5) == Overlap(True, 1, 0, False)
+    assert overlap(roughly, facts(5), facts(3), 1e-5) == Overlap(False, 0, 1, False)
+
+
+def test_a_mistake_that_gets_wrong_what_the_attempt_gets_right_is_not_its_mistake():
+    assert overlap(ENOUGH, facts(5), facts(5, weights=2.0), 1e-5).contradicted
+    both = overlap(ENOUGH, facts(5, weights=2.0), facts(5), 1e-5)
+    assert both == Overlap(True, 1, 1, False)
+
+
+def test_a_mistake_that_fails_explains_no_facts():
+    assert overlap(ENOUGH, facts(5), None, 1e-5).contradicted
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("fact", ["weights", "calls", "right", COMMUNICATED])
+@pytest.mark.parametrize("fact", ["weights", "calls", "right"])
 def test_an_outcome_is_another_where_one_fact_of_one_rank_differs(fact, rank):
-    def facts():
-        return [{"weights": torch.ones(2), "calls": 3, "right": True, COMMUNICATED: True}
+    def wrong():
+        return [{"weights": torch.ones(2), "calls": 3, "right": None, COMMUNICATED: True}
                 for _ in range(2)]
 
     expected = [{"weights": torch.zeros(2), "calls": 1, "right": True}] * 2
-    other = facts()
-    assert same_outcome(facts(), other, expected, 1e-5)
+    other = wrong()
+    assert overlap(expected, wrong(), other, 1e-5) == Overlap(True, 6, 0, False)
     other[rank][fact] = other[rank][fact] * 1.001 if fact == "weights" else False
-    assert not same_outcome(facts(), other, expected, 1e-5)
+    first = (fact, rank) != ("weights", 0)
+    assert overlap(expected, wrong(), other, 1e-5) == Overlap(first, 5, 1, False)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_who_calls_a_collective_does_not_have_the_mistake_of_one_who_calls_none(rank):
+    mine, other = ([{"it": it, COMMUNICATED: True} for _ in range(2)] for it in (2, 3))
+    other[rank][COMMUNICATED] = False
+    right = [{"it": 1}] * 2
+    assert overlap(right, mine, other, 1e-5, communicates=True).contradicted
+    assert overlap(right, mine, other, 1e-5) == Overlap(False, 0, 2, False)
+    assert overlap(right, other, mine, 1e-5, communicates=True) == Overlap(False, 0, 3, False)
 
 
 @pytest.mark.parametrize(("expected", "got", "right"), [
@@ -127,7 +161,17 @@ def test_digits_of_a_narrow_dtype_are_seen():
 
 def test_what_should_hold_is_said_as_such():
     difference = first_difference([{"that all is well": True}], [{"that all is well": False}], 0)
-    assert str(difference) == "rank 0: this should hold, and does not: all is well"
+    assert str(difference) == "the exercise asks that all is well, and that is not so here"
+
+
+def test_quantities_that_are_equal_are_both_named():
+    difference = first_difference([{"it": SUM}], [{"it": SUM / 2}], 1e-5)
+    said = explained(difference, {}, {"the ranks": 2, "own": 2}, {}, 1e-5).note
+    assert said == "it is 0.5 times the reference (1 / the ranks, or 1 / own)"
+
+
+def test_an_int_has_its_article():
+    assert "it is an int, not" in str(first_difference([{"it": SUM}], [{"it": 3}], 1e-5))
 
 
 def test_whole_numbers_are_shown_in_full():

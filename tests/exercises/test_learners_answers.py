@@ -1,0 +1,363 @@
+"""Answers as learners write them, each with one thing wrong or none, and what the check says."""
+
+import io
+import os
+from fractions import Fraction
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+import dplab
+from dplab.desk import record
+from dplab.exercises import find
+from dplab.exercises.exercise import AT_LEAST, CRASHED, NOT_ATTEMPTED, PASSED, WRONG
+from dplab.predict import step
+
+
+def in_fractions(gradients, bytes_each, world_size, gigabits, microseconds):
+    nbytes = Fraction(gradients) * bytes_each
+    seconds = 2 * (world_size - 1) * (
+        Fraction(microseconds) / 10**6 + nbytes / world_size / (Fraction(gigabits) * 10**9 / 8))
+    bus = Fraction(2 * (world_size - 1), world_size) * nbytes / seconds / 10**9
+    return seconds, bus
+
+
+class WrittenByTheLastRank:
+    def __init__(self, path):
+        self.path = path
+
+    def save(self, step, model, optimizer, generator):
+        if dist.get_rank() == dist.get_world_size() - 1:
+            whole = io.BytesIO()
+            torch.save([step, model.state_dict(), optimizer.state_dict(), generator.get_state()],
+                       whole)
+            with open("beside", "wb") as file:
+                file.write(whole.getvalue())
+            os.replace("beside", self.path)
+        dist.barrier()
+
+    def load(self, model, optimizer, generator):
+        try:
+            step, of_model, of_optimizer, of_generator = torch.load(self.path)
+        except FileNotFoundError:
+            return 0
+        model.load_state_dict(of_model)
+        optimizer.load_state_dict(of_optimizer)
+        generator.set_state(of_generator)
+        return step
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "answer"), [
+    ("3.3", in_fractions), ("10.3", WrittenByTheLastRank)])
+def test_a_right_answer_in_another_form_passes(number, answer):
+    verdict = find(number).judge(answer)
+    assert verdict.outcome == PASSED, verdict
+
+
+class WaitsForTheLastOnly:
+    def __init__(self, buckets):
+        self.buckets = buckets
+        self.left = [len(bucket) for bucket in buckets]
+        self.sent = []
+        for number, bucket in enumerate(buckets):
+            for parameter in bucket:
+                parameter.register_post_accumulate_grad_hook(
+                    lambda _, number=number: self.ready(number))
+
+    def ready(self, number):
+        self.left[number] -= 1
+        if not self.left[number]:
+            flat = torch.cat([each.grad.flatten() for each in self.buckets[number]])
+            flat /= dist.get_world_size()
+            self.sent.append((number, flat, dist.all_reduce(flat, async_op=True)))
+
+    def finish(self):
+        self.sent[-1][2].wait()
+        for number, flat, _ in self.sent:
+            start = 0
+            for each in self.buckets[number]:
+                each.grad = flat[start : start + each.numel()].view_as(each)
+                start += each.numel()
+        self.left, self.sent = [len(bucket) for bucket in self.buckets], []
+
+
+class WaitsInItsHook(WaitsForTheLastOnly):
+    def ready(self, number):
+        super().ready(number)
+        for _, _, work in self.sent:
+            work.wait()
+
+
+def flushed_in_the_loop(model, bucket_bytes):
+    bucket, size = [], 0
+    parameters = list(model.parameters())[::-1]
+    for parameter in parameters:
+        if parameter.grad is None:
+            continue
+        bucket.append(parameter)
+        size += 4 * parameter.numel()
+        if size >= bucket_bytes or parameter is parameters[-1]:
+            flat = torch.cat([each.grad.flatten() for each in bucket])
+            dist.all_reduce(flat)
+            flat /= dist.get_world_size()
+            for each, part in zip(bucket, flat.split([p.numel() for p in bucket]), strict=True):
+                each.grad[...] = part.view_as(each)
+            bucket, size = [], 0
+
+
+def below_the_memory(parameters, ranks, memory, K, activations, gathered):
+    for name, first in (("DDP", 4), ("ZeRO-1", 3), ("ZeRO-2", 2), ("FSDP", 1)):
+        parts = [each / ranks if number >= first else each
+                 for number, each in enumerate((2, 2, K), start=1)]
+        need = parameters * sum(parts) + activations + (gathered if name == "FSDP" else 0)
+        if need < memory:
+            return name, need
+    return None
+
+
+class WrittenAtOnce(WrittenByTheLastRank):
+    def save(self, step, model, optimizer, generator):
+        if dist.get_rank() == 0:
+            whole = io.BytesIO()
+            torch.save([step, model.state_dict(), optimizer.state_dict(), generator.get_state()],
+                       whole)
+            self.path.write_bytes(whole.getvalue())
+        dist.barrier()
+
+
+class MovedAway(WrittenByTheLastRank):
+    def save(self, step, model, optimizer, generator):
+        if dist.get_rank() == 0:
+            torch.save([step, model.state_dict(), optimizer.state_dict(), generator.get_state()],
+                       "beside")
+            if self.path.exists():
+                self.path.rename("the old one")
+            os.rename("beside", self.path)
+        dist.barrier()
+
+
+def ratio_with(covering):
+    """The right numbers, but for what is taken to hide communication."""
+    def communication_ratio(ranks):
+        compute, communication, exposed, ratio = find("6.1").solution(ranks)
+        spans = max(ranks, key=lambda spans: sum(
+            span.seconds for span in spans if span.lane == step.COMPUTE))
+        calls = [[span for span in spans if span.lane == step.COMMUNICATION] for spans in ranks]
+        under_way = [(max(span.start for span in same), same[0].end)
+                     for same in zip(*calls, strict=True)]
+        moments = [number * 1e-4 + 5e-5 for number in range(2500)]
+        covered = covering(spans)
+        exposed = 1e-4 * sum(
+            any(start <= now < end for start, end in under_way)
+            and not any(start <= now < end for start, end in covered) for now in moments)
+        return compute, communication, round(exposed, 6), ratio
+
+    return communication_ratio
+
+
+def also_waiting(spans):
+    return [(span.start, span.end) for span in spans if span.lane != step.COMMUNICATION]
+
+
+def from_first_to_last(spans):
+    own = [span for span in spans if span.lane == step.COMPUTE]
+    return [(own[0].start, own[-1].end)]
+
+
+def without_the_last_block(model):
+    return [model.embedding, list(model.blocks[:2]), list(model.blocks[2:5]),
+            [model.norm, model.head]]
+
+
+def not_handed_on(parameters, anchor, velocity):
+    for parameter, start, speed in zip(parameters, anchor, velocity, strict=True):
+        dist.all_reduce(parameter)
+        parameter /= dist.get_world_size()
+        gradient = start - parameter
+        speed.mul_(0.9).add_(gradient)
+        start = start - 0.7 * (gradient + 0.9 * speed)
+
+
+def left_to_ddp(model):
+    torch.nn.parallel.DistributedDataParallel(model)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "answer", "said"), [
+    ("5.2", WaitsForTheLastOnly, "wait for each handle"),
+    ("5.2", WaitsInItsHook, "You wait in the hook"),
+    ("5.1", flushed_in_the_loop, "The last bucket is never sent"),
+    ("10.1", below_the_memory, "Compare with `<=`"),
+    ("10.3", WrittenAtOnce, "killed while it saved"),
+    ("10.3", MovedAway, "died while it saved"),
+    ("6.1", ratio_with(also_waiting), "waiting hides"),
+    ("6.1", ratio_with(from_first_to_last), "first computing span"),
+    ("9.3", without_the_last_block, "`model.blocks[5]`"),
+    ("7.4", not_handed_on, "does not reach them"),
+    ("4.1", left_to_ddp, "call `dist.broadcast` yourself"),
+])
+def test_a_wrong_answer_is_named(number, answer, said):
+    verdict = find(number).judge(answer)
+    assert verdict.outcome == WRONG
+    assert said in verdict.why, verdict
+
+
+def summed_and_forward(model, bucket_bytes):
+    """5.1: in forward order, and not divided."""
+    buckets, size = [[]], 0
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            if size >= bucket_bytes:
+                buckets.append([])
+                size = 0
+            buckets[-1].append(parameter)
+            size += 4 * parameter.numel()
+    for bucket in buckets:
+        flat = torch.cat([each.grad.flatten() for each in bucket])
+        dist.all_reduce(flat)
+        for each, part in zip(bucket, flat.split([p.numel() for p in bucket]), strict=True):
+            each.grad.copy_(part.view_as(each))
+
+
+def same_noise_and_order(seed, epoch, size):
+    """7.1: every epoch has the same order, and all ranks the same noise."""
+    def seeded(number):
+        return torch.Generator().manual_seed(number)
+
+    order = torch.randperm(size, generator=seeded(seed + 500))
+    return (torch.randn(6, generator=seeded(seed)), order[dist.get_rank()::dist.get_world_size()],
+            torch.rand(8, generator=seeded(1000 * seed + epoch)))
+
+
+def clips_by_its_own(parameters, max_norm):
+    """9.2: clips by each rank's own norm, and returns the one after clipping."""
+    gradients = [each.grad for each in parameters if each.grad is not None]
+    norm = torch.cat(gradients).norm()
+    for each in gradients:
+        each *= min(1.0, max_norm / (norm.item() + 1e-6))
+    return torch.cat(gradients).norm()
+
+
+def in_seconds_and_without_restart(failures, days, log_ranks, ranks, save_seconds, minutes):
+    """10.4: the interval stays in seconds, and the share leaves out the restart."""
+    between = days * 86_400 * log_ranks / failures / ranks
+    interval = (2 * save_seconds * between) ** 0.5
+    return between / 3600, interval, save_seconds / interval + interval / 2 / between
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "answer", "halves"), [
+    ("5.1", summed_and_forward, ("did not divide", "forward order")),
+    ("7.1", same_noise_and_order, ("same order", "draw the same noise")),
+    ("9.2", clips_by_its_own, ("own shards", "after clipping")),
+    ("10.4", in_seconds_and_without_restart, ("is in seconds", "leaves out the restart")),
+])
+def test_of_two_mistakes_one_is_named(number, answer, halves):
+    verdict = find(number).judge(answer)
+    assert verdict.outcome == WRONG
+    assert verdict.why.startswith(AT_LEAST), verdict
+    assert any(half in verdict.why for half in halves), verdict
+
+
+def always(value):
+    return lambda *numbers: value
+
+
+def divides_by_zero(*numbers):
+    return 1 / (numbers[1] - numbers[1])
+
+
+@pytest.mark.parametrize("number", ["3.3", "5.3", "6.1", "8.1", "10.1", "10.4"])
+def test_what_runs_on_no_rank_is_not_said_to(number):
+    exercise = find(number)
+    wrong = exercise.judge(always((1.0, 2.0)))
+    arguments = {"6.1": "ranks"}.get(number, "*numbers")
+    crash = exercise.judge(eval(f"lambda {arguments}: 1 / 0"))
+    assert (wrong.outcome, crash.outcome) == (WRONG, CRASHED)
+    assert "ZeroDivisionError" in crash.detail
+    for verdict in (wrong, crash):
+        text = f"{verdict.why}\n{verdict.detail}"
+        assert "rank 0" not in text and "no other rank" not in text and "rank:" not in text
+
+
+def test_what_is_wrong_on_one_rank_has_no_part_of_others():
+    verdict = find("1.2").judge(lambda x, w: 0.5 * (x @ w))
+    assert "no other rank has a part in it" in verdict.detail
+
+
+def returns_a_word(own, averaged, local_batch):
+    return "nothing", "to compare"
+
+
+def test_an_answer_that_cannot_be_used_shows_none_of_the_courses_lines():
+    verdict = find("7.3").judge(returns_a_word)
+    assert verdict.outcome == CRASHED
+    assert "could not use what your `signal_and_noise` returned" in verdict.why
+    assert "ValueError" in verdict.detail
+    assert "chapter_07.py" not in verdict.detail and "exercise" not in verdict.detail
+
+
+def misses_an_attribute(model):
+    pairs = list(zip(model.blocks, model.no_such_blocks, strict=True))
+    return [model.embedding, *pairs]
+
+
+def test_a_crash_while_units_are_chosen_shows_the_readers_line():
+    verdict = find("9.3").judge(misses_an_attribute)
+    assert verdict.outcome == CRASHED
+    assert "model.no_such_blocks" in verdict.detail
+    assert "contract.py" not in verdict.detail and "rank 0" not in verdict.detail
+
+
+def with_a_parameter(model):
+    return [model.embedding.weight]
+
+
+def test_units_that_torch_does_not_take_are_said_to_be_so():
+    verdict = find("9.3").judge(with_a_parameter)
+    assert verdict.outcome == WRONG
+    assert "whether `fully_shard` takes the units" in verdict.detail
+    assert "contract.py" not in verdict.detail
+
+
+def with_older_names(parameters):
+    ranks = dist.get_world_size()
+    flat = torch.cat([each.grad.flatten() for each in parameters])
+    flat = F.pad(flat / ranks, (0, -len(flat) % ranks))
+    own = torch.empty(len(flat) // ranks)
+    dist.reduce_scatter_tensor(own, flat)
+    for each in parameters:
+        each.grad = None
+    return own
+
+
+def test_older_names_of_collectives_warn_nobody(capfd):
+    assert find("8.3").judge(with_older_names).outcome == PASSED
+    assert "Warning" not in "".join(capfd.readouterr())
+
+
+def global_mean(values):
+    return values.mean()
+
+
+def another(values):
+    return values.mean()
+
+
+@pytest.mark.parametrize("answer", [global_mean, another])
+def test_the_answer_to_another_exercise_is_not_judged(answer, capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv("DPLAB_HOME", str(tmp_path))
+    dplab.check("1.1", answer)
+    said = capsys.readouterr().out
+    assert "Exercise 1.1: not attempted" in said
+    assert f"`{answer.__name__}" in said and "`local_part" in said
+    assert not record.entries("exercises")
+
+
+def test_a_function_is_no_class():
+    verdict = find("5.2").judge(lambda buckets: None)
+    assert verdict.outcome == NOT_ATTEMPTED
+    assert "asks for the class `OverlappedGradients`" in verdict.why
