@@ -3,39 +3,15 @@
 import contextlib
 import json
 import os
-import re
-import subprocess
 import sys
 
-import psutil
 import pytest
-from jupyter import Lab, NoChromium, chromium, stop_server, until
+from jupyter import Lab, NoChromium, chromium, dplab_lab, until
 
 pytestmark = pytest.mark.slow
 
-ADDRESS = re.compile(r"(http://127\.0\.0\.1:\d+)/lab\S*\?token=(\w+)")
 FIRST = "chapters/00_start_here.ipynb"
 SLIDER = "import ipywidgets; ipywidgets.IntSlider(value=3, description='of the reader')"
-
-
-@contextlib.contextmanager
-def dplab_lab(place, private):
-    """Runs the command without a browser; yields the address that it prints."""
-    folders = ("JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR", "IPYTHONDIR",
-               "DPLAB_HOME")
-    log = private / "log"
-    with open(log, "w") as file:
-        process = psutil.Popen(
-            [sys.executable, "-m", "dplab", "lab", str(place), "--no-browser", "--",
-             "--ServerApp.ip=127.0.0.1", "--LabApp.expose_app_in_browser=True"],
-            env=os.environ | dict.fromkeys(folders, str(private)), cwd=private,
-            stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True)
-    try:
-        yield until(lambda: ADDRESS.search(log.read_text()), 60, "no address")[0]
-    finally:
-        found = ADDRESS.search(log.read_text())
-        server, token = found.groups() if found else ("http://127.0.0.1", "")
-        stop_server(process, f"{server}/api/shutdown", token)
 
 
 @pytest.fixture(scope="module")

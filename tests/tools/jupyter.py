@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import json
 import os
+import re
 import secrets
 import shutil
 import socket
@@ -33,6 +34,9 @@ SETTINGS = {
         "fetchNews": "false", "checkForUpdates": False, "doNotDisturbMode": True},
 }
 CHROMIUM_FLAGS = ["--headless=new", "--disable-gpu", "--disable-quic", "--disable-sync"]
+OWN_FOLDERS = ("JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR", "IPYTHONDIR",
+               "DPLAB_HOME")
+ADDRESS = re.compile(r"(http://127\.0\.0\.1:\d+)/lab\S*\?token=(\w+)")
 PIECE = {"width": 1200, "height": 1600}
 PIECE_OVERLAP = 100  # so that no line of text is cut in both of two pieces
 
@@ -65,10 +69,8 @@ def jupyter_server(root):
         private = Path(stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True)))
         (private / "labconfig").mkdir()
         (private / "labconfig/default_setting_overrides.json").write_text(json.dumps(SETTINGS))
-        folders = ("JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR", "IPYTHONDIR",
-                   "DPLAB_HOME")
         token = secrets.token_hex(16)
-        environment = os.environ | dict.fromkeys(folders, str(private)) | {
+        environment = os.environ | dict.fromkeys(OWN_FOLDERS, str(private)) | {
             "JUPYTER_TOKEN": token, "PYTHONPATH": str(REPOSITORY), "DPLAB_LIVE": "1"}
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
@@ -85,6 +87,26 @@ def jupyter_server(root):
         if process.poll() is not None:
             raise RuntimeError(f"JupyterLab ended:\n{Path(log.name).read_text()[-3000:]}")
         yield f"http://127.0.0.1:{port}/lab/tree/{{path}}?token={token}&reset"
+
+
+@contextlib.contextmanager
+def dplab_lab(place, private, course=REPOSITORY):
+    """Runs the course's own start command without a browser; yields the address that it prints."""
+    log = private / "log"
+    with open(log, "w") as file:
+        process = psutil.Popen(
+            [sys.executable, "-m", "dplab", "lab", str(place), "--no-browser", "--",
+             "--ServerApp.ip=127.0.0.1", "--LabApp.expose_app_in_browser=True"],
+            env=os.environ | dict.fromkeys(OWN_FOLDERS, str(private)) | {
+                "PYTHONPATH": str(course)},
+            cwd=private, stdin=subprocess.DEVNULL, stdout=file, stderr=file,
+            start_new_session=True)
+    try:
+        yield until(lambda: ADDRESS.search(log.read_text()), 60, "no address")[0]
+    finally:
+        found = ADDRESS.search(log.read_text())
+        server, token = found.groups() if found else ("http://127.0.0.1", "")
+        stop_server(process, f"{server}/api/shutdown", token)
 
 
 def stop_server(process, url, token):

@@ -38,6 +38,7 @@ METADATA = {
     "language_info": {"name": "python"},
 }
 CELL_METADATA = ("tags", "dplab")
+DIFFERS = "output-differs"  # a cell whose output is another each time by its nature: a drill
 FOLDED = "hide-input"  # the web book's tag, which goes with JupyterLab's own fold
 WIDGET = "application/vnd.jupyter.widget-view+json"  # refers to a state that is not kept
 DARK_PICTURE = re.compile(r'<style class="dplab-dark">.*?</style>', re.DOTALL)
@@ -74,7 +75,8 @@ def normalise(notebook):
             cell.metadata["jupyter"] = {"source_hidden": True}
         if cell.cell_type == "code":
             cell.execution_count = None
-            cell.outputs = [output for output in merge_streams(cell.outputs) if lasting(output)]
+            outputs = [] if DIFFERS in kept.get("tags", ()) else merge_streams(cell.outputs)
+            cell.outputs = [output for output in outputs if lasting(output)]
     with no_invented_ids():
         nbformat.validate(notebook)
     return nbformat.writes(notebook) + "\n"
