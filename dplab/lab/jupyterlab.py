@@ -16,6 +16,9 @@ FIRST_CHAPTER = "chapters/00_start_here.ipynb"
 SETTINGS = {
     # Without their state, the widgets of a saved notebook do not show when it is opened again.
     "@jupyter-widgets/jupyterlab-manager:plugin": {"saveState": True},
+    # The list of chapters and the glossary open as pages whose links work, not as text.
+    "@jupyterlab/docmanager-extension:plugin": {
+        "defaultViewers": {"markdown": "Markdown Preview"}},
     "@jupyterlab/apputils-extension:notification": {"fetchNews": "false", "checkForUpdates": False},
 }
 

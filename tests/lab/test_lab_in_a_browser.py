@@ -39,6 +39,7 @@ def test_pictures_show_and_links_lead_to_files_of_the_copy(opened):
     notebook.page.locator(".jp-MarkdownOutput a[href*='README']").first.click()
     until(lambda: notebook.page.evaluate("jupyterapp.shell.currentWidget.context?.path")
           == "README.md", 20, "the link to the README opens nothing")
+    notebook.page.locator(".jp-MarkdownViewer h1").wait_for()  # a page, not its text
 
 
 def test_the_kernel_is_this_python_and_a_save_keeps_the_state_of_widgets(opened):
