@@ -35,8 +35,13 @@ class Kept:
         return define(*self._parts)(*args, **kwargs)
 
 
+def folder() -> Path:
+    """Where the reader's own source lies, a file for each exercise."""
+    return record.folder() / "mine"
+
+
 def place(slug: str) -> Path:
-    return record.folder() / "mine" / f"{slug}.py"
+    return folder() / f"{slug}.py"
 
 
 def source_of(attempt, name: str, slug: str) -> str:
@@ -82,11 +87,13 @@ def without_header(source: str) -> str:
     return "\n".join(lines)
 
 
-def set_aside(slug: str) -> None:
-    """Takes the file out of use under another name; the reader's code is never deleted."""
+def set_aside(slug: str) -> bool:
+    """Takes the file out of use under another name, if there is one: no code is ever deleted."""
     stamp = datetime.datetime.now().strftime("%Y-%m-%d-%H%M%S")
     with contextlib.suppress(OSError):
         os.replace(place(slug), place(slug).with_suffix(f".{stamp}.txt"))
+        return True
+    return False
 
 
 def define(source: str, name: str, file: Path):

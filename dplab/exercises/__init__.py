@@ -62,9 +62,9 @@ def mine(id: str):
 
     ``id`` is the exercise's slug or number. Raises ValueError for another.
     """
-    exercise = find(id)
+    exercise = _known(id)
     if exercise is None:
-        raise ValueError(f"there is no exercise {id!r}")
+        raise ValueError(outcomes.unknown(id, every_exercise()))
     value, whose = own.given(exercise)
     if own.is_asked_by_the_reader():
         print(whose)
@@ -75,7 +75,7 @@ def solution(id: str) -> None:
     """Shows the course's version in a fold, and before it yours, if you have passed."""
     exercise = find(id)
     if exercise is not None:
-        record.update("exercises", exercise.slug, lambda entry: entry.update(solution_seen=True))
+        record.update("exercises", exercise.slug, _note_solution)
         outcomes.show_solution(exercise, own.source_of(exercise))
 
 
@@ -85,21 +85,23 @@ def reset(id: str) -> None:
     if exercise is None:
         return
     record.forget("exercises", exercise.slug)
-    kept.set_aside(exercise.slug)
+    aside = kept.set_aside(exercise.slug)
     stub = course.stub_of(exercise.chapter, exercise.slug)
-    head = f"Exercise {exercise.number}: forgotten"
+    head = f"Exercise {exercise.number}: as if never tried"
+    aside = f" What was kept of it lies in `{kept.folder()}` still." if aside else ""
     if stub is None:
         cards.card(head, "The course's notebooks are not beside the package, so its stub is not "
                          "at hand.")
     elif in_notebook():
         ipython().set_next_input(stub)
-        cards.card(head, "The cell below holds the stub as it was. Your own cell is left alone.")
+        cards.card(head, "The cell below holds the stub as it was. Your own cell is left "
+                         f"alone.{aside}")
     else:
-        cards.card(head, "The stub as it was:", stub)
+        cards.card(head, f"Here is the stub as it was.{aside}", stub)
 
 
-def progress(export: str | Path | None = None, *, code: bool = False) -> None:
-    """Shows every exercise with its last outcome, by chapter.
+def progress(*, export: str | Path | None = None, code: bool = False) -> None:
+    """Shows how far you are: by chapter, and in each that you have begun, by exercise.
 
     ``export`` names a JSON file to write instead, for an instructor to collect: for each exercise
     whether it is passed, how many tries and hints that took; and the guesses. With ``code``, your
@@ -116,11 +118,18 @@ def progress(export: str | Path | None = None, *, code: bool = False) -> None:
         exercises.append({
             "exercise": exercise.slug, "number": exercise.number,
             "passed": entry.get("outcome") == PASSED, "tries": entry.get("tries", 0),
-            "hints": entry.get("hints", 0), "solution seen": entry.get("solution_seen", False),
+            "hints": entry.get("hints", 0),
+            "solution seen before": entry.get("solution_seen", False),
             **({"code": own.source_of(exercise)} if code else {})})
-    Path(export).write_text(json.dumps(
-        {"edition": record.EDITION, "exercises": exercises,
-         "guesses": record.entries("guesses"), "drills": record.entries("drills")}, indent=1))
+    text = json.dumps({"edition": record.EDITION, "exercises": exercises,
+                       "guesses": record.entries("guesses"), "drills": record.entries("drills")},
+                      indent=1)
+    try:
+        Path(export).write_text(text)
+    except OSError as error:
+        cards.card(f"Progress could not be written to {export}", f"{error.strerror}.",
+                   color=cards.RED)
+        return
     cards.card(f"Progress written to {export}", "It holds no code of yours." if not code else "")
 
 
@@ -143,11 +152,16 @@ def every_exercise() -> tuple[Exercise, ...]:
 
 def find(id: str) -> Exercise | None:
     """The exercise of this slug or number; for another, None, and a card that lists them all."""
-    for exercise in every_exercise():
-        if str(id) in (exercise.slug, exercise.number):
-            return exercise
-    outcomes.show_unknown(id, every_exercise())
-    return None
+    exercise = _known(id)
+    if exercise is None:
+        outcomes.show_unknown(id, every_exercise())
+    return exercise
+
+
+def _known(id):
+    """The exercise of this slug or number, which may be given as a number too; else None."""
+    return next((exercise for exercise in every_exercise()
+                 if str(id) in (exercise.slug, exercise.number)), None)
 
 
 def _for_another(exercise, objects):
@@ -165,6 +179,12 @@ def _note(entry, outcome):
     if entry.get("outcome") != PASSED:
         entry["tries"] = entry.get("tries", 0) + 1
         entry["outcome"] = outcome
+
+
+def _note_solution(entry):
+    """Whether it was seen before the exercise was passed."""
+    if entry.get("outcome") != PASSED:
+        entry["solution_seen"] = True
 
 
 def _after(exercise):

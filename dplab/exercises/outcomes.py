@@ -1,5 +1,6 @@
 """What a reader sees of an exercise: verdicts, hints, solutions, progress."""
 
+import difflib
 import itertools
 
 from dplab.desk import cards, record
@@ -59,12 +60,26 @@ def show_solution(exercise, own: str | None):
 
 
 def show_unknown(id, exercises):
-    known = ", ".join(f"{exercise.number} {exercise.slug}" for exercise in exercises)
-    cards.card(f"There is no exercise {id!r}", f"The exercises are {known}.", "", cards.RED)
+    cards.card("Which exercise?", unknown(id, exercises), color=cards.RED)
+
+
+def unknown(id, exercises):
+    """A sentence that says what to write in place of this id."""
+    if not isinstance(id, str):
+        return ("The exercise's name comes first, in quotes: "
+                '`dplab.check("global-mean", global_mean)`.')
+    named = {name.lower(): each.slug for each in exercises
+             for name in (each.slug, each.name, each.title)}
+    near = difflib.get_close_matches(id.lower(), named, n=3, cutoff=0.6)
+    slugs = list(dict.fromkeys(named[name] for name in near)) or [each.slug for each in exercises]
+    return f"There is no exercise `{id}`. " + (
+        "Did you mean " if near else "There are ") + ", ".join(f"`{slug}`" for slug in slugs) + (
+        "?" if near else ".")
 
 
 def show_progress(exercises, outcomes, guesses, drills):
-    """By chapter: each exercise with its last outcome, how good the guesses are, the sick jobs.
+    """By chapter: how many exercises are passed; where the reader has begun, each exercise with its
+    last outcome, how good the guesses are, and the sick jobs.
 
     ``outcomes`` are by slug; ``guesses`` and ``drills`` are by chapter, as their ``scores()``.
     """
@@ -76,13 +91,17 @@ def show_progress(exercises, outcomes, guesses, drills):
         group = list(group)
         title, (count, is_done) = f"{chapter:02d} · {TITLES[chapter]}", _counted(group)
         plain += ["", f"{title:<{width + 7}}  {count}"]
+        beside = list(_beside_exercises(guesses.get(chapter), drills.get(chapter)))
+        if not any(outcome != NOT_ATTEMPTED for _, outcome in group) and not any(
+                begun for *_, begun in beside):
+            group, beside = [], []
         plain += [f"{each.number:>5}  {each.title:<{width}}  {outcome}" for each, outcome in group]
         table.append(cards.row([title, count], indent=False,
                                color=cards.GREEN if is_done else cards.GREY,
                                style="font-weight:600;padding-top:10px"))
         table += [cards.row([each.number, each.title, outcome], indent=True, color=COLORS[outcome])
                   for each, outcome in group]
-        for what, count, is_good in _beside_exercises(guesses.get(chapter), drills.get(chapter)):
+        for what, count, is_good, _ in beside:
             plain.append(f"{'':5}  {what:<{width}}  {count}")
             table.append(cards.row(["", what, count], indent=True,
                                    color=cards.GREEN if is_good else cards.GREY))
@@ -97,13 +116,15 @@ def show_progress(exercises, outcomes, guesses, drills):
 
 
 def _beside_exercises(guesses, drills):
-    """(what, count in words, whether all are good) of a chapter's guesses and of its sick jobs."""
+    """Of a chapter's guesses and of its sick jobs: what it is, the count in words, whether all are
+    good, and whether the reader has begun with them.
+    """
     if guesses:
         answered = f"{guesses.good} of {guesses.revealed} good" if guesses.revealed else "none yet"
-        yield "Guesses", answered, guesses.good == guesses.asked
+        yield "Guesses", answered, guesses.good == guesses.asked, bool(guesses.answered)
     if drills:
         solved, count = drills
-        yield "Sick jobs", f"{solved} of {count} solved", solved == count
+        yield "Sick jobs", f"{solved} of {count} solved", solved == count, bool(solved)
 
 
 def _counted(rows, what=""):
