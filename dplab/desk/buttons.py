@@ -2,7 +2,16 @@
 
 from collections.abc import Callable, Mapping
 
-from ipywidgets import Button, HBox, Layout, Output, VBox
+from ipywidgets import HTML, Button, HBox, Layout, Output, VBox
+
+# Opened again without their kernel, the buttons do nothing: a line says so in their place.
+STYLE = """<style>
+.dplab-buttons.jupyter-widgets-disconnected::before,
+.dplab-buttons .jupyter-widgets-disconnected::before { display: none; }
+.dplab-buttons.jupyter-widgets-disconnected .widget-button { display: none; }
+.dplab-buttons.jupyter-widgets-disconnected::after {
+  content: "Run this cell again for a hint or a solution."; }
+</style>"""
 
 
 class Buttons(VBox):
@@ -11,7 +20,9 @@ class Buttons(VBox):
     def __init__(self, actions: Mapping[str, Callable[[], object]], plain: str):
         self._plain = plain
         self.shown = Output()
-        super().__init__([HBox([self._button(*each) for each in actions.items()]), self.shown])
+        row = HBox([self._button(*each) for each in actions.items()])
+        super().__init__([row, self.shown, HTML(STYLE, layout=Layout(display="none"))])
+        self.add_class("dplab-buttons")
 
     def _button(self, words, action):
         button = Button(description=words, layout=Layout(width="auto"))

@@ -12,7 +12,7 @@ import torch
 from dplab.desk import kept, record
 from dplab.desk.definition import CannotWrite
 from dplab.exercises import compare
-from dplab.exercises.exercise import Exercise
+from dplab.exercises.exercise import PASSED, Exercise
 from dplab.spawn.rank import device as devices
 
 _being_given: list[str] = []  # slugs; a part may ask for others while it is defined
@@ -54,8 +54,10 @@ def given(exercise: Exercise):
     try:
         source = kept.read(slug)
         if source is None:
-            return kept.given(course, slug), (
-                f"{exercise.name}: the course's, until you pass exercise {exercise.number}.")
+            passed = record.entries("exercises").get(slug, {}).get("outcome") == PASSED
+            why = (f"since yours was not kept. Check exercise {exercise.number} again: its card "
+                   "says why" if passed else f"until you pass exercise {exercise.number}")
+            return kept.given(course, slug), f"{exercise.name}: the course's, {why}."
         value = kept.define(source, exercise.name, place)
         if not _fault(exercise, source):
             return kept.given(value, slug), f"{exercise.name}: yours, from {_in_short(place)}."

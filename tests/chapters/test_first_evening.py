@@ -150,6 +150,7 @@ def finds_everything_as_it_was_left(notebook):
     output = notebook.output("predict-the-counter")
     output.get_by_text("What is counter").locator("visible=true").first.wait_for()
     assert notebook.output(CHECK).get_by_text("passed").first.is_visible()
+    assert not any(each.is_visible() for each in notebook.output(CHECK).get_by_role("button").all())
     assert not any(each.is_visible() for each in
                    notebook.page.get_by_text("Error displaying widget").all())
     assert RIGHT.strip() in notebook.cells()[notebook.index(STUB)]["source"]

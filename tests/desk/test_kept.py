@@ -11,6 +11,7 @@ from kernel import Kernel
 import dplab
 from dplab.desk import kept, record
 from dplab.exercises import find, own
+from dplab.exercises.exercise import PASSED
 
 SLUG = "global-mean"
 FACTOR = 1
@@ -85,6 +86,12 @@ def test_it_is_the_courses_until_yours_passes(capsys):
         dplab.mine("no-such")
 
 
+def test_a_pass_that_could_not_be_kept_is_said(capsys):
+    record.update("exercises", SLUG, lambda entry: entry.update(outcome=PASSED))
+    value, line = whose(capsys)
+    assert value is find(SLUG).solution and "not kept" in line and "until" not in line
+
+
 def test_a_part_that_the_course_has_in_short_is_given_so(capsys, monkeypatch):
     monkeypatch.setattr(type(find(SLUG)), "short", staticmethod(doubled))
     assert whose(capsys)[0] is doubled
@@ -99,7 +106,6 @@ def test_a_pass_is_kept_and_works_on_ranks(capsys, passed):
     assert "FACTOR = 1" in passed.read_text() and "with_a_tensor" not in passed.read_text()
 
 
-@pytest.mark.slow
 @pytest.mark.slow
 def test_an_attempt_that_its_check_calls_in_the_notebook_is_kept(monkeypatch):
     units = find("choose-units")
