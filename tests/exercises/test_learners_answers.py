@@ -185,8 +185,46 @@ def left_to_ddp(model):
     torch.nn.parallel.DistributedDataParallel(model)
 
 
+def trains(average_when, piece=True, broadcast="once"):
+    """4.3, by hand: the gradients are averaged once, at this place in the step, or never."""
+    def train_by_hand(model, optimizer, images, labels, batches):
+        rank, ranks = dist.get_rank(), dist.get_world_size()
+
+        def send_weights():
+            for each in model.state_dict().values():
+                dist.broadcast(each, src=0)
+
+        def average(place):
+            for parameter in model.parameters() if place == average_when else ():
+                if parameter.grad is not None:
+                    parameter.grad /= ranks
+                    dist.all_reduce(parameter.grad)
+
+        if broadcast == "once":
+            send_weights()
+        for batch in batches:
+            mine = batch.chunk(ranks)[rank] if piece else batch[rank::ranks]
+            if broadcast == "each step":
+                send_weights()
+            loss = F.cross_entropy(model(images[mine]), labels[mine])
+            average("before backward")
+            optimizer.zero_grad()
+            loss.backward()
+            average("after backward")
+            optimizer.step()
+            average("after step")
+
+    return train_by_hand
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "answer", "said"), [
+    ("4.3", trains("after backward", broadcast="never"), "never agreed"),
+    ("4.3", trains("never"), "trained apart"),
+    ("4.3", trains("before backward"), "own gradients. Average them between"),
+    ("4.3", trains("after step"), "own gradients. Average them between"),
+    ("4.3", trains("after step", piece=False), "own gradients. Average them between"),
+    ("4.3", trains("never", broadcast="each step"), "Rank 0's weights overwrite"),
     ("5.2", WaitsForTheLastOnly, "wait for each handle"),
     ("5.2", WaitsInItsHook, "You wait in the hook"),
     ("5.1", flushed_in_the_loop, "The last bucket is never sent"),
@@ -203,6 +241,7 @@ def test_a_wrong_answer_is_named(number, answer, said):
     verdict = find(number).judge(answer)
     assert verdict.outcome == WRONG
     assert said in verdict.why, verdict
+    assert not verdict.why.startswith(AT_LEAST), verdict
 
 
 def summed_and_forward(model, bucket_bytes):
