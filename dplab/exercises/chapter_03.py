@@ -26,6 +26,8 @@ class OnARing(Exercise):
         verdict = super().judge(*objects)
         if "(SIGABRT)" in verdict.detail:  # gloo's way out
             verdict.outcome, verdict.why = WRONG, _TOO_LONG
+            # which a check does not show: they are gloo's
+            verdict.detail = verdict.detail.replace("; its last words stand in the output", "")
         return verdict
 
     def parts(self, world_size, rank):
