@@ -44,6 +44,11 @@ def _by_chunk(samples, rank, world_size):
     return mine[0], mine[-1] + 1
 
 
+def _by_float(samples, rank, world_size):
+    each = samples / world_size
+    return int(rank * each), int((rank + 1) * each)
+
+
 def _changed(change):
     """The right part, with something done to it."""
     return lambda samples, rank, world_size: change(*local_part(samples, rank, world_size))
@@ -108,8 +113,15 @@ class LocalPart(Exercise):
                 "takes. Where they start matters too: return `start, stop`."),
         Mistake(lambda samples, rank, ranks: (rank * samples / ranks, (rank + 1) * samples / ranks),
                 "`/` makes a float, and a slice needs whole numbers. Divide with `//`."),
+        Mistake(_by_float, "`samples / world_size` is a float, which is rounded: its multiple may "
+                "come out just below the whole number that it should be, and `int` then cuts off "
+                "one too many. Stay with whole numbers: `//` and `%`, or `divmod`."),
+        Mistake(lambda samples, rank, ranks: local_part(
+                samples, dist.get_rank(), dist.get_world_size()), "You asked `dist` for the rank "
+                "and the number of ranks. The function is given both: use its arguments."),
     )
     batches = (12, 10, 7, 13, 5, 3, 2, 1)
+    more = 61, 7  # samples and ranks of a larger job: 7 · (61 / 7) is below 61 in floats
 
     def trial(self, attempt):
         facts, beside = {}, {}
@@ -120,12 +132,16 @@ class LocalPart(Exercise):
             of_parts = _facts_of_parts(samples, parts)
             beside |= dict.fromkeys(of_parts, _in_words(parts))
             facts |= of_parts
-        return {**facts, BESIDE: beside}
+        samples, ranks = self.more  # which this process asks for all of them
+        parts = [_bounds_of(attempt(samples, rank, ranks)) for rank in range(ranks)]
+        of_parts = _facts_of_parts(samples, parts)
+        beside |= dict.fromkeys(of_parts, _in_words(parts))
+        return {**facts, **of_parts, BESIDE: beside}
 
     def expected(self, world_size):
         facts = {}
-        for samples in self.batches:
-            parts = [local_part(samples, rank, world_size) for rank in range(world_size)]
+        for samples, ranks in (*((samples, world_size) for samples in self.batches), self.more):
+            parts = [local_part(samples, rank, ranks) for rank in range(ranks)]
             facts |= {name: AtMost(1, "sizes may differ by one") if "minus" in name else fact
                       for name, fact in _facts_of_parts(samples, parts).items()}
         return facts
@@ -157,7 +173,8 @@ def _facts_of_parts(samples, parts):
              "taken twice", "the list of indices outside the batch", "the largest part minus the "
              "smallest", "the sorted list of sizes", "whether parts follow in the order of the "
              "ranks")
-    names = [f"with {samples} sample{'s' * (samples > 1)}, {name}" for name in names]
+    names = [f"with {samples} sample{'s' * (samples > 1)} on {len(parts)} "
+             f"rank{'s' * (len(parts) > 1)}, {name}" for name in names]
     unusable = [part for part in parts if isinstance(part, str)]
     if unusable:
         return dict.fromkeys(names) | {names[0]: unusable[0]}

@@ -330,7 +330,7 @@ def _gradients_of(samples):
 
 def _gradients(model):
     found = {fact: gradient for fact, gradient in gradients(model).items() if gradient is not None}
-    return {**found, "the gradients that there are": list(found)}
+    return {**found, "the list of the gradients that there are": list(found)}
 
 
 # 4.3
@@ -352,8 +352,24 @@ def train_by_hand(model, optimizer, images, labels, batches):
 
 
 SAMPLES = "the number of samples that this rank computed"
+OF_ALL = "the number of different samples that all ranks together computed"
 _TOO_LATE = ("The gradients are cleared between `backward` and `step`, so the optimizer sees zeros "
              "and the model never changes.")
+
+
+def _however_cut(**wrong):
+    """The loop for each way to cut a batch: as ``batch[rank::n]``, and as ``batch.chunk(n)[rank]``.
+
+    Where the ranks' models differ, the weights depend on who computed which samples.
+    """
+    return [loop(part=part, **wrong) for part in ("own", "own piece")]
+
+
+def _of_all_ranks(images):
+    """How many different images are among those that the ranks have."""
+    seen = [None] * dist.get_world_size()
+    dist.all_gather_object(seen, {image.numpy().tobytes() for image in images})
+    return len(set.union(*seen))
 
 
 def _with_torch(model, *rest):
@@ -377,24 +393,35 @@ class TrainByHand(OnDigits):
     )
     solution = staticmethod(train_by_hand)
     mistakes = (
-        Mistake(loop(broadcast=False), "The ranks started from different weights and never "
-                "agreed: broadcast rank 0's before the first step."),
-        Mistake(loop(broadcast="last"), "The broadcast comes after the training. The ranks start "
-                "from different weights, so their gradients do not belong to one model."),
-        Mistake(loop(average="none"), "The ranks trained apart: each step was taken with this "
-                "rank's own gradients. Average them between `backward` and `step`."),
-        Mistake(loop(average="rank 0's weights"), "Rank 0's weights overwrite the others' in each "
-                "step, so what the other ranks computed is lost. Average the gradients instead."),
+        *(Mistake(attempt, "The ranks started from different weights and never agreed: broadcast "
+                  "rank 0's before the first step.")
+          for attempt in _however_cut(broadcast=False)),
+        *(Mistake(attempt, "The broadcast comes after the training. The ranks start from different "
+                  "weights, so their gradients do not belong to one model.")
+          for attempt in _however_cut(broadcast="last")),
+        *(Mistake(attempt, "The ranks trained apart: each step was taken with this rank's own "
+                  "gradients. Average them between `backward` and `step`.")
+          for attempt in _however_cut(average="none")),
+        *(Mistake(attempt, "You call collectives in each step, and still each step was taken with "
+                  "this rank's own gradients. Average them between `backward` and `step`, not "
+                  "before and not after, and in `parameter.grad` itself, not in a copy.")
+          for attempt in _however_cut(average="too late")),
+        *(Mistake(attempt, "Rank 0's weights overwrite the others' in each step, so what the other "
+                  "ranks computed is lost. Average the gradients instead.")
+          for attempt in (*_however_cut(average="rank 0's weights"),
+                          *_however_cut(average="none", broadcast="each step"))),
         Mistake(loop(divided=True), "The gradients were divided by the world size twice: the mean "
                 "over the ranks needs no smaller loss."),
         Mistake(_with_torch, "The weights come out right, but PyTorch's DDP did the work. Here "
                 "you write what it does: call the broadcast and the all-reduces yourself."),
         Mistake(loop(average="sum"), "The gradients were summed and not divided by the world "
                 "size: each step was too long."),
-        Mistake(loop(average="loss"), "You averaged the loss. `backward` follows only this rank's "
-                "own graph, so the gradients still differ: all-reduce the gradients."),
-        Mistake(loop(average="weights"), "You averaged the weights after each rank's own step. "
-                "With this optimizer that is not the step of the averaged gradient."),
+        *(Mistake(attempt, "You averaged the loss. `backward` follows only this rank's own graph, "
+                  "so the gradients still differ: all-reduce the gradients.")
+          for attempt in _however_cut(average="loss")),
+        *(Mistake(attempt, "You averaged the weights after each rank's own step. With this "
+                  "optimizer that is not the step of the averaged gradient.")
+          for attempt in _however_cut(average="weights")),
         Mistake(loop(zero="never"), "The gradients of all steps so far add up: `zero_grad` is "
                 "missing."),
         Mistake(loop(zero="too late"), _TOO_LATE),
@@ -409,15 +436,17 @@ class TrainByHand(OnDigits):
     def trial(self, attempt):
         model = digits_classifier(seed=dist.get_rank())
         seen = []
-        model.register_forward_pre_hook(lambda _, inputs: seen.append(len(inputs[0])))
+        model.register_forward_pre_hook(lambda _, inputs: seen.extend(inputs[0].detach().clone()))
         with CallLog() as log:
             attempt(model, optimizer_for(model), *self.given)
-        return {SAMPLES: sum(seen), **weights_after(model),
+        return {SAMPLES: len(seen), OF_ALL: _of_all_ranks(seen), **weights_after(model),
                 "that you call a collective yourself in every step":
                     dist.get_world_size() == 1 or log.count() >= STEPS}
 
     def expected(self, world_size):
-        return {SAMPLES: STEPS * GLOBAL_BATCH // world_size, **self.reference(),
+        images, _, batches = self.given
+        different = len(images[torch.cat(batches)].unique(dim=0))
+        return {SAMPLES: STEPS * GLOBAL_BATCH // world_size, OF_ALL: different, **self.reference(),
                 "that you call a collective yourself in every step": True}
 
 

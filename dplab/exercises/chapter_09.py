@@ -148,9 +148,9 @@ class ForwardOfShards(Exercise):
         Mistake(_all_at_once, "You gather all layers with one collective: for a while every rank "
                 "holds the whole model, and nothing was gained. Gather inside the loop, one layer "
                 "at a time."),
-        Mistake(_forward(keep=True), "You gather layer by layer, and something keeps what was "
-                "gathered (a list, a dict), so that in the end the whole model is there. Let go "
-                "of each layer after its use."),
+        Mistake(_forward(keep=True), "In the end the whole model is there: either you gather all "
+                "layers before you use the first, or something keeps what was gathered (a list, a "
+                "dict). Gather a layer, use it, let go of it; and only then gather the next."),
         Mistake(_forward(_interleaved), "You mixed the ranks' shards element by element. A shard "
                 "is a contiguous part: the whole is rank 0's shard, then rank 1's, and so on."),
         Mistake(_forward(lambda shard: shard.repeat(dist.get_world_size())), "You fill the layer "

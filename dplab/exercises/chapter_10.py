@@ -5,6 +5,7 @@ import functools
 import io
 import operator
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -178,7 +179,7 @@ def _of_choice(case, found):
 
 # 10.2
 
-NODES = {1: (1,), 2: (1, 2), 3: (1, 3), 4: (2, 4, 1)}  # into how many nodes the ranks are put
+NODES = {1: (1,), 2: (2,), 3: (1, 3), 4: (2, 4, 1)}  # into how many nodes the ranks are put
 LENGTHS = (8, 11, 3)
 
 
@@ -264,6 +265,13 @@ def _by_leaders(tensor, inside, across, **first):
     dist.broadcast(tensor, group=inside, **{name.replace("dst", "src"): 0 for name in first})
 
 
+def _for_all_ranks(tensor, inside, across):
+    ranks = dist.get_world_size()
+    whole = nn.functional.pad(tensor, (0, -len(tensor) % ranks))
+    chunk = _scatter(whole, len(whole) // ranks, inside)
+    tensor.copy_(_gather(whole, reduced(chunk, across), inside)[: len(tensor)])
+
+
 def _uneven(tensor, inside, across):
     chunks = [chunk.clone() for chunk in tensor.tensor_split(dist.get_world_size(inside))]
     own = torch.empty_like(chunks[dist.get_rank(inside)])
@@ -332,6 +340,9 @@ class HierarchicalAllReduce(Exercise):
                 "the last elements are summed by nobody. Round up, and pad with zeros."),
         Mistake(_two_levels(pad=False), "The ranks of a node do not divide the length, so that "
                 "`reduce_scatter_single` refuses. Pad with zeros to a multiple."),
+        Mistake(_for_all_ranks, "You cut the tensor into as many chunks as the whole job has ranks "
+                "(`dist.get_world_size()`). Inside the node there are fewer: "
+                "`dist.get_world_size(inside)`."),
         Mistake(_uneven, "`tensor_split` makes chunks whose sizes differ by one, and these "
                 "collectives want equal ones. Pad with zeros to a multiple of the node's ranks."),
         *(Mistake(_two_levels(factor=factor), "You averaged. Asked is the sum, as from "
@@ -550,6 +561,15 @@ class SurvivingCheckpoint(Exercise):
             last = observe.alone(_last_job, given, others, **how)
             return last if isinstance(last, RankError) else _of_jobs(first, last)
 
+    def _failure(self, error, world_size):
+        """As of any attempt, but the job that failed may have had another number of ranks."""
+        verdict = super()._failure(error, world_size)
+        of = re.match(r"rank \d+ of (\d+) ", verdict.detail)
+        if of and int(of[1]) != world_size:
+            said = f"saved on {_ranks(world_size)}, and gone on with on {_ranks(int(of[1]))}"
+            verdict.why = verdict.why.replace(f"on {_ranks(world_size)}", said, 1)
+        return verdict
+
     def _observe_all(self, attempts, world_size):
         """The same three jobs for all; who is killed here is only stopped there."""
         with tempfile.TemporaryDirectory() as folder:
@@ -579,6 +599,10 @@ class SurvivingCheckpoint(Exercise):
         end = {GOES_ON: SAVED, AT_THE_END: parameters_to_vector(model.parameters()).detach()}
         first = {BEGINS: 0, IS_THERE: True, WRITES: 1}
         return _of_jobs([first] * world_size, [end] * others)
+
+
+def _ranks(count):
+    return f"{count} rank{'s' * (count > 1)}"
 
 
 def _first_job(given):
@@ -705,7 +729,8 @@ def _end(last_change):
 
 def _halve(path):
     whole = path.read_bytes()
-    path.write_bytes(whole[: len(whole) // 2])
+    # Of whatever length it was, so short that reading it fails in one way.
+    path.write_bytes(whole[: min(512, len(whole) // 2)])
 
 
 def _remove(path):

@@ -170,7 +170,7 @@ class Exercise:
                 tell(None)
                 return self._diagnose(attempt, got, verdict, world_size)
             # What took a moment on fewer ranks hangs if it takes seconds on more.
-            self._limit = min(self.seconds, max(2.5, 20 * took))
+            self._limit = round(min(self.seconds, max(4.0, 20 * took)), 1)
         sizes = list(self.world_sizes) if len(self.world_sizes) > 1 else []
         return Verdict(PASSED, world_sizes=sizes)
 
@@ -224,7 +224,7 @@ class Exercise:
             if error.kind == "stuck":
                 where = "\n".join(error.reports).replace("  rank 0 ", "It ")
                 detail = f"`{self.name}` gave no answer within {self._limit:g} s.\n{where}"
-        detail, own = _without_own_frames(detail)
+        detail, own = _without_own_frames(_MORE_TIME.sub("", detail))
         if own and error.kind == "raised":
             why = (f"{why} the check could not use what your `{self.name}` returned or left "
                    "behind. Its docstring says what it has to be.").strip()
@@ -358,6 +358,9 @@ def _without_own_frames(text):
     return found.rstrip(), found != text
 
 
+# What a run's report advises, and nobody can give to a check.
+_MORE_TIME = re.compile(r" A run that needs longer: timeout=SECONDS\."
+                        r"| \(then give the run more time, with timeout=SECONDS\)")
 _FILES = {file.name for file in Path(__file__).parent.glob("*.py")}
 
 

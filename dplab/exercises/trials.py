@@ -88,8 +88,11 @@ def loop(*, broadcast=True, part="own", average="mean", zero="each step", unwrap
         if broadcast is True:
             parallel.broadcast_module(model)
         for batch in batches[rank::world_size] if part == "batches" else batches:
-            mine = {"own": batch[rank::world_size], "first": batch[: len(batch) // world_size]}
+            mine = {"own": batch[rank::world_size], "own piece": batch.chunk(world_size)[rank],
+                    "first": batch[: len(batch) // world_size]}
             mine = mine.get(part, batch)
+            if broadcast == "each step":
+                parallel.broadcast_module(model)
             if zero == "each step" or (zero == "once" and batch is batches[0]):
                 optimizer.zero_grad()
             loss = F.cross_entropy(model(images[mine]), labels[mine])
@@ -105,7 +108,9 @@ def loop(*, broadcast=True, part="own", average="mean", zero="each step", unwrap
             elif average == "sum":
                 _sum_over_ranks(parameter.grad for parameter in model.parameters())
             optimizer.step()
-            if average == "weights":
+            if average == "too late":
+                parallel.average_gradients(model)
+            elif average == "weights":
                 _sum_over_ranks(parameter.data.div_(world_size) for parameter in model.parameters())
             elif average == "rank 0's weights":
                 parallel.broadcast_module(model)

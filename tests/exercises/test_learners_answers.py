@@ -185,8 +185,110 @@ def left_to_ddp(model):
     torch.nn.parallel.DistributedDataParallel(model)
 
 
+def trains(average_when, piece=True, broadcast="once"):
+    """4.3, by hand: the gradients are averaged once, at this place in the step, or never."""
+    def train_by_hand(model, optimizer, images, labels, batches):
+        rank, ranks = dist.get_rank(), dist.get_world_size()
+
+        def send_weights():
+            for each in model.state_dict().values():
+                dist.broadcast(each, src=0)
+
+        def average(place):
+            for parameter in model.parameters() if place == average_when else ():
+                if parameter.grad is not None:
+                    parameter.grad /= ranks
+                    dist.all_reduce(parameter.grad)
+
+        if broadcast == "once":
+            send_weights()
+        for batch in batches:
+            mine = batch.chunk(ranks)[rank] if piece else batch[rank::ranks]
+            if broadcast == "each step":
+                send_weights()
+            loss = F.cross_entropy(model(images[mine]), labels[mine])
+            average("before backward")
+            optimizer.zero_grad()
+            loss.backward()
+            average("after backward")
+            optimizer.step()
+            average("after step")
+
+    return train_by_hand
+
+
+def first_half_only(tensor):
+    """3.2: rank r first sends chunk r, so that it ends with chunk r+1; and no second half."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    chunks = tensor.tensor_split(ranks)
+    for turn in range(ranks - 1):
+        growing = chunks[(rank - turn - 1) % ranks]
+        arriving = torch.empty_like(growing)
+        sent = dist.isend(chunks[(rank - turn) % ranks], (rank + 1) % ranks)
+        dist.recv(arriving, (rank - 1) % ranks)
+        sent.wait()
+        growing += arriving
+
+
+def padded_for_all_ranks(tensor, inside, across):
+    n = dist.get_world_size()
+    size = -(-len(tensor) // n)
+    whole = F.pad(tensor, (0, n * size - len(tensor)))
+    chunk = torch.zeros(size)
+    dist.reduce_scatter_single(chunk, whole, group=inside)
+    dist.all_reduce(chunk, group=across)
+    dist.all_gather_single(whole, chunk, group=inside)
+    tensor.copy_(whole[: len(tensor)])
+
+
+def gathers_all_first(shards, shapes, x):
+    layers = []
+    for shard in shards:
+        parts = [torch.empty_like(shard) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, shard)
+        layers.append(torch.cat(parts))
+    for flat, (rows, columns) in zip(layers, shapes, strict=True):
+        size = rows * columns
+        x = torch.tanh(x @ flat[:size].view(rows, columns).T + flat[size : size + rows])
+    return x
+
+
+class WithoutGenerator:
+    def __init__(self, path):
+        self.path = path
+
+    def save(self, step, model, optimizer, generator):
+        if dist.get_rank() == 0:
+            torch.save([step, model.state_dict(), optimizer.state_dict()], self.path)
+        dist.barrier()
+
+    def load(self, model, optimizer, generator):
+        if not self.path.exists():
+            return 0
+        step, of_model, of_optimizer = torch.load(self.path)
+        model.load_state_dict(of_model)
+        optimizer.load_state_dict(of_optimizer)
+        return step
+
+
+def by_float(samples, rank, world_size):
+    each = samples / world_size
+    return int(rank * each), int((rank + 1) * each)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "answer", "said"), [
+    ("1.1", by_float, "a float, which is rounded"),
+    ("3.2", first_half_only, "first half alone"),
+    ("10.2", padded_for_all_ranks, "dist.get_world_size(inside)"),
+    ("9.1", gathers_all_first, "you gather all layers before"),
+    ("10.3", WithoutGenerator, "killed while it saved"),
+    ("4.3", trains("after backward", broadcast="never"), "never agreed"),
+    ("4.3", trains("never"), "trained apart"),
+    ("4.3", trains("before backward"), "own gradients. Average them between"),
+    ("4.3", trains("after step"), "own gradients. Average them between"),
+    ("4.3", trains("after step", piece=False), "own gradients. Average them between"),
+    ("4.3", trains("never", broadcast="each step"), "Rank 0's weights overwrite"),
     ("5.2", WaitsForTheLastOnly, "wait for each handle"),
     ("5.2", WaitsInItsHook, "You wait in the hook"),
     ("5.1", flushed_in_the_loop, "The last bucket is never sent"),
@@ -203,6 +305,7 @@ def test_a_wrong_answer_is_named(number, answer, said):
     verdict = find(number).judge(answer)
     assert verdict.outcome == WRONG
     assert said in verdict.why, verdict
+    assert not verdict.why.startswith(AT_LEAST), verdict
 
 
 def summed_and_forward(model, bucket_bytes):

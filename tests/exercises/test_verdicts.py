@@ -68,6 +68,28 @@ def test_a_hang_ends_at_the_time_limit_and_shows_who_waits():
     assert verdict.outcome == CRASHED
     assert "rank 1 did not come to all_reduce number 1" in verdict.detail
     assert "while True" in verdict.detail
+    assert "timeout=" not in verdict.detail  # which a check does not have
+
+
+def prints_and_receives_into_too_little(tensor):
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    print("the attempt says this")
+    if ranks > 1:
+        pair = [dist.P2POp(dist.isend, tensor, (rank + 1) % ranks),
+                dist.P2POp(dist.irecv, torch.zeros(1), (rank - 1) % ranks)]
+        for work in dist.batch_isend_irecv(pair):
+            work.wait()
+    return tensor.tensor_split(ranks)[rank]
+
+
+@pytest.mark.slow
+def test_what_the_attempt_printed_is_shown_without_gloos_last_words(capfd):
+    verdict = find("3.1").judge(prints_and_receives_into_too_little)
+    assert "longer than the tensor that receives it" in verdict.why
+    assert "last words" not in verdict.detail
+    heard = "".join(capfd.readouterr())
+    assert "the attempt says this" in heard
+    assert "enforce fail" not in heard and "terminate called" not in heard
 
 
 def test_too_many_collectives_do_not_pass():

@@ -110,8 +110,10 @@ def shown_in(line: str):
 
 def is_hidden(rank: int, line: str, failure: Exception | None) -> bool:
     """Whether a line only repeats, as gloo words it, what the failure's report says. What a rank
-    said before it died is not hidden: the report has no more."""
-    died = getattr(failure, "kind", "") == "died" and getattr(failure, "rank", None) == rank
+    said before it died is not hidden: the report has no more. Below a heading is only what the
+    rank's own code printed."""
+    died = (not heading.get() and getattr(failure, "kind", "") == "died"
+            and getattr(failure, "rank", None) == rank)
     return failure is not None and not died and bool(_GLOO_WORDS.match(line))
 
 
