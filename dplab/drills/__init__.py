@@ -1,10 +1,12 @@
 """Drills: sick training jobs that the reader diagnoses from their instruments.
 
-`drill` hands one out, `scores` says how many are solved. A file holds the jobs of one chapter.
+`drill` hands one out, `scores` says how many are solved, and how many of these at the first try.
+A file holds the jobs of one chapter.
 """
 
 import importlib
 import random
+from typing import NamedTuple
 
 from dplab.desk import record
 from dplab.drills.sick_job import SickJob, key
@@ -32,12 +34,25 @@ def drill(chapter: str, seed: int | None = None) -> SickJob:
     return job
 
 
-def scores() -> dict[int, tuple[int, int]]:
-    """By chapter: how many of its jobs are solved, and how many there are."""
+class Score(NamedTuple):
+    """How many of a chapter's jobs are solved, at the first try, and how many there are."""
+
+    solved: int
+    first_try: int  # of those, how many whose first answer was right
+    total: int
+
+
+def scores() -> dict[int, Score]:
+    """For each chapter that has drills: how many jobs the reader has solved."""
     kept = record.entries("drills")
-    return {chapter: (sum(kept.get(key(chapter, case), {}).get("solved", False)
-                          for case in kind.cases), len(kind.cases))
-            for chapter in _OF_CHAPTER for kind in [_kind(chapter)]}
+    found = {}
+    for chapter in _OF_CHAPTER:
+        cases = _kind(chapter).cases
+        solved = [entry for case in cases
+                  if (entry := kept.get(key(chapter, case), {})).get("solved")]
+        found[chapter] = Score(len(solved), sum(entry.get("tries") == 1 for entry in solved),
+                               len(cases))
+    return found
 
 
 def _kind(chapter) -> type[SickJob]:

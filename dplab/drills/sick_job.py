@@ -16,6 +16,7 @@ from typing import Any
 from dplab import RankError
 from dplab.desk import cards, record
 from dplab.spawn.between.errors import Interrupted
+from dplab.spawn.parent.output import ipython
 
 
 @dataclass(frozen=True)
@@ -34,11 +35,15 @@ class Suspect:
 
 @dataclass(frozen=True)
 class Fault:
-    """A function with a fault, the same one mended, and what a colleague writes about the job."""
+    """A function with a fault, the same one mended, and what a colleague writes about the job.
+
+    ``is_true(readings)`` says whether the job is as the complaint has it.
+    """
 
     sick: Callable
     mended: Callable
     complaint: str
+    is_true: Callable[[Any], bool]
     world_sizes: tuple[int, ...] = (2, 3, 4)
 
 
@@ -107,6 +112,7 @@ class SickJob:
         self._settings = self._draw_settings(chances)
         self._readings: Any = None
         self._is_found = False
+        self._shown_by: int | None = None  # the number of the cell
 
     # What a subclass fills in.
 
@@ -139,21 +145,20 @@ class SickJob:
         if known is None or not self._has_run():
             return
         fits, sentence = known.finding(self._readings)
-        self._keep(lambda entry: entry.update(
-            tries=entry.get("tries", 0) + 1, diagnosed=entry.get("diagnosed", False) or fits))
+        at_try = self._counted(fits)
         where = f"`job.{known.instrument}()`"
         if not fits:
             cards.card(f"Job {self.seed}: not “{known.name}”",
                        f"{sentence} ({where} shows it.)", color=cards.ORANGE)
         elif self._case.to_repair:
             self._is_found = True
-            cards.card(f"Job {self.seed}: “{known.name}” it is", (
+            cards.card(f"Job {self.seed}: “{known.name}” it is{at_try}", (
                 f"{sentence} ({where} shows it.) This is the code. Write `{self._case.part}` anew, "
                 f"without the fault, and run `job.repair({self._case.part})`."),
                 self._source(self._fault.sick), cards.GREEN)
         else:
             self._solved()
-            cards.card(f"Job {self.seed}: solved, “{known.name}” it is",
+            cards.card(f"Job {self.seed}: solved{at_try}, “{known.name}” it is",
                        f"{sentence} ({where} shows it.) {_LEGEND}", self._difference(), cards.GREEN)
 
     def repair(self, part: Callable | None = None) -> None:
@@ -181,14 +186,18 @@ class SickJob:
             cards.card(f"Job {self.seed}: not mended yet", sentence, color=cards.ORANGE)
 
     def solution(self) -> None:
-        """Shows what is wrong, and the mended lines; the job does not count as solved."""
+        """Shows what is wrong, and the mended lines: a try that does not solve the job."""
+        self._counted(False)
         cards.card(f"Job {self.seed}: {self._case.suspect}", _LEGEND, self._difference())
 
     def __repr__(self):
         return "\n".join([self._head(), self._text(), self._guide()]).replace("`", "")
 
     def _ipython_display_(self):
-        self._show()
+        """As the last line of the cell that took the job, nothing: its card is there already."""
+        shell = ipython()
+        if shell is None or shell.execution_count != self._shown_by:
+            self._show()
 
     def __dir__(self):
         return [*self._instruments(), "diagnose", "repair", "seed", "solution", "suspects"]
@@ -196,6 +205,8 @@ class SickJob:
     # How it is done.
 
     def _show(self):
+        shell = ipython()
+        self._shown_by = shell.execution_count if shell else None
         cards.card(self._head(), self._text(), self._guide())
 
     def _head(self):
@@ -250,6 +261,21 @@ class SickJob:
     def _keep(self, change):
         record.update("drills", key(self.chapter, self._case), change)
 
+    def _counted(self, fits):
+        """Notes a try, until one has found the fault; says in words which one this was."""
+        words = ""
+
+        def note(entry):
+            nonlocal words
+            if entry.get("diagnosed"):
+                words = " again"
+                return
+            entry.update(tries=entry.get("tries", 0) + 1, diagnosed=fits)
+            words = f" at the {_ordinal(entry['tries'])} try"
+
+        self._keep(note)
+        return words
+
     def _solved(self):
         self._keep(lambda entry: entry.update(solved=True))
 
@@ -266,6 +292,11 @@ class SickJob:
 
 _LEGEND = "The lines with `-` ran; those with `+` mend it."
 _LISTED = "`job.suspects` has a line on each."
+
+
+def _ordinal(number):
+    ending = "th" if 10 < number % 100 < 14 else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
+    return f"{number}{ending}"
 
 
 def key(chapter: int, case: Case) -> str:

@@ -10,7 +10,7 @@ import tempfile
 from collections import Counter, OrderedDict
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
-from itertools import pairwise
+from itertools import groupby, pairwise
 from pathlib import Path
 
 import torch
@@ -28,6 +28,7 @@ from dplab.workloads.digits import TEST_SIZE, TRAIN_SIZE, accuracy, load_digits
 
 NAMES = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
 ROUNDING = 1e-3  # of a gradient's length: far above what the order of a sum changes
+MATCHED = 1e-5  # losses that differ by less are the same: far above what the order changes
 
 
 # Faults. Each has the signature of the part that it replaces.
@@ -238,6 +239,14 @@ class Readings:
         ranks = Counter(sample for own in self.samples(epoch) for sample in set(own))
         return sum(count > 1 for count in ranks.values())
 
+    def model_of(self, state: torch.Tensor) -> nn.Module:
+        """The model whose tensors stand in this vector."""
+        model = healthy.make_model(0)
+        parts = state.split([shape.numel() for shape in self.shapes.values()])
+        model.load_state_dict({name: part.reshape(shape) for (name, shape), part in zip(
+            self.shapes.items(), parts, strict=True)})
+        return model
+
     def accuracies(self, epoch: int = -1) -> tuple[float, float]:
         """What the log reports after an epoch, and the right answers among those evaluated."""
         evaluated = sum(len(rank.evaluated[epoch]) for rank in self.ranks)
@@ -332,60 +341,124 @@ SUSPECTS = (
             statistics),
     Suspect("biased metric", "The accuracy in the log gives ranks or samples a wrong weight.",
             "accuracy", metric),
-    Suspect("lossy restart", "The run that goes on lacks something that the stopped one had.",
-            "checkpoint", continuation),
-    Suspect("left-out layer", "Some gradients are not averaged over the ranks.", "gradients",
+    Suspect("lossy restart", "A rank goes on with another batch, learning rate or momentum than "
+            "was saved.", "checkpoint", continuation),
+    Suspect("left-out layer", "The gradients of some layers stay each rank's own.", "gradients",
             left_out),
 )
+
+# What the complaints say of their jobs. The tests hold each to it.
+
+
+def parts_at(readings) -> tuple[int, int] | None:
+    """Epoch and batch of one process from which on the losses differ; None if they never do."""
+    one_process = readings.one_process
+    losses = zip(readings.losses, one_process.losses, one_process.places, strict=False)
+    return next((place for one, other, place in losses if abs(one - other) > MATCHED), None)
+
+
+def from_the_first_step(readings):
+    return parts_at(readings) == (0, 0)
+
+
+def from_the_second_step(readings):
+    return parts_at(readings) == (0, 1)
+
+
+def from_the_first_step_and_falls(readings):
+    losses = readings.losses
+    return from_the_first_step(readings) and sum(losses[-5:]) / 5 < losses[0] / 2
+
+
+def in_epoch_1(readings):
+    return (parts_at(readings) or (0, 0))[0] == 1
+
+
+def in_the_middle_of_epoch_1(readings):
+    return in_epoch_1(readings) and parts_at(readings)[1] > 0
+
+
+def in_epoch_1_and_falls(readings):
+    return in_epoch_1(readings) and readings.losses[-1] < readings.losses[0] / 2
+
+
+def from_the_first_step_but_near(readings):
+    return from_the_first_step(readings) and nearness(readings) < 0.1
+
+
+def from_the_second_step_but_near(readings):
+    return from_the_second_step(readings) and nearness(readings) < 0.1
+
+
+def nearness(readings):
+    """How far the loss is from that of one process on average, relative to that of one process."""
+    goal = readings.one_process.losses
+    gaps = [abs(one - other) for one, other in zip(readings.losses, goal, strict=True)]
+    return sum(gaps) / sum(goal)
+
+
+def only_in_the_accuracy(readings):
+    """The losses are right, and one process gets another accuracy of the final model."""
+    digits = load_digits()
+    alone = accuracy(readings.model_of(readings.ranks[0].states[-1]), digits.test_images,
+                     digits.test_labels)
+    return parts_at(readings) is None and abs(readings.accuracies()[0] - alone) > 1e-6
+
 
 _FROM_STEP_1 = ("Same seed, same global batch as on one GPU, and yet the very first loss in the "
                 "log is another one. It trains all the same. Should I worry?")
 CASES = (
     Case("a", "wrong divisor", "averager", (
         Fault(averager_that_sums, healthy.averager, "We moved the job from one GPU to {n}, with "
-              "the same seed and global batch. The first loss is the old one to the last digit. "
-              "From the second step on it is another run."),
+              "the same seed and global batch. The first loss is the old one. From the second "
+              "step on it is another run.", from_the_second_step),
         Fault(averager_for_two, healthy.averager, "It was fine on two GPUs. On {n} the first loss "
               "is still right, and then the curve leaves that of the one-GPU run. Nobody has "
-              "touched the code.", world_sizes=(3, 4)))),
+              "touched the code.", from_the_second_step, world_sizes=(3, 4)))),
     Case("b", "overlapping parts", "own_samples", (
         Fault(samples_of_rank_0, healthy.own_samples, "Training on {n} GPUs is as fast as we had "
-              "hoped, and the loss falls. But not one value in the log is that of the one-GPU "
-              "run, from the first step on."),
-        Fault(samples_by_own_seed, healthy.own_samples, _FROM_STEP_1))),
+              "hoped, and the loss falls. But from the first step on, the log is not that of the "
+              "one-GPU run.", from_the_first_step_and_falls),
+        Fault(samples_by_own_seed, healthy.own_samples, _FROM_STEP_1,
+              from_the_first_step_and_falls))),
     Case("c", "repeated order", "own_samples", (
         Fault(samples_of_epoch_0, healthy.own_samples, "All through epoch 0 the log is that of "
               "the one-GPU run. In epoch 1 the curves part. The loss goes down all the same. "
-              "What happened?"),)),
+              "What happened?", in_epoch_1_and_falls),)),
     Case("d", "different start", "begin", (
         Fault(begin_with_copies, healthy.begin, "Since the move to {n} GPUs the loss is off "
-              "from the first step on. My colleague says that this is noise. Is it?"),
-        Fault(begin_with_the_trained, healthy.begin, _FROM_STEP_1))),
+              "from the first step on. My colleague says that this is noise. Is it?",
+              from_the_first_step),
+        Fault(begin_with_the_trained, healthy.begin, _FROM_STEP_1,
+              from_the_first_step_and_falls))),
     Case("e", "own statistics", "make_model", (
         Fault(model_with_own_statistics, healthy.make_model, "The loss on {n} GPUs is near that of "
-              "one GPU, but it never was the same, not even in the first step. We have compared "
-              "the seeds twice."),)),
+              "one GPU, but it is not the same, not even in the first step. We have compared "
+              "the seeds twice.", from_the_first_step_but_near),)),
     Case("f", "biased metric", "evaluate", (
         Fault(evaluate_by_means, healthy.evaluate, "The curve is that of the one-GPU run, and I "
-              "was about to report the accuracy in the log. Then I loaded the last checkpoint in "
-              "one process and got another number. Which one goes into the report?"),
-        Fault(evaluate_padded, healthy.evaluate, "On another number of GPUs the same model gets "
-              "another accuracy in our log. I had thought that an accuracy belongs to a model.")),
+              "was about to report the accuracy in the log. Then I evaluated the final model in "
+              "one process and got another number. Which one goes into the report?",
+              only_in_the_accuracy),
+        Fault(evaluate_padded, healthy.evaluate, "In one process the final model gets another "
+              "accuracy than in our log from {n} GPUs. I had thought that an accuracy belongs to "
+              "a model.", only_in_the_accuracy)),
         to_repair=True),
     Case("g", "lossy restart", "load", (
         Fault(load_weights, healthy.load, "The job on {n} GPUs matches the one-GPU run all through "
-              "epoch 0. Later it does not, and I cannot say which of the two is right."),
-        Fault(load_epoch, healthy.load, "The first epoch agrees with the one-GPU run to the last "
-              "digit. Then there is a jump in the curve, and it never comes back."),
+              "epoch 0. Later it does not, and I cannot say which of the two is right.",
+              in_epoch_1),
+        Fault(load_epoch, healthy.load, "The first epoch agrees with the one-GPU run. In the "
+              "middle of epoch 1 the two logs part. Should I trust the one on {n} GPUs?",
+              in_the_middle_of_epoch_1),
         Fault(load_on_rank_0, healthy.load, "It begins just like the one-GPU run. In epoch 1 it "
-              "goes its own way. No error, no warning, and rank 0's log looks as it always did."))),
+              "goes its own way. No error, no warning.", in_epoch_1))),
     Case("h", "left-out layer", "averager", (
-        Fault(averager_of_a_list, healthy.averager, "Epoch 0 is the one-GPU run, number for "
-              "number. Somewhere in epoch 1 that ends, and by the end of the run nobody can say "
-              "why."),
-        Fault(averager_in_buckets, averager_in_buckets_mended, "The first step is right, all later "
+        Fault(averager_of_a_list, healthy.averager, "Epoch 0 is the one-GPU run, step for step. "
+              "Somewhere in epoch 1 that ends, and nobody can say why.", in_epoch_1),
+        Fault(averager_in_buckets, averager_in_buckets_mended, "The first loss is right, the later "
               "ones are a little off. I have the same seed, the same data and the same optimizer "
-              "on all {n} GPUs.")),
+              "on all {n} GPUs.", from_the_second_step_but_near)),
         to_repair=True),
 )
 
@@ -526,7 +599,7 @@ class SilentFailure(SickJob):
         print(f"\nAfter epoch {healthy.EPOCHS - 1}; the test set has {TEST_SIZE} digits")
         rows = []
         for rank, each in enumerate(readings.ranks):
-            model = self._model_of(each.states[-1])
+            model = readings.model_of(each.states[-1])
             alone = accuracy(model, digits.test_images, digits.test_labels)
             rows.append([f"rank {rank}", str(len(each.evaluated[-1])), str(each.right[-1]),
                          f"{each.right[-1] / len(each.evaluated[-1]):.2%}", f"{alone:.2%}"])
@@ -548,23 +621,19 @@ class SilentFailure(SickJob):
         _print_table(["", "epoch", "batch", "learning rate", "length of momenta"], *rows)
 
     def _by_moment(self, calls):
-        """The sizes by moment and operation; of an epoch's steps, those of the second one."""
-        moments = {}
-        for moment, operation, size in calls:
-            what, _, number = moment.partition(", ")
-            if what.startswith("a step") and number != "1":
-                continue
-            moments.setdefault(what, {}).setdefault(operation, []).append(size)
-        return moments
+        """The sizes by moment and operation; of an epoch's steps, those of the second one.
 
-    def _model_of(self, state):
-        """The model whose tensors stand in this vector."""
-        model = healthy.make_model(0)
-        shapes = self._readings.shapes
-        parts = state.split([shape.numel() for shape in shapes.values()])
-        model.load_state_dict({name: part.reshape(shape) for (name, shape), part in zip(
-            shapes.items(), parts, strict=True)})
-        return model
+        Of a moment that comes again, such as a step that is repeated, they are those of one time.
+        """
+        moments = {}
+        for moment, group in groupby(calls, key=lambda call: call[0]):
+            what, _, number = moment.partition(", ")
+            if what in moments or (what.startswith("a step") and number != "1"):
+                continue
+            moments[what] = {}
+            for _, operation, size in group:
+                moments[what].setdefault(operation, []).append(size)
+        return moments
 
 
 @cache

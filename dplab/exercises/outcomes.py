@@ -123,8 +123,9 @@ def _beside_exercises(guesses, drills):
         answered = f"{guesses.good} of {guesses.revealed} good" if guesses.revealed else "none yet"
         yield "Guesses", answered, guesses.good == guesses.asked, bool(guesses.answered)
     if drills:
-        solved, count = drills
-        yield "Sick jobs", f"{solved} of {count} solved", solved == count, bool(solved)
+        at_first = f", {drills.first_try} at the first try" if drills.solved else ""
+        yield ("Sick jobs", f"{drills.solved} of {drills.total} solved{at_first}",
+               drills.solved == drills.total, bool(drills.solved))
 
 
 def _counted(rows, what=""):

@@ -12,6 +12,7 @@ import sys
 import pytest
 import torch
 import torch.distributed as dist
+from IPython.core.interactiveshell import InteractiveShell
 
 import dplab
 from dplab.desk import record
@@ -70,6 +71,19 @@ def test_the_card_says_what_can_be_typed_and_what_may_be_wrong(capsys):
     assert {*job._instruments(), "suspects", "diagnose"} <= set(dir(job))
 
 
+def test_the_cell_that_takes_a_job_shows_its_card_once_and_a_later_one_again(capsys):
+    shell = InteractiveShell.instance()
+    try:
+        shell.run_cell("import dplab\ndplab.drill('04', seed=4)", store_history=True)
+        assert capsys.readouterr().out.count("On call") == 1
+        shell.run_cell("job = dplab.drill('04', seed=4)", store_history=True)
+        assert capsys.readouterr().out.count("On call") == 1
+        shell.run_cell("job", store_history=True)
+        assert capsys.readouterr().out.count("On call") == 1
+    finally:
+        InteractiveShell.clear_instance()
+
+
 def test_a_seed_repeats_a_job_and_other_seeds_give_others():
     one, same, *others = (SilentFailure(seed) for seed in (7, 7, *range(8, 20)))
     assert one._case is same._case and one._fault is same._fault
@@ -87,7 +101,7 @@ def test_solved_jobs_come_last(capsys):
     for slug in "abdefgh":
         record.update("drills", f"04/{slug}", lambda entry: entry.update(solved=True))
     assert [dplab.drill("04")._case.slug for _ in range(3)] == ["c", "c", "c"]
-    assert scores() == {4: (7, 8)}
+    assert scores() == {4: (7, 0, 8)}
 
 
 def test_readers_meet_the_jobs_in_different_orders(tmp_path, monkeypatch, capsys):
@@ -129,8 +143,9 @@ def test_a_right_answer_shows_the_reading_and_both_lines(capsys):
     assert "-        message = tensor.clone()" in said
     assert "+        dist.broadcast(tensor, src=0)" in said
     assert "begin_with_copies" not in said
+    assert "solved at the 1st try" in said
     assert entry(job) == {"tries": 1, "diagnosed": True, "solved": True}
-    assert scores()[4] == (1, 8)
+    assert scores()[4] == (1, 1, 8)
 
 
 def test_a_wrong_answer_is_ruled_out_by_a_reading_of_this_job(capsys):
@@ -142,9 +157,12 @@ def test_a_wrong_answer_is_ruled_out_by_a_reading_of_this_job(capsys):
     assert "broadcast" not in said
     assert entry(job) == {"tries": 1, "diagnosed": False}
     job.diagnose("Different  start")
-    assert entry(job)["tries"] == 2 and entry(job)["solved"]
-    job.diagnose("biased metric")
-    assert entry(job)["solved"] and entry(job)["diagnosed"]
+    assert "solved at the 2nd try" in capsys.readouterr().out
+    assert scores()[4] == (1, 0, 8)
+    for answer in ("biased metric", "different start"):
+        job.diagnose(answer)
+        assert entry(job) == {"tries": 2, "diagnosed": True, "solved": True}
+    assert "solved again" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("said", ["", None, 3, "diferent start", "the moon"])
@@ -159,7 +177,19 @@ def test_the_solution_does_not_count(capsys):
     job = job_of("d")
     job.solution()
     assert "+        dist.broadcast(tensor, src=0)" in capsys.readouterr().out
-    assert scores()[4] == (0, 8)
+    assert scores()[4] == (0, 0, 8)
+    job.diagnose("different start")
+    assert scores()[4] == (1, 0, 8), "who has read the answer finds it at no first try"
+
+
+@pytest.mark.parametrize(("tries", "words"), [
+    (1, "1st"), (2, "2nd"), (3, "3rd"), (4, "4th"), (8, "8th"), (11, "11th"), (12, "12th"),
+    (13, "13th"), (21, "21st")])
+def test_the_card_says_at_which_try(tries, words, capsys):
+    job = job_of("d")
+    record.update("drills", "04/d", lambda entry: entry.update(tries=tries - 1))
+    job.diagnose("different start")
+    assert f"at the {words} try" in capsys.readouterr().out
 
 
 def test_the_instruments_that_were_read_are_noted(capsys):
@@ -190,12 +220,14 @@ def test_a_job_to_repair_is_solved_by_the_mended_function(capsys):
     said = capsys.readouterr().out
     assert "def evaluate(model, test_set, mine):" in said and "job.repair(evaluate)" in said
     assert "counts" not in said, "the mended lines are the reader's to write"
+    assert "at the 1st try" in said
     job.repair()
     assert "without brackets" in capsys.readouterr().out
     assert entry(job)["diagnosed"] and "solved" not in entry(job)
     job.repair(evaluate)
     assert "Job" in capsys.readouterr().out
     assert entry(job)["solved"]
+    assert scores()[4] == (1, 1, 8)
 
 
 @pytest.mark.slow

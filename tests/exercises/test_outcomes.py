@@ -180,11 +180,11 @@ def test_progress_of_a_finished_course_is_green(progress):
         for slug in slugs:
             record.update("guesses", slug, lambda entry, chapter=chapter: entry.update(
                 answer=str(chapter), good=True))
-    for chapter, (_, count) in drills.scores().items():
+    for chapter, score in drills.scores().items():
         for case in drills._kind(chapter).cases:
             record.update("drills", drills.key(chapter, case), lambda entry: entry.update(
                 solved=True))
-        assert drills.scores()[chapter] == (count, count)
+        assert drills.scores()[chapter].solved == score.total
     lines, rich = progress({exercise.slug: PASSED for exercise in EXERCISES})
     assert lines[0] == f"{len(EXERCISES)} of {len(EXERCISES)} exercises passed"
     assert set(re.findall(r"color:(#\w+)", rich)) == {cards.GREEN}
@@ -197,11 +197,15 @@ def test_progress_says_how_good_guesses_are_and_which_jobs_are_solved(capsys):
     dplab.progress()
     out = capsys.readouterr().out
     assert re.findall(r"Guesses +(.*)", out) == ["1 of 2 good"]
-    assert "Sick jobs" not in out
-    case = drills._kind("04").cases[2]
-    record.update("drills", drills.key(4, case), lambda entry: entry.update(solved=True))
+    assert "Sick jobs" not in out  # where none is solved, and no exercise begun
+    for tries, slug in enumerate("abd", start=1):
+        record.update("drills", f"04/{slug}", lambda entry, tries=tries: entry.update(
+            tries=tries, solved=tries < 3))
+    record.update("drills", "04/e", lambda entry: entry.update(tries=1, solved=True))
+    record.update("drills", "04/f", lambda entry: entry.update(tries=1, diagnosed=True))
     dplab.progress()
-    assert re.findall(r"Sick jobs +(.*)", capsys.readouterr().out)[0].startswith("1 of 8 solved")
+    out = capsys.readouterr().out
+    assert re.findall(r"Sick jobs +(.*)", out)[0] == "3 of 8 solved, 2 at the first try"
 
 
 def test_progress_of_an_unfinished_course_is_not(progress):
