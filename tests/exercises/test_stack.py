@@ -4,6 +4,7 @@ import copy
 import functools
 import inspect
 import itertools
+import time
 import weakref
 
 import pytest
@@ -134,6 +135,22 @@ def assert_pairs_equal(case, world_size, **tolerance):
 
 # --- chapter 03: the ring ------------------------------------------------------------------------
 
+@several
+def test_an_exchange_takes_what_its_source_sent(world_size):
+    assert_pairs_equal(exchanges, world_size)
+
+
+def exchanges(group):
+    """At every distance. A rank is late, so another one's next message is there before its own."""
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    if rank == 1:
+        time.sleep(0.3)
+    for distance in range(1, ranks):
+        to, source = (rank + distance) % ranks, (rank - distance) % ranks
+        sent = torch.tensor([rank, 10 * to])
+        yield parts.exchange(sent, to, source, group), torch.tensor([source, 10 * rank])
+
+
 @world_sizes
 def test_the_ring_is_torchs_collectives(world_size):
     assert_pairs_equal(collectives, world_size)
@@ -231,14 +248,31 @@ def test_broadcast_weights_are_those_of_the_groups_first_rank(world_size):
     assert_pairs_equal(broadcasts, world_size, rtol=0, atol=0)
 
 
+DTYPES = (torch.bool, torch.uint8, torch.int16, torch.uint16, torch.int64, torch.float8_e4m3fn,
+          torch.float8_e5m2, torch.float16, torch.bfloat16, torch.float64, torch.complex64)
+
+
 def broadcasts(group):
-    model, expected = Mixed(dist.get_rank()), Mixed(dist.get_rank())
+    first = 0 if group is None else dist.get_global_rank(group, 0)
+    model, expected = _of_all_dtypes(dist.get_rank()), _of_all_dtypes(first)
+    memory = [tensor.data_ptr() for tensor in _tensors(model).values()]
     parts.broadcast_weights(model, group)
-    for tensor in expected.state_dict().values():
-        message = tensor.contiguous()
-        dist.broadcast(message, group_src=0, group=group)
-        tensor.copy_(message)
-    yield model.state_dict(), expected.state_dict()
+    for name, tensor in _tensors(model).items():
+        yield [each.flatten().view(torch.uint8) for each in (tensor, _tensors(expected)[name])]
+    yield [tensor.data_ptr() for tensor in _tensors(model).values()], memory
+
+
+def _of_all_dtypes(seed):
+    model = Mixed(seed)
+    for number, dtype in enumerate(DTYPES):
+        numbers = torch.randint(2 if dtype == torch.bool else 9, (5, 4))
+        model.register_buffer(f"buffer{number}", numbers.to(dtype), persistent=number % 2 == 0)
+    return model
+
+
+def _tensors(model):
+    """Its parameters and all its buffers: a state_dict leaves out those that do not persist."""
+    return dict(model.named_parameters()) | dict(model.named_buffers())
 
 
 @world_sizes
@@ -247,19 +281,28 @@ def test_averaged_gradients_are_torchs_mean(world_size):
 
 
 def averages(group):
-    model = Mixed(seed=1)
-    torch.manual_seed(dist.get_rank())
-    model(torch.randn(4, 6)).square().mean().backward()
-    before = copy.deepcopy(model.state_dict())
-    expected = []
-    for parameter in model.parameters():
-        if parameter.grad is not None:
-            expected.append(parameter.grad.contiguous().clone())
-            dist.all_reduce(expected[-1], dist.ReduceOp.SUM, group=group)
-            expected[-1] /= dist.get_world_size(group)
-    parts.average_gradients(model, group)
-    yield [p.grad.contiguous() for p in model.parameters() if p.grad is not None], expected
-    yield model.state_dict(), before
+    def in_buckets(model, group):
+        trained = [p for p in model.parameters() if p.grad is not None]
+        parts.average_in_buckets([[p for p in trained if p.dtype == dtype]
+                                  for dtype in (torch.float64, torch.float32)], group)
+
+    for average in parts.average_gradients, in_buckets:
+        model = Mixed(seed=1)
+        torch.manual_seed(dist.get_rank())
+        model(torch.randn(4, 6)).square().mean().backward()
+        before = copy.deepcopy(model.state_dict())
+        gradients = [p.grad for p in model.parameters()]
+        expected = []
+        for gradient in gradients:
+            if gradient is not None:
+                expected.append(gradient.contiguous().clone())
+                dist.all_reduce(expected[-1], dist.ReduceOp.SUM, group=group)
+                expected[-1] /= dist.get_world_size(group)
+        average(model, group)
+        yield [gradient.contiguous() for gradient in gradients if gradient is not None], expected
+        yield all(p.grad is gradient for p, gradient in zip(
+            model.parameters(), gradients, strict=True)), True  # in place
+        yield model.state_dict(), before
 
 
 @world_sizes
@@ -416,9 +459,33 @@ def test_what_fails_on_the_thread_is_raised_by_finish():
     run(fails, 2, built["overlapped-gradients"], backend="gloo")
 
 
+def test_a_bucket_that_is_not_full_is_told_by_finish():
+    def attempt():
+        used, unused = nn.Linear(2, 2), nn.Linear(2, 2)
+        overlapped = parts.OverlappedGradients([[used.weight, unused.bias], [used.bias]],
+                                               dist.new_group())
+        used(torch.ones(1, 2)).sum().backward()
+        with pytest.raises(RuntimeError, match=r"\[0\] got one gradient"):
+            overlapped.finish()
+        for _ in range(2):
+            (used(torch.ones(1, 2)) + unused(torch.ones(1, 2))).sum().backward()
+        with pytest.raises(RuntimeError, match=r"\[0, 1\] got one gradient"):
+            overlapped.finish()
+        overlapped.thread.submit(int).result()  # until the thread has averaged what was launched
+        used.zero_grad()
+        unused.zero_grad()
+        (dist.get_rank() * (used(torch.ones(1, 2)) + unused(torch.ones(1, 2)))).sum().backward()
+        overlapped.finish()  # which starts over after an error as well
+        return used.weight.grad.tolist()
+
+    assert run(attempt, 3, backend="gloo") == [[[1.0, 1.0], [1.0, 1.0]]] * 3
+
+
 @pytest.mark.slow
 def test_a_ring_on_a_thread_hides_behind_a_backward_that_only_waits():
     """300 ms of backward and 180 ms of rings: 480 ms after one another, 330 ms beside each other.
+
+    The last bucket of 30 ms is left when backward is over.
     """
     after, threaded = ring_beside_backward.beside_waiting()
     assert after > 0.475
@@ -492,6 +559,44 @@ def zero_2(group):
         chunks = sum(-(-bucket // ranks) for bucket in (83, 143, 88))  # elements of the buckets
         yield len(made), 3
         yield _state_elements(made), state // ELEMENTS * chunks
+
+
+@several
+def test_zero_2_sends_a_bucket_while_backward_still_computes(world_size):
+    for seen, left, sent in run(_looks_in_backward, world_size, backend="gloo"):
+        # Two of three layers are done, of 18 and 40 elements: their gradients are sent and freed.
+        assert seen == [[None] * 6,
+                        4 * (world_size - 1) * (-(-18 // world_size) + -(-40 // world_size))]
+        assert left == [None] * 6
+        assert sent > seen[1]
+
+
+def _looks_in_backward():
+    """The whole gradients before the first layer's are computed, and the bytes sent so far."""
+    first, second, third = layers = nn.Linear(3, 4), nn.Linear(4, 8), nn.Linear(8, 2)
+    parameters = [parameter for layer in layers for parameter in layer.parameters()]
+    parts.ShardedGradients(parameters, _momentum, 60)
+    seen = []
+    hidden = first(torch.ones(1, 3))
+    with CallLog() as log:
+        hidden.register_hook(lambda _: seen.extend([[p.grad for p in parameters],
+                                                    log.bytes("send")]))
+        third(second(hidden)).sum().backward()
+    return seen, [p.grad for p in parameters], log.bytes("send")
+
+
+def test_zero_2_tells_that_a_parameter_has_no_gradient():
+    def attempt():
+        used, unused = nn.Linear(2, 2), nn.Linear(2, 2)
+        parameters = [*used.parameters(), *unused.parameters()]
+        before = [parameter.detach().clone() for parameter in parameters]
+        sharded = parts.ShardedGradients(parameters, _momentum, 9)
+        used(torch.ones(1, 2)).sum().backward()
+        with pytest.raises(RuntimeError, match="1 of 2 buckets"):
+            sharded.step()
+        assert all(map(torch.equal, parameters, before))
+
+    run(attempt, 2, backend="gloo")
 
 
 ELEMENTS = 314  # of the network's parameters
@@ -603,20 +708,54 @@ def test_zero_3_gathers_twice_and_scatters_once_in_its_group(world_size):
 
 
 def _watched():
-    ranks, alive, most = dist.get_world_size(), weakref.WeakSet(), []
-    def watched_gather(chunk, group=None):
-        whole = parts.ring_all_gather(chunk, group)
-        alive.add(whole)
-        most.append(len(alive))
-        return whole
-
     torch.manual_seed(0)
-    model = Transformer(GPT)
-    build({"ring-all-gather": watched_gather})["shard-units"](model)
+    model, most = Transformer(GPT), []
+    stack, alive = _watched_stack(most)
+    stack["shard-units"](model)
     with CallLog() as log:
         _text_loss(model, 0, dist.get_rank()).backward()
     chunks = sum(chunk.nbytes for chunk in model.parameters())
-    return log.bytes("send"), 3 * (ranks - 1) * chunks, max(most), len(alive)
+    return log.bytes("send"), 3 * (dist.get_world_size() - 1) * chunks, max(most), alive()
+
+
+def _watched_stack(most):
+    """The stack, and a function that counts the gathered wholes whose memory is not yet free.
+
+    Each whole lies in an array of numpy's, which lives as long as any tensor on that memory.
+    ``most`` collects the count after each gather.
+    """
+    memories = []
+
+    def alive():
+        return sum(memory() is not None for memory in memories)
+
+    def watched_gather(chunk, group=None):
+        memory = parts.ring_all_gather(chunk, group).detach().numpy().copy()
+        memories.append(weakref.ref(memory))
+        most.append(alive())
+        return torch.from_numpy(memory)
+
+    return build({"ring-all-gather": watched_gather}), alive
+
+
+def test_forward_keeps_nothing_where_gradients_are_recorded():
+    def attempt():
+        stack, alive = _watched_stack([])
+        chunk = nn.Parameter(torch.full((6,), 1.0 + dist.get_rank()))
+        x = torch.ones(2, 3, requires_grad=True)
+
+        def compute(whole, x):
+            return x @ whole.view(3, 4)
+
+        output = stack["sharded-forward"](chunk, compute, x)
+        assert not output.requires_grad
+        assert alive() == 0
+        return [each.tolist() for each in stack["sharded-backward"](chunk, compute, x, output)]
+
+    # The columns of [[1, 1, 1, 1], [1, 1, 2, 2], [2, 2, 2, 2]] sum to 4, 4, 5, 5.
+    to_x = [[18.0, 28.0, 36.0]] * 2
+    assert run(attempt, 2, backend="gloo") == [[to_x, [8.0, 8.0, 10.0, 10.0, 8.0, 8.0]],
+                                               [to_x, [10.0, 10.0, 8.0, 8.0, 10.0, 10.0]]]
 
 
 def test_zero_3_in_a_subgroup_trains_as_one_process():
@@ -643,6 +782,74 @@ def _in_subgroup():
         optimizer.zero_grad()
     return _gathered(model, GPT, group) if inside else dict(
         (name, p.detach()) for name, p in model.named_parameters())
+
+
+@world_sizes
+def test_a_model_with_children_without_parameters_is_sharded(world_size):
+    assert_pairs_equal(zero_3_of_a_sequence, world_size)
+
+
+def zero_3_of_a_sequence(group):
+    model = _network(seed=4)
+    parts.shard_units(model, group)
+    yield [isinstance(child, parts.ShardedUnit) for child in model], [True, False] * 2 + [True]
+    optimizer = _adam(model.parameters())
+    for x, target in _batches():
+        cross_entropy(model(x), target).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    weights, _ = _replicated(_adam, group)
+    whole = {}
+    for number in (0, 2, 4):
+        of_unit = [weights[f"{number}.{name}"] for name in ("weight", "bias")]
+        flat = parts.ring_all_gather(model[number].chunk.detach(), group)
+        whole |= dict(zip([f"{number}.weight", f"{number}.bias"], parts.unpack(flat, of_unit),
+                          strict=True))
+    yield whole, weights
+
+
+def test_a_model_with_parameters_of_its_own_is_refused():
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(2, 2)
+            self.scale = nn.Parameter(torch.ones(2))
+
+    def attempt():
+        model = Scaled()
+        with pytest.raises(ValueError, match="scale of Scaled"):
+            parts.shard_units(model)
+        assert type(model.layer) is nn.Linear  # nothing has been done
+
+    run(attempt, 2, backend="gloo")
+
+
+def test_the_inputs_and_outputs_of_a_unit():
+    run(_calls_units, 2, backend="gloo")
+
+
+def _calls_units():
+    class Scores(nn.Module):
+        def __init__(self, several):
+            super().__init__()
+            self.layer, self.several = nn.Linear(3, 3), several
+
+        def forward(self, x, mask, factor=1.0):
+            scores = factor * self.layer(x) * mask
+            return (scores, mask) if self.several else scores
+
+    torch.manual_seed(0)
+    plain, x, mask = Scores(False), torch.ones(2, 3), torch.tensor([1.0, 0.0, 2.0])
+    expected = plain(x, mask, 3.0)
+    unit = parts.ShardedUnit(copy.deepcopy(plain))
+    torch.testing.assert_close(unit(x, mask, 3.0), expected)  # others without a graph
+    with pytest.raises(ValueError, match="first input alone"):
+        unit(x, mask.clone().requires_grad_())
+    with pytest.raises(TypeError, match="keyword"):
+        unit(x, mask=mask)
+    outputs = parts.ShardedUnit(Scores(True))(x, mask)
+    with pytest.raises(TypeError, match="backward"):
+        outputs[0].sum().backward()
 
 
 @world_sizes
@@ -674,8 +881,9 @@ def one_sharded_layer(group):
     yield x.requires_grad, False
 
 
-CASES = (collectives, broadcasts, averages, training, buckets_after_backward, buckets_from_hooks,
-         zero_1, zero_2, scattered_gradients, one_sharded_layer)
+CASES = (exchanges, collectives, broadcasts, averages, training, buckets_after_backward,
+         buckets_from_hooks, zero_1, zero_2, scattered_gradients, zero_3_of_a_sequence,
+         one_sharded_layer)
 
 
 # --- chapter 12: a checkpoint for other ranks ----------------------------------------------------
@@ -688,6 +896,33 @@ def test_chunks_are_cut_anew(size, old, new):
     padded = nn.functional.pad(whole, (0, -size % new)).view(new, -1)
     for rank in range(new):
         assert torch.equal(parts.recut(chunks, size, rank, new), padded[rank])
+
+
+@pytest.mark.parametrize(("size", "old", "new"), [(12, 4, 6), (25, 3, 4), (7, 4, 2), (1, 4, 3)])
+def test_of_the_chunks_only_what_a_rank_needs_is_read(size, old, new):
+    """The others are on `meta`, which has no numbers to read."""
+    long, short = -(-size // old), -(-size // new)
+    chunks = nn.functional.pad(torch.arange(size) + 1, (0, -size % old)).view(old, -1)
+    for rank in range(new):
+        elements = range(size)[rank * short : (rank + 1) * short]
+        needed = {element // long for element in elements}
+        some = [chunk if number in needed or number == 0 else chunk.to("meta")
+                for number, chunk in enumerate(chunks)]
+        found = parts.recut(some, size, rank, new)
+        assert found.tolist() == [element + 1 for element in elements] + [0] * (
+            short - len(elements))
+
+
+def test_a_rank_goes_on_when_the_files_of_all_ranks_are_there(tmp_path):
+    def attempt():
+        model = nn.Sequential(nn.Linear(3, 2))
+        parts.shard_units(model)
+        if dist.get_rank() == 2:
+            time.sleep(0.3)
+        parts.save_sharded(tmp_path, model, _momentum(model.parameters()))
+        return len(list(tmp_path.iterdir()))
+
+    assert run(attempt, 3, backend="gloo") == [3, 3, 3]
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ backward, with the same ring on one communication thread with a group of its own
 hooks, and with torch's asynchronous all-reduce, launched from hooks. Ranks pause at random in
 forward, and ``--busy`` processes keep the cores busy. A run that does not end counts as a hang.
 At the end, the ring runs beside a backward that only waits, as a CPU does beside a GPU.
+``--steps 0`` runs that alone.
 
     python tests/tools/ring_beside_backward.py --runs 5 --steps 500 --busy 2
 """
@@ -12,6 +13,7 @@ At the end, the ring runs beside a backward that only waits, as a CPU does besid
 import argparse
 import itertools
 import multiprocessing
+import os
 import random
 import statistics
 import time
@@ -162,6 +164,16 @@ def main():
     burners = [multiprocessing.Process(target=_burn, daemon=True) for _ in range(options.busy)]
     for burner in burners:
         burner.start()
+    if options.steps > 0:
+        _print_trials(options)
+    for _ in range(options.runs):
+        after, threaded = beside_waiting()
+        print(f"beside a backward that only waits: {1e3 * threaded:.0f} of {1e3 * after:.0f} ms, "
+              f"{threaded / after:.2f} times after backward, load {os.getloadavg()[0]:.0f}",
+              flush=True)
+
+
+def _print_trials(options):
     failed = 0
     for seed in range(options.runs):
         try:
@@ -177,9 +189,6 @@ def main():
               f"moved by {found['moved']:.1e} and are {found['apart']:.1e} apart", flush=True)
     print(f"hung or failed: {failed} of {options.runs} runs of {options.steps} steps on "
           f"{options.ranks} ranks")
-    after, threaded = beside_waiting()
-    print(f"beside a backward that only waits: {1e3 * threaded:.0f} ms a step, "
-          f"{threaded / after:.2f} times after backward")
 
 
 if __name__ == "__main__":

@@ -172,9 +172,15 @@ class OverlappedGradients:
                 self.thread.submit(average_in_buckets, [self.buckets[number]], self.group))
 
     def finish(self):
-        for averaging in self.launched:
-            averaging.result()  # waits, and raises what went wrong on the thread
+        launched, missing = self.launched, self.missing
         self.start_over()
+        if any(missing):  # below zero where a parameter got more than one
+            wrong = [number for number, count in enumerate(missing) if count]
+            raise RuntimeError(f"not every parameter of the buckets {wrong} got one gradient since "
+                               "the last finish(). Leave parameters that the loss does not use "
+                               "out of the buckets, and call finish() after each backward.")
+        for averaging in launched:
+            averaging.result()  # waits, and raises what went wrong on the thread
 
 
 def predict_step(layers, bucket_bytes, ranks, bandwidth, latency):
@@ -212,7 +218,8 @@ class ShardedOptimizer:
     """ZeRO-1: each rank updates its own chunk of the parameters, and has state for that alone.
 
     An all-reduce is a reduce-scatter and an all-gather. The update goes between the two.
-    ``make_optimizer`` makes a torch optimizer from a list of tensors.
+    ``make_optimizer`` makes a torch optimizer from a list of tensors. It must update each element
+    from that element's own gradient and state, as Adam does: it sees only this rank's chunk.
     """
 
     def __init__(self, flat, make_optimizer, group=None):
@@ -266,6 +273,10 @@ class ShardedGradients:
             self.missing[optimizer] = len(bucket)
 
     def step(self):
+        if waiting := self.missing.keys() - self.arrived.keys():
+            raise RuntimeError(f"{len(waiting)} of {len(self.missing)} buckets are not full: some "
+                               "of their parameters got no gradient. Call backward before step(), "
+                               "and leave out parameters that the loss does not use.")
         for optimizer, gradient in self.arrived.items():
             optimizer.update(gradient)
         self.arrived = {}
@@ -279,8 +290,9 @@ def sharded_forward(chunk, compute, x, group=None):
 
     ``compute(whole, x)`` is the layer, with its parameters as one flat tensor.
     """
-    whole = ring_all_gather(chunk, group)
-    return compute(whole, x)
+    with torch.no_grad():  # a graph would keep the whole parameters
+        whole = ring_all_gather(chunk, group)
+        return compute(whole, x)
 
 
 def sharded_backward(chunk, compute, x, gradient, group=None):
@@ -289,7 +301,7 @@ def sharded_backward(chunk, compute, x, gradient, group=None):
     Forward kept neither parameters nor activations: gather again, compute again, and then let
     autograd go back through the layer.
     """
-    whole = ring_all_gather(chunk, group).requires_grad_()
+    whole = ring_all_gather(chunk.detach(), group).requires_grad_()
     x = x.detach().requires_grad_(x.is_floating_point())
     with torch.enable_grad():
         output = compute(whole, x)
@@ -316,7 +328,8 @@ class ShardedFunction(torch.autograd.Function):
 class ShardedUnit(nn.Module):
     """ZeRO-3 of one module: this rank's chunk of its parameters is all that stays here.
 
-    ``size``: the elements of all its parameters, without padding.
+    Gradients go back to the first input alone. ``size``: the elements of all its parameters,
+    without padding.
     """
 
     def __init__(self, module, group=None):
@@ -330,6 +343,10 @@ class ShardedUnit(nn.Module):
         self.of = [module.to("meta")]
 
     def forward(self, x, *others):
+        if any(torch.is_tensor(other) and other.requires_grad for other in others):
+            raise ValueError("a ShardedUnit brings gradients back to its first input alone, and "
+                             "another one asks for a gradient. Detach it, or join the inputs.")
+
         def compute(whole, x):
             names, shapes = zip(*self.of[0].named_parameters(), strict=True)
             parameters = dict(zip(names, unpack(whole, shapes), strict=True))
@@ -339,11 +356,14 @@ class ShardedUnit(nn.Module):
 
 
 def shard_units(model, group=None):
-    """Makes a `ShardedUnit` of each child of a model, and of each child of a list."""
+    """Makes a `ShardedUnit` of each child with parameters, and of each such child of a list."""
+    if own := [name for name, _ in model.named_parameters(recurse=False)]:
+        raise ValueError(f"{', '.join(own)} of {type(model).__name__} would be in no unit, so "
+                         "nobody would average its gradient. Put it into a module of its own.")
     for name, child in list(model.named_children()):
         if isinstance(child, nn.ModuleList):
             shard_units(child, group)
-        else:
+        elif list(child.parameters()):
             setattr(model, name, ShardedUnit(child, group))
 
 

@@ -40,9 +40,13 @@ A blocking ring on one thread beside backward is reliable, so the chain goes on 
             the ring after backward: ranks that compute on all cores leave none to the thread, and
             each of its messages waits until the neighbour's process has a core.
   hidden    Beside a backward that only waits, as a CPU does beside a GPU, the thread hides all but
-            the last bucket: 0.53 times the step with the ring after backward. Chapter 05 needs such
-            a backward, or a slow emulated link, to show that its own ring pays.
-  command   python tests/tools/ring_beside_backward.py --runs 8 --steps 500 --busy 0
+            the last bucket. Six layers wait 50 ms each, and each bucket takes 30 ms: 480 ms with
+            the ring after backward, 330 ms with the thread, 0.69 times. 10 runs with a load of 9
+            to 15 took 621 to 914 ms and 356 to 661 ms, 0.48 to 0.72 times: other processes delay
+            the ring, and the thread hides part of that delay too. Chapter 05 needs such a backward
+            to show that its own ring pays.
+  commands  python tests/tools/ring_beside_backward.py --runs 8 --steps 500 --busy 0
+            python tests/tools/ring_beside_backward.py --runs 8 --steps 0 --busy 0
 """
 
 
@@ -126,8 +130,9 @@ PARTS = (
           chunks="none: flat is whole", padding="ignored", dtypes=_ANY, group=_NO_RANKS),
     _part("broadcast-weights", "04", "broadcast_weights(model, group=None)",
           parts.broadcast_weights, gives="None", chunks=_NONE, padding=_NONE,
-          dtypes="any, also integer and frozen parameters and buffers",
-          overwrites="all parameters and buffers, in place, with those of the group's rank 0"),
+          dtypes="any, also bool, complex, float8 and uint16, kept",
+          overwrites="all parameters and buffers, also frozen ones and those that no state_dict "
+                     "has, in place, with those of the group's rank 0"),
     _part("average-gradients", "04", "average_gradients(model, group=None)",
           parts.average_gradients, uses="ring-all-reduce pack unpack", gives="None",
           chunks=_NONE, padding=_ITSELF, dtypes="any float dtypes",
@@ -151,7 +156,8 @@ PARTS = (
                      "bucket is a list of parameters, all of which have a gradient"),
     _part("overlapped-gradients", "05", "OverlappedGradients(buckets, group)",
           parts.OverlappedGradients, uses="gradient-buckets",
-          gives="an object: construct once, and call finish() after each backward",
+          gives="an object: construct once, and call finish() after each backward. finish() "
+                "raises RuntimeError where a parameter got no gradient, or more than one",
           chunks=_NONE, padding=_ITSELF, dtypes="one float dtype in each bucket",
           overwrites="the `.grad` of each parameter in the buckets. Nobody may touch one between "
                      "backward and finish()",
@@ -172,7 +178,9 @@ PARTS = (
     _part("sharded-optimizer", "08", "ShardedOptimizer(flat, make_optimizer, group=None)",
           parts.ShardedOptimizer, uses="ring-reduce-scatter ring-all-gather",
           gives="an object: step(gradient) takes this rank's flat gradient, padded as flat is; "
-                "update(chunk) takes chunk r of the mean gradient",
+                "update(chunk) takes chunk r of the mean gradient. The optimizer must be "
+                "elementwise, as SGD and Adam are: one that takes norms of whole tensors (LAMB, "
+                "LBFGS, Adafactor) sees one chunk only, and does something else",
           chunks="rank r updates chunk r of flat, and has optimizer state for that alone",
           overwrites="flat, in place, in step() and update()"),
     _part("scatter-gradients", "08", "scatter_gradients(parameters, group=None)",
@@ -184,7 +192,8 @@ PARTS = (
           "ShardedGradients(parameters, make_optimizer, bucket_bytes, group=None)",
           parts.ShardedGradients,
           uses="make-buckets lay-flat sharded-optimizer scatter-gradients",
-          gives="an object: one backward, then step(), with no zero_grad between",
+          gives="an object: one backward, then step(), with no zero_grad between. step() raises "
+                "RuntimeError where a parameter got no gradient. The optimizer is elementwise",
           chunks="rank r owns chunk r of each bucket", padding=_ITSELF,
           overwrites="each parameter's `.data` in the constructor and step(); each `.grad` is None "
                      "after backward",
@@ -193,13 +202,15 @@ PARTS = (
 
     _part("sharded-forward", "09", "sharded_forward(chunk, compute, x, group=None)",
           parts.sharded_forward, uses="ring-all-gather",
-          gives="compute(whole, x); nothing keeps the whole parameters",
+          gives="compute(whole, x), computed under no_grad: it has no graph, and nothing keeps "
+                "the whole parameters",
           chunks="rank r has chunk r of the layer's parameters laid flat",
           padding="by the caller; compute gets whole with its padding"),
     _part("sharded-backward", "09", "sharded_backward(chunk, compute, x, gradient, group=None)",
           parts.sharded_backward, uses="ring-all-gather ring-reduce-scatter",
           gives="(gradient of x, or None where x is integer; chunk r of the mean gradient of the "
-                "parameters). It runs compute once more, so compute may draw no random numbers",
+                "parameters), under no_grad and outside it. It runs compute once more, so compute "
+                "may draw no random numbers",
           chunks="rank r has chunk r of the layer's parameters laid flat",
           padding="by the caller; compute gets whole with its padding"),
     _part("sharded-function", "09", "ShardedFunction.apply(chunk, compute, x, group)",
@@ -209,14 +220,18 @@ PARTS = (
     _part("sharded-unit", "09", "ShardedUnit(module, group=None)", parts.ShardedUnit,
           uses="sharded-function pack unpack", by="course",
           gives="a module that computes what `module` did, with .chunk, a parameter, and .size, "
-                "the elements without padding. Not for buffers, frozen or tied parameters, dropout",
+                "the elements without padding. Inputs come by position. The first is a tensor, and "
+                "it alone may ask for a gradient (another one: ValueError). The output is one "
+                "tensor. Not for buffers, frozen or tied parameters, dropout",
           chunks="rank r has chunk r of the module's parameters laid flat", padding=_ITSELF,
           overwrites="the module, whose numbers are gone (it is moved to `meta`)"),
     _part("shard-units", "09", "shard_units(model, group=None)", parts.shard_units,
           uses="sharded-unit", by="course", gives="None", chunks="as ShardedUnit",
           padding=_ITSELF,
-          overwrites="the model: each child, and each child of a ModuleList, becomes a "
-                     "ShardedUnit. Weights are equal on all ranks before (`broadcast_weights`)"),
+          overwrites="the model: each child with parameters, and each such child of a "
+                     "ModuleList, becomes a ShardedUnit. A model with parameters beside those of "
+                     "its children is refused (ValueError). Weights are equal on all ranks before "
+                     "(`broadcast_weights`)"),
 
     _part("recut", "12", "recut(chunks, size, rank, ranks)", parts.recut,
           gives="rank's chunk of ranks for a flat tensor of size elements: a new tensor; reads of "
@@ -226,8 +241,8 @@ PARTS = (
           group=_NO_RANKS),
     _part("save-sharded", "12", "save_sharded(folder, model, optimizer, group=None)",
           parts.save_sharded, by="course",
-          gives="nothing; each rank writes one file into folder, which is empty before, and the "
-                "same for all ranks",
+          gives="None, when the files of all ranks are there; each rank writes one file into "
+                "folder, which is empty before, and the same for all ranks",
           chunks="rank r writes chunk r of each unit, and of its optimizer state", padding="kept",
           dtypes="any, kept"),
     _part("load-sharded", "12", "load_sharded(folder, model, optimizer, group=None)",
