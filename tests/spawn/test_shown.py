@@ -175,6 +175,19 @@ dplab.run(work, 3)""")
     assert kernel.run("dplab.run(work, 2)").text.count("UserWarning") == 1
 
 
+@pytest.mark.slow
+def test_a_warning_is_shown_where_all_text_was_shown_before_the_ranks_end():
+    with Kernel(DPLAB_LIVE="1") as kernel:
+        kernel.run(SETUP)
+        reply = kernel.run("""%%ranks 2
+import time
+warnings.warn(f"of rank {dist.get_rank()}")
+print("x")
+time.sleep(1)  # the display is refreshed meanwhile, and nothing changes after that""")
+    assert "[rank 0] x\n[rank 1] x" in reply.history, reply
+    assert reply.text.count("UserWarning") == 2, reply
+
+
 def test_of_torchs_own_warnings_the_learners_line_is_named(capsys):
     def work():
         dist.all_gather_into_tensor(torch.empty(dist.get_world_size() * 3),
