@@ -90,8 +90,7 @@ class _Body:
             self.code, self.result = _compiled(cell, self.file)
         except SyntaxError as error:
             raise CellError(_explained(error, cell)) from None
-        bound = {step.argval for step in dis.get_instructions(self.code)
-                 if step.opname == "STORE_NAME"}
+        bound = _bound_first(self.code)
         used = values.global_names(self.code)
         if self.result:
             used |= values.global_names(self.result)
@@ -108,11 +107,20 @@ class _Body:
 
 def _stays(name, bound, shell):
     """Whether a name's value stays in the notebook: IPython's own ``exit`` and the like, and one
-    that no rank can have, where the cell itself puts another in its place."""
+    that no rank can have, where the cell itself first puts another in its place."""
     value = shell.user_ns[name]
     if name in ("exit", "quit", "get_ipython", "open"):
         return value is shell.user_ns_hidden.get(name)
     return name in bound and not values.can_pickle(value)
+
+
+def _bound_first(code):
+    """The names that a cell's code binds before a line of it reads them."""
+    first: dict[str, str] = {}  # name: what is done with it first
+    for step in dis.get_instructions(code):
+        if step.opname in ("STORE_NAME", "LOAD_NAME"):
+            first.setdefault(step.argval, step.opname)
+    return {name for name, done in first.items() if done == "STORE_NAME"}
 
 
 def _compiled(cell, file):

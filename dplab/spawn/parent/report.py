@@ -5,6 +5,7 @@ import os
 import re
 import signal
 
+from ..between import values
 from ..between.calls import PACKAGE, is_learners
 from ..between.errors import RankError, advice_on
 from ..between.messages import Frame, crash_file
@@ -85,12 +86,23 @@ def of_failure(states, folder) -> RankError:
 
 
 def _advice_on_name(state):
-    """In a notebook, where a rank lacks a name: an earlier ``%%ranks`` cell does not give it."""
+    """In a notebook, where a rank lacks a name: why it did not come from there."""
     found = re.match(r"NameError: name '(\w+)' is not defined", state.answer.text) if (
         state.answer and ipython()) else None
-    return (f"Each run starts fresh processes, so nothing is left of an earlier %%ranks cell. If "
-            f"`{found[1]}` was made in one, make it in this cell too, or in the notebook: in a "
-            "cell without %%ranks.") if found else ""
+    if not found:
+        return ""
+    name, names = found[1], ipython().user_ns
+    if name == "get_ipython":
+        return "Ranks have no notebook: call get_ipython() in a cell without %%ranks."
+    if name not in names:
+        return (f"Each run starts fresh processes, so nothing is left of an earlier %%ranks cell. "
+                f"If `{name}` was made in one, make it in this cell too, or in the notebook: in a "
+                "cell without %%ranks.")
+    if values.can_pickle(names[name]):
+        return ""
+    culprit = values.find_culprit(names[name], f"The notebook's `{name}`")
+    return (f"{culprit} cannot be pickled, so it cannot be sent to the ranks. Make it in this "
+            "cell, before the line that reads it.")
 
 
 def of_stuck(states, seconds) -> RankError:
