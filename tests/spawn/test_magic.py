@@ -140,6 +140,18 @@ def test_a_name_of_an_earlier_cell_of_ranks(kernel):
     assert "fresh" not in kernel.run("%%ranks 2\n{}['half']").error
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("cell", [
+    "while dist.get_rank(): pass\ndist.barrier()", "while True: pass"],
+    ids=["one is late", "all are"])
+def test_the_advice_on_a_timeout_fits_a_cell(kernel, cell):
+    reply = kernel.run(f"%%ranks 2 --timeout 1\n{cell}")
+    assert "--timeout SECONDS" in reply.error and "timeout=" not in reply.error, reply
+    inside = cell.replace("\n", "\n    ")
+    reply = kernel.run(f"import dplab\ndef work():\n    {inside}\ndplab.run(work, 2, timeout=1)")
+    assert "timeout=SECONDS" in reply.error and "--timeout" not in reply.error, reply
+
+
 @pytest.mark.parametrize("call", ["input('your name? ')", "breakpoint()"])
 def test_ranks_have_no_keyboard(kernel, call):
     reply = kernel.run(f"%%ranks 2\nif dist.get_rank() == 1:\n    {call}\ndist.barrier()")

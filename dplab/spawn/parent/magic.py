@@ -9,7 +9,7 @@ from ..between import values
 from ..between.errors import expect_failure
 from ..rank import shown
 from ..server.start import warm_up
-from . import elapsed, output
+from . import elapsed, output, report
 from .run import run, validate
 
 _USAGE = "%%ranks N [--timeout SECONDS] [--fails]"
@@ -72,12 +72,21 @@ def register_magic(shell) -> None:
             raise CellError(str(error)) from None
         if options.fails:
             with expect_failure() as shell.user_ns["failure"]:
-                run(body, options.world_size, timeout=options.timeout)
+                _run(body, options)
             return None
-        returned = run(body, options.world_size, timeout=options.timeout)
+        returned = _run(body, options)
         return None if all(value is None for value in returned) else returned
 
     register_cell_magic(ranks)
+
+
+def _run(body, options):
+    """Runs the cell; a report on it names the option as such a cell takes it."""
+    token = report.timeout_option.set("--timeout SECONDS")
+    try:
+        return run(body, options.world_size, timeout=options.timeout)
+    finally:
+        report.timeout_option.reset(token)
 
 
 class _Body:

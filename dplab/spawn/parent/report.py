@@ -1,5 +1,6 @@
 """What became of the ranks, in words: the text of a RankError."""
 
+import contextvars
 import linecache
 import os
 import re
@@ -35,6 +36,8 @@ _WHY = {
 _ALL_SEND = ("A send ends when the other rank receives. Hand over a send and a receive at once, "
              "with dist.batch_isend_irecv, and wait for both.")
 _PAIRS = "Every send needs a receive on the other rank, and every receive a send."
+
+timeout_option = contextvars.ContextVar("timeout_option", default="timeout=SECONDS")
 
 
 def of_mismatch(mismatch, states) -> RankError:
@@ -124,13 +127,13 @@ def of_stuck(states, seconds) -> RankError:
         if computing:
             advice = (f"{_names(lost).capitalize()} {_verb(lost, 'is', 'are')} busy in code of "
                       f"{_verb(lost, 'its', 'their')} own: a loop that does not end, or work that "
-                      "takes longer (then give the run more time, with timeout=SECONDS).")
+                      f"takes longer (then give the run more time, with {timeout_option.get()}).")
     else:
         rank = busy[0].rank if len(busy) == 1 else None
         head = f"{_names(busy)} gave no answer within {seconds:g} s"
         if computing:
             advice = "Do they run a loop that does not end?"
-        advice += " A run that needs longer: timeout=SECONDS."
+        advice += f" A run that needs longer: {timeout_option.get()}."
     return _error(head, "", states, rank=rank, kind="stuck", after=advice)
 
 
