@@ -75,9 +75,18 @@ def register_magic(shell) -> None:
                 _run(body, options)
             return None
         returned = _run(body, options)
-        return None if all(value is None for value in returned) else returned
+        if all(value is None for value in returned):
+            return None
+        return _Figures(returned) if all(map(shown.is_figure, returned)) else returned
 
     register_cell_magic(ranks)
+
+
+class _Figures(list):
+    """What ranks return and have shown: the notebook keeps it as ``_``, and does not list it."""
+
+    def _ipython_display_(self):
+        """IPython's hook: nothing."""
 
 
 def _run(body, options):
