@@ -70,6 +70,33 @@ def test_a_name_that_cannot_be_taken_along_is_named(kernel):
     assert "the notebook's names['lock'], a _thread.lock, cannot be pickled" in reply.error
 
 
+@pytest.mark.parametrize("cell", [
+    "print(lock)\nlock = 3", "lock = lock or 3",
+    "for step in range(2):\n    if step:\n        print(lock)\n    lock = step"],
+    ids=["line", "same line", "loop"])
+def test_a_name_that_cannot_be_taken_along_and_may_be_read_before_it_is_bound(kernel, cell):
+    kernel.run("lock = threading.Lock()")
+    reply = kernel.run(f"%%ranks 2\n{cell}")
+    assert "the notebook's names['lock'], a _thread.lock, cannot be pickled" in reply.error, reply
+
+
+@pytest.mark.parametrize("cell", [
+    "if dist.get_rank() > 1:\n    lock = 3\nprint(lock)",
+    "def work():\n    return lock\nwork()\nlock = 3"], ids=["branch", "function"])
+def test_a_name_that_a_rank_reads_before_it_is_bound_is_not_said_to_be_missing(kernel, cell):
+    kernel.run("lock = threading.Lock()")
+    reply = kernel.run(f"%%ranks 2\n{cell}")
+    assert "name 'lock' is not defined" in reply.error, reply
+    assert "cannot be sent to the ranks" in reply.error.splitlines()[-1]
+    assert "fresh" not in reply.error and "a _thread.lock," in reply.error
+
+
+def test_ranks_have_no_notebook(kernel):
+    reply = kernel.run("%%ranks 2\nget_ipython().run_line_magic('time', '1')")
+    assert "raised NameError: name 'get_ipython' is not defined" in reply.error, reply
+    assert "Ranks have no notebook" in reply.error and "fresh" not in reply.error
+
+
 @pytest.mark.parametrize(("line", "what"), [
     ("", "number of ranks is missing"), ("two", "'two' is not a number of ranks"),
     ("2.5", "'2.5' is not a number of ranks"), ("0", "must be 1 to 120, not 0"),
@@ -111,6 +138,18 @@ def test_a_name_of_an_earlier_cell_of_ranks(kernel):
     kernel.run("half = 3")
     assert kernel.run("%%ranks 2\nhalf + dist.get_rank()").value == "[3, 4]"
     assert "fresh" not in kernel.run("%%ranks 2\n{}['half']").error
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cell", [
+    "while dist.get_rank(): pass\ndist.barrier()", "while True: pass"],
+    ids=["one is late", "all are"])
+def test_the_advice_on_a_timeout_fits_a_cell(kernel, cell):
+    reply = kernel.run(f"%%ranks 2 --timeout 1\n{cell}")
+    assert "--timeout SECONDS" in reply.error and "timeout=" not in reply.error, reply
+    inside = cell.replace("\n", "\n    ")
+    reply = kernel.run(f"import dplab\ndef work():\n    {inside}\ndplab.run(work, 2, timeout=1)")
+    assert "timeout=SECONDS" in reply.error and "--timeout" not in reply.error, reply
 
 
 @pytest.mark.parametrize("call", ["input('your name? ')", "breakpoint()"])

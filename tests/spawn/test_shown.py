@@ -66,7 +66,16 @@ def test_a_figure_stands_once_below_the_label_of_its_rank(kernel, last):
     labels = [data["text/plain"].splitlines() for data in list(reply.displays.values())[::2]]
     assert [lines[0] for lines in labels] == [f"[rank {rank}] before {rank}" for rank in range(3)]
     assert all(lines[1].startswith(f"[rank {rank}] <Figure") for rank, lines in enumerate(labels))
-    assert reply.value.count("<Figure") == (3 if last == "figure" else 0)
+    assert not reply.value
+    if last == "figure":
+        reply = kernel.run("[each.get_size_inches()[0].item() for each in _]")
+        assert reply.value == "[2.0, 3.0, 4.0]"
+
+
+@pytest.mark.slow
+def test_a_list_of_which_not_all_is_a_figure_is_shown(kernel):
+    reply = kernel.run(f"%%ranks 2\n{FIGURE}figure if dist.get_rank() else 5")
+    assert reply.value.startswith("[5, <Figure"), reply
 
 
 @pytest.mark.slow
@@ -173,6 +182,19 @@ dplab.run(work, 2)
 dplab.run(work, 3)""")
     assert again.value == "[0, 1, 2]" and again.text.count("of run") == 2, again  # text and line
     assert kernel.run("dplab.run(work, 2)").text.count("UserWarning") == 1
+
+
+@pytest.mark.slow
+def test_a_warning_is_shown_where_all_text_was_shown_before_the_ranks_end():
+    with Kernel(DPLAB_LIVE="1") as kernel:
+        kernel.run(SETUP)
+        reply = kernel.run("""%%ranks 2
+import time
+warnings.warn(f"of rank {dist.get_rank()}")
+print("x")
+time.sleep(1)  # the display is refreshed meanwhile, and nothing changes after that""")
+    assert "[rank 0] x\n[rank 1] x" in reply.history, reply
+    assert reply.text.count("UserWarning") == 2, reply
 
 
 def test_of_torchs_own_warnings_the_learners_line_is_named(capsys):

@@ -54,8 +54,7 @@ class CellOutput:
 
     def close(self, failure=None):
         self._failure = failure
-        if self._changed:
-            self._show(self._warnings.close())
+        self._show(self._warnings.close())  # also where a refresh has just shown all text
 
     def _show(self, warnings=()):
         size = 0

@@ -9,7 +9,7 @@ from ..between import values
 from ..between.errors import expect_failure
 from ..rank import shown
 from ..server.start import warm_up
-from . import elapsed, output
+from . import elapsed, output, report
 from .run import run, validate
 
 _USAGE = "%%ranks N [--timeout SECONDS] [--fails]"
@@ -72,12 +72,30 @@ def register_magic(shell) -> None:
             raise CellError(str(error)) from None
         if options.fails:
             with expect_failure() as shell.user_ns["failure"]:
-                run(body, options.world_size, timeout=options.timeout)
+                _run(body, options)
             return None
-        returned = run(body, options.world_size, timeout=options.timeout)
-        return None if all(value is None for value in returned) else returned
+        returned = _run(body, options)
+        if all(value is None for value in returned):
+            return None
+        return _Figures(returned) if all(map(shown.is_figure, returned)) else returned
 
     register_cell_magic(ranks)
+
+
+class _Figures(list):
+    """What ranks return and have shown: the notebook keeps it as ``_``, and does not list it."""
+
+    def _ipython_display_(self):
+        """IPython's hook: nothing."""
+
+
+def _run(body, options):
+    """Runs the cell; a report on it names the option as such a cell takes it."""
+    token = report.timeout_option.set("--timeout SECONDS")
+    try:
+        return run(body, options.world_size, timeout=options.timeout)
+    finally:
+        report.timeout_option.reset(token)
 
 
 class _Body:
@@ -90,8 +108,7 @@ class _Body:
             self.code, self.result = _compiled(cell, self.file)
         except SyntaxError as error:
             raise CellError(_explained(error, cell)) from None
-        bound = {step.argval for step in dis.get_instructions(self.code)
-                 if step.opname == "STORE_NAME"}
+        bound = _bound_first(self.code)
         used = values.global_names(self.code)
         if self.result:
             used |= values.global_names(self.result)
@@ -108,11 +125,20 @@ class _Body:
 
 def _stays(name, bound, shell):
     """Whether a name's value stays in the notebook: IPython's own ``exit`` and the like, and one
-    that no rank can have, where the cell itself puts another in its place."""
+    that no rank can have, where the cell itself first puts another in its place."""
     value = shell.user_ns[name]
     if name in ("exit", "quit", "get_ipython", "open"):
         return value is shell.user_ns_hidden.get(name)
     return name in bound and not values.can_pickle(value)
+
+
+def _bound_first(code):
+    """The names that a cell's code binds before a line of it reads them."""
+    first: dict[str, str] = {}  # name: what is done with it first
+    for step in dis.get_instructions(code):
+        if step.opname in ("STORE_NAME", "LOAD_NAME"):
+            first.setdefault(step.argval, step.opname)
+    return {name for name, done in first.items() if done == "STORE_NAME"}
 
 
 def _compiled(cell, file):

@@ -1,10 +1,12 @@
 """What became of the ranks, in words: the text of a RankError."""
 
+import contextvars
 import linecache
 import os
 import re
 import signal
 
+from ..between import values
 from ..between.calls import PACKAGE, is_learners
 from ..between.errors import RankError, advice_on
 from ..between.messages import Frame, crash_file
@@ -34,6 +36,8 @@ _WHY = {
 _ALL_SEND = ("A send ends when the other rank receives. Hand over a send and a receive at once, "
              "with dist.batch_isend_irecv, and wait for both.")
 _PAIRS = "Every send needs a receive on the other rank, and every receive a send."
+
+timeout_option = contextvars.ContextVar("timeout_option", default="timeout=SECONDS")
 
 
 def of_mismatch(mismatch, states) -> RankError:
@@ -85,12 +89,23 @@ def of_failure(states, folder) -> RankError:
 
 
 def _advice_on_name(state):
-    """In a notebook, where a rank lacks a name: an earlier ``%%ranks`` cell does not give it."""
+    """In a notebook, where a rank lacks a name: why it did not come from there."""
     found = re.match(r"NameError: name '(\w+)' is not defined", state.answer.text) if (
         state.answer and ipython()) else None
-    return (f"Each run starts fresh processes, so nothing is left of an earlier %%ranks cell. If "
-            f"`{found[1]}` was made in one, make it in this cell too, or in the notebook: in a "
-            "cell without %%ranks.") if found else ""
+    if not found:
+        return ""
+    name, names = found[1], ipython().user_ns
+    if name == "get_ipython":
+        return "Ranks have no notebook: call get_ipython() in a cell without %%ranks."
+    if name not in names:
+        return (f"Each run starts fresh processes, so nothing is left of an earlier %%ranks cell. "
+                f"If `{name}` was made in one, make it in this cell too, or in the notebook: in a "
+                "cell without %%ranks.")
+    if values.can_pickle(names[name]):
+        return ""
+    culprit = values.find_culprit(names[name], f"The notebook's `{name}`")
+    return (f"{culprit} cannot be pickled, so it cannot be sent to the ranks. Make it in this "
+            "cell, before the line that reads it.")
 
 
 def of_stuck(states, seconds) -> RankError:
@@ -112,13 +127,13 @@ def of_stuck(states, seconds) -> RankError:
         if computing:
             advice = (f"{_names(lost).capitalize()} {_verb(lost, 'is', 'are')} busy in code of "
                       f"{_verb(lost, 'its', 'their')} own: a loop that does not end, or work that "
-                      "takes longer (then give the run more time, with timeout=SECONDS).")
+                      f"takes longer (then give the run more time, with {timeout_option.get()}).")
     else:
         rank = busy[0].rank if len(busy) == 1 else None
         head = f"{_names(busy)} gave no answer within {seconds:g} s"
         if computing:
             advice = "Do they run a loop that does not end?"
-        advice += " A run that needs longer: timeout=SECONDS."
+        advice += f" A run that needs longer: {timeout_option.get()}."
     return _error(head, "", states, rank=rank, kind="stuck", after=advice)
 
 

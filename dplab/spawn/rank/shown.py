@@ -93,20 +93,20 @@ def show_open_figures() -> None:
 
 def show_figure(value) -> None:
     """Shows a value that is a figure, and closes it."""
-    if _is_figure(value):
+    if is_figure(value):
         display(value)
         if "matplotlib.pyplot" in sys.modules:
             sys.modules["matplotlib.pyplot"].close(value)
 
 
-def _is_figure(value):
+def is_figure(value) -> bool:
     module = sys.modules.get("matplotlib.figure")
     return module is not None and isinstance(value, module.Figure)
 
 
 def _formatted(value, include, exclude):
     """A value as IPython would show it: data by kind, and about them."""
-    if _is_figure(value) and not hasattr(value, "_repr_mimebundle_"):
+    if is_figure(value) and not hasattr(value, "_repr_mimebundle_"):
         picture = io.BytesIO()
         value.savefig(picture, format="png", bbox_inches="tight")
         return {"text/plain": repr(value), "image/png": picture.getvalue()}, {}
