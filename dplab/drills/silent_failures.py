@@ -203,7 +203,7 @@ class Readings:
         return [rank.states[step] for rank in self.ranks]
 
     def norms(self, step: int) -> dict[str, list[float]]:
-        """By parameter, the length of each rank's gradient in this step, and of one process's."""
+        """By parameter, the norm of each rank's gradient in this step, and of one process's."""
         vectors = [each.gradients[step] for each in (*self.ranks, self.one_process)]
         parts = zip(*(vector.split([shape.numel() for shape in self.parameters.values()])
                       for vector in vectors), strict=True)
@@ -309,7 +309,7 @@ def continuation(readings):
     saved = readings.ranks[0].stopped
     for rank, each in enumerate(readings.ranks):
         for what, before, after in zip(
-                ("epoch", "batch", "learning rate", "length of the momenta"),
+                ("epoch", "batch", "learning rate", "norm of the momenta"),
                 _numbers(saved), _numbers(each.went_on), strict=True):
             if before != after:
                 return True, (f"The {what} was {before:.4g} when rank 0 saved the checkpoint, and "
@@ -487,7 +487,7 @@ class SilentFailure(SickJob):
     def _description(self):
         settings = self._settings
         return (f"The job trains a classifier of digits, with BatchNorm over the batches of all "
-                f"ranks, on {self._world_size} ranks: {settings.batch} digits on each in a step, "
+                f"ranks (written by hand, for CPUs), on {self._world_size} ranks: {settings.batch} digits on each in a step, "
                 f"{healthy.EPOCHS} epochs. The layer `{settings.frozen}` is frozen in epoch 0. The "
                 "queue stopped the job once, in epoch 1, and it went on from its checkpoint.")
 
@@ -551,7 +551,7 @@ class SilentFailure(SickJob):
 
     @instrument
     def gradients(self, step: int = 1) -> None:
-        """The length of each gradient in step 1; gradients(20): in step 20."""
+        """The norm of each gradient in step 1; gradients(20): in step 20."""
         steps = min(len(self._readings.losses), len(self._readings.one_process.losses))
         if not 1 <= step <= steps:
             print(f"The steps are 1 to {steps}.")
@@ -581,7 +581,7 @@ class SilentFailure(SickJob):
 
     @instrument
     def calls(self) -> None:
-        """The collectives that the ranks call, with the numbers in each."""
+        """The collectives that the ranks call, with the count of values in each."""
         ranks = [self._by_moment(rank.calls) for rank in self._readings.ranks]
         for moment in ranks[0]:
             same = all(rank.get(moment) == ranks[0][moment] for rank in ranks)
@@ -618,7 +618,7 @@ class SilentFailure(SickJob):
         for when, state in states.items():
             epoch, batch, rate, momenta = _numbers(state)
             rows.append([when, str(epoch), str(batch), f"{rate:.4g}", f"{momenta:.4f}"])
-        _print_table(["", "epoch", "batch", "learning rate", "length of momenta"], *rows)
+        _print_table(["", "epoch", "batch", "learning rate", "norm of momenta"], *rows)
 
     def _by_moment(self, calls):
         """The sizes by moment and operation; of an epoch's steps, those of the second one.

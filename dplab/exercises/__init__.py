@@ -85,10 +85,10 @@ def reset(id: str) -> None:
     if exercise is None:
         return
     record.forget("exercises", exercise.slug)
-    aside = kept.set_aside(exercise.slug)
+    was_kept = kept.set_aside(exercise.slug)
     stub = course.stub_of(exercise.chapter, exercise.slug)
     head = f"Exercise {exercise.number}: as if never tried"
-    aside = f" What was kept of it lies in `{kept.folder()}` still." if aside else ""
+    aside = f" What was kept of it lies in `{kept.folder()}` still." if was_kept else ""
     if stub is None:
         cards.card(head, "The course's notebooks are not beside the package, so its stub is not "
                          "at hand.")

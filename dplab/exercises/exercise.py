@@ -119,8 +119,8 @@ class Exercise:
         are compared.
         """
         if len(objects) != 1 or not callable(objects[0]):
-            return Verdict(CRASHED, f'Call it as dplab.check("{self.slug}", {self.name}): the name '
-                                    "itself, without brackets behind it.")
+            return Verdict(NOT_ATTEMPTED, f'Call it as `dplab.check("{self.slug}", {self.name})`: '
+                                          "the name itself, without brackets behind it.")
         attempt = objects[0]
         if misfit := self._misfit(attempt):
             return Verdict(NOT_ATTEMPTED, misfit)
