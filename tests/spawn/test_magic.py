@@ -109,6 +109,15 @@ def test_a_first_line_that_makes_no_sense_is_one_line(kernel, line, what):
     assert what in only
 
 
+def test_the_number_of_ranks_may_be_a_name_of_the_notebook(kernel):
+    kernel.run("count, fraction, yes, none = 3, 1.5, True, 0")
+    assert kernel.run("%%ranks count --timeout 30\ndist.get_world_size()").value == "[3, 3, 3]"
+    for name, what in (("fraction", "'fraction' is not a number of ranks"),
+                       ("yes", "'yes' is not a number of ranks"), ("none", "1 to 120, not 0")):
+        (only,) = refused(kernel, f"%%ranks {name}\n1")
+        assert what in only
+
+
 @pytest.mark.parametrize(("body", "number", "shown", "at"), [
     ("x = 1\ny = = 2", 3, "y = = 2", 4),
     ("if True:\n    x = (1,\n", 3, "x = (1,", 4),

@@ -3,6 +3,7 @@
 import argparse
 import ast
 import dis
+import numbers
 import re
 
 from ..between import values
@@ -50,17 +51,25 @@ def register_magic(shell) -> None:
     warm_up()
     elapsed.watch_cells(shell)
     shell.events.register("pre_run_cell", lambda _=None: output.seen_warnings.clear())
+
+    def world_size(text):
+        """Of a number, or of a name of the notebook that holds one. ValueError."""
+        value = shell.user_ns.get(text, text)
+        if isinstance(value, numbers.Integral) and not isinstance(value, bool):
+            return int(value)
+        return int(text)
+
     parser = _Parser(prog="%%ranks", add_help=False)
-    parser.add_argument("world_size", type=_number(int, "ranks"), nargs="?", metavar="N")
+    parser.add_argument("world_size", type=_number(world_size, "ranks"), nargs="?", metavar="N")
     parser.add_argument("--timeout", type=_number(float, "seconds"), default=60.0)
     parser.add_argument("--fails", action="store_true")
 
     def ranks(line, cell):
         """``%%ranks N [--timeout SECONDS] [--fails]``: runs the cell's body on N ranks.
 
-        Names of the notebook are visible, none come back. The value of a last expression comes
-        back as the list ``_``. ``--fails``: the failure is meant; it is shown without raising, and
-        kept under the name ``failure``.
+        N is a number, or a name of the notebook that holds one. Names of the notebook are visible,
+        none come back. The value of a last expression comes back as the list ``_``. ``--fails``:
+        the failure is meant; it is shown without raising, and kept under the name ``failure``.
         """
         options = parser.parse_args(line.split())
         if options.world_size is None:
