@@ -71,6 +71,9 @@ def merge(base: dict, mine: dict, new: dict, *, course: dict | None = None,
             else:
                 behind[anchor].append(_aside(cell, note))
             continue
+        if slug:
+            behind[anchor].append(_aside(cell, note, slug))
+            continue
         guessed.update(answers(cell["source"]))
         if original is None:
             behind[anchor].append(cell)
@@ -80,7 +83,8 @@ def merge(base: dict, mine: dict, new: dict, *, course: dict | None = None,
         elif without_answers(cell["source"]) != without_answers(original["source"]):
             behind[anchor].append(_aside(cell, note))
 
-    for slug, answer in (elsewhere or {}).items():
+    back = {slug: answer for slug, answer in _answers_aside(mine).items() if slug not in of_base}
+    for slug, answer in ((elsewhere or {}) | back).items():
         if slug in unanswered - filled:
             stub, (first, *rest) = stubs[slug], answer.cells
             _fill(stub, first, answer.stub)
@@ -106,6 +110,18 @@ def answers_to_exercises(base: dict, mine: dict) -> dict[str, Answer]:
         stub = stubs[slug]["source"] if slug in stubs else None
         if slug and cell["source"] != stub and _is_of_reader(cell, original):
             found.setdefault(slug, Answer(stub)).cells.append(cell)
+    return _answers_aside(mine) | found
+
+
+def _answers_aside(mine):
+    """Answers that stand aside since their exercise left the chapter, by slug."""
+    found: dict[str, Answer] = {}
+    for cell in mine["cells"]:
+        ours = cell["metadata"].get("dplab", {})
+        if cell["cell_type"] == "raw" and "answer_to" in ours:
+            source = cell["source"].removeprefix(f"{ours['note']}\n\n")
+            answer = {**cell, "cell_type": "code", "metadata": {}, "source": source}
+            found.setdefault(ours["answer_to"], Answer(None)).cells.append(answer)
     return found
 
 
@@ -114,6 +130,12 @@ def is_answer(cell: dict, course: dict) -> bool:
     slug, stubs = exercise_of(cell), stubs_of(course)
     return bool(slug) and "NotImplementedError" not in cell["source"] and (
         slug not in stubs or cell["source"] != stubs[slug]["source"])
+
+
+def without_stubs(notebook: dict) -> dict:
+    """The notebook without those cells of exercises that nobody has answered."""
+    return {**notebook, "cells": [cell for cell in notebook["cells"] if not exercise_of(cell)
+                                  or is_answer(cell, {"cells": []})]}
 
 
 def holds_lines_of_reader(base: dict, mine: dict) -> bool:
@@ -199,10 +221,11 @@ def _piece(cell, stub):
     return {**cell, "metadata": copy.deepcopy(stub["metadata"])}
 
 
-def _aside(cell, note):
-    """The text in a cell that does not run."""
+def _aside(cell, note, slug=None):
+    """The text in a cell that does not run. With the slug it still finds its exercise elsewhere."""
     kind = "markdown" if cell["cell_type"] == "markdown" else "raw"
-    return {"cell_type": kind, "id": cell["id"], "metadata": {},
+    metadata = {"dplab": {"answer_to": slug, "note": note}} if slug else {}
+    return {"cell_type": kind, "id": cell["id"], "metadata": metadata,
             "source": f"{note}\n\n{cell['source']}"}
 
 

@@ -51,15 +51,13 @@ class WorkingCopy:
         for name, content in self.course.files.items():
             target, base = self.place / name, self._base(name)
             if not target.exists():
-                if name.endswith(".ipynb"):
-                    content = self._with_answers_of_others(name, content)
-                self._put(name, content)
+                self._put(name, self._with_answers_of_others(name, content))
                 changes.added.append(name)
             elif base is None:  # a file of the reader's, or the folder .course was deleted
                 _write(self.kept / "base" / name, content)
             elif base != self.course.files[name]:
                 if _is_untouched(target, base):
-                    self._replace(name, content)
+                    self._replace(name, self._with_answers_of_others(name, content))
                     changes.replaced.append(name)
                 else:
                     changes.newer.append(name)
@@ -76,16 +74,19 @@ class WorkingCopy:
 
         For a file that is gone from the course: puts it aside under the name returned.
         """
-        if name not in self.course.files:
+        content, base = self.course.files.get(name), self._base(name)
+        if not name.endswith(".ipynb") or base is None:
+            return self._retire(name) if content is None else self._replace(name, content)
+        old, mine = notebook.loads(base), self._read(name)
+        new = {**old, "cells": []} if content is None else notebook.loads(content)
+        stay = merging.stubs_of(new)
+        self._hand_on({slug: answer for slug, answer
+                       in merging.answers_to_exercises(old, mine).items() if slug not in stay})
+        if content is None:
             return self._retire(name)
-        content = self.course.files[name]
-        base = self._base(name)
-        if name.endswith(".ipynb") and base is not None:
-            new, old = notebook.loads(content), notebook.loads(base)
-            mine = self._read(name)
-            content = notebook.dumps(merging.merge(
-                old, mine, new, elsewhere=self._answers_of_others(name)))
-        return self._replace(name, content)
+        come = {slug: answer for slug, answer in self._answers_of_others(name).items()
+                if slug not in merging.stubs_of(old)}
+        return self._replace(name, notebook.dumps(merging.merge(old, mine, new, elsewhere=come)))
 
     def answers_outside(self, folder: Path | None = None) -> dict[str, bytes]:
         """Notebooks of this copy with the answers that stand in other notebooks of the course.
@@ -146,15 +147,45 @@ class WorkingCopy:
 
     def _answers_of_others(self, name):
         """Answers in the copy's other notebooks: an exercise may have moved between chapters."""
-        found = {}
+        found = self._answers_of_chapters_put_aside()
         for other in self._names_of_base():
             if other != name and other.endswith(".ipynb") and (self.place / other).exists():
                 with contextlib.suppress(notebook.UnreadableNotebook):
                     base = notebook.loads(self._base(other))
-                    found |= merging.answers_to_exercises(base, self._read(other))
+                    answers = merging.answers_to_exercises(base, self._read(other))
+                    stubs = merging.stubs_of(base)
+                    # What stands aside in a chapter is older than what stands in a stub.
+                    found |= {slug: answer for slug, answer in answers.items()
+                              if slug in stubs or slug not in found}
         return found
 
+    def _answers_of_chapters_put_aside(self):
+        """Answers in notebooks that `_keep` left beside the chapters, of chapters that are gone."""
+        found = {}
+        for path in sorted((self.place / "chapters").glob("*.before-*.ipynb")):
+            name = f"chapters/{path.name.split('.before-')[0]}.ipynb"
+            if name not in self.course.files:
+                with contextlib.suppress(notebook.UnreadableNotebook):
+                    found |= merging.answers_to_exercises(
+                        {"cells": []}, merging.without_stubs(notebook.loads(path.read_bytes())))
+        return found
+
+    def _hand_on(self, answers):
+        """Answers of exercises that leave a chapter, to chapters that have them as bare stubs."""
+        for other in self._notebooks():
+            course = notebook.loads(self.course.files[other])
+            if not answers.keys() & merging.stubs_of(course) or not (self.place / other).exists():
+                continue
+            with contextlib.suppress(notebook.UnreadableNotebook):
+                here = self._read(other)
+                nothing = {**here, "cells": []}
+                merged = merging.merge(nothing, nothing, here, course=course, elsewhere=answers)
+                if notebook.sources(merged) != notebook.sources(here):
+                    self.take(other, notebook.dumps(merged))
+
     def _with_answers_of_others(self, name, content):
+        if not name.endswith(".ipynb"):
+            return content
         new = notebook.loads(content)
         nothing = {**new, "cells": []}
         merged = merging.merge(nothing, nothing, new, elsewhere=self._answers_of_others(name))

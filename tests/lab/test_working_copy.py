@@ -189,6 +189,79 @@ def test_a_chapter_with_another_name_gets_the_answers_by_slug(course, copy, lab)
     assert "before" in old.name and old.read_bytes() == before
 
 
+FIRST = "chapters/00_start_here.ipynb"
+
+
+def move_the_exercise(course, copy, touched):
+    """The reader answers in chapter 03; then the course has another exercise there and this in 00.
+
+    ``touched``: the reader has changed 00 too, so that it waits for their word.
+    """
+    def leave(cells):
+        by_id(cells, "stub-total")["metadata"]["dplab"]["exercise"] = "other"
+
+    edit(course / FIRST, leave)
+    commit(course)
+    assert command.lab(["--copy-only"]) == 0
+    set_source(copy / THIRD, "stub-total", ANSWER)
+    if touched:
+        set_source(copy / FIRST, "last", "of_the_reader = 1")
+    edit(course / FIRST, lambda cells: cells.append(cell("total", STUB, slug="total-of-ranks")))
+    edit(course / THIRD, lambda cells: cells.pop(2))
+    commit(course)
+
+
+@pytest.mark.parametrize("touched", [False, True])
+@pytest.mark.parametrize("updates", [["03"], ["03", "00"], ["00", "03"], ["all"], ["together"]])
+def test_an_answer_follows_its_exercise_in_any_order(course, copy, lab, touched, updates):
+    move_the_exercise(course, copy, touched)
+    if updates == ["together"]:
+        lab("--update", "03", "--update", "00")
+    for word in updates if updates != ["together"] else []:
+        lab("--update", word)
+    code = [each for each in read(copy / FIRST)["cells"] if each["cell_type"] == "code"]
+    assert (ANSWER in sources({"cells": code})) == (not touched or updates != ["03"])
+    if touched:
+        assert "of_the_reader = 1" in sources(read(copy / FIRST))
+
+
+def test_a_plain_start_brings_the_answer_to_the_new_place(course, copy, lab):
+    move_the_exercise(course, copy, touched=False)
+    lab()
+    assert sources(read(copy / FIRST))[-1] == ANSWER
+
+
+def test_an_answer_written_after_the_exercise_left_is_handed_on(course, copy, lab):
+    move_the_exercise(course, copy, touched=False)
+    set_source(copy / THIRD, "stub-total", STUB)
+    set_source(copy / THIRD, "last", "of_the_reader = 1")
+    lab()
+    assert sources(read(copy / FIRST))[-1] == STUB
+    set_source(copy / THIRD, "stub-total", ANSWER)
+    lab("--update", "03")
+    assert sources(read(copy / FIRST))[-1] == ANSWER
+
+
+def test_an_answer_of_a_chapter_put_aside_comes_with_a_later_update(course, copy, lab):
+    move_the_exercise(course, copy, touched=True)
+    (course / THIRD).unlink()
+    commit(course)
+    lab("--update", "03")
+    assert not (copy / THIRD).exists()
+    lab("--update", "00")
+    assert sources(read(copy / FIRST))[-1] == ANSWER
+
+
+def test_an_exercise_that_comes_back_gets_its_answer_back(course, copy, lab):
+    move_the_exercise(course, copy, touched=True)
+    lab("--update", "03")
+    edit(course / THIRD, lambda cells: cells.insert(1, cell("back", STUB, slug="total-of-ranks")))
+    edit(course / FIRST, lambda cells: cells.pop())
+    commit(course)
+    lab("--update", "all")
+    assert "".join(by_id(read(copy / THIRD)["cells"], "back")["source"]) == ANSWER
+
+
 def test_an_untouched_chapter_that_left_the_course_leaves_the_copy(course, copy, lab):
     (course / THIRD).unlink()
     commit(course)
