@@ -5,9 +5,10 @@ Each cell of the reader's notebook goes one of these ways:
 - It is as the course had it: the new version's cell stands.
 - It is an exercise's cell with an answer: the answer replaces the stub of the same exercise.
 - It was edited, and the new version has the same cell unchanged: the reader's text replaces it.
-- It answers a guess: the answer goes into the guess of the same slug.
-- It was edited, and the new version changed or dropped the cell: the reader's text stands in a
-  cell of its own, which does not run, behind the cell that it followed.
+- It answers a guess: the answer goes into the guess of the same slug. Where that is all that was
+  edited, nothing else is kept.
+- It was edited, be it a comment, and the new version changed or dropped the cell: the reader's
+  text stands in a cell of its own, which does not run, behind the cell that it followed.
 - The reader added it: it stands behind the cell that it followed.
 """
 
@@ -17,7 +18,7 @@ import uuid
 from dataclasses import dataclass, field
 
 from dplab.lab import first_edition
-from dplab.lab.guess_answers import answers, with_answers, without_answers
+from dplab.lab.guess_answers import answers, open_guesses, with_answers, without_answers
 from dplab.lab.notebook import cleared_cell
 
 NOTE_OF_UPDATE = "You wrote this in a cell that the course has changed or removed."
@@ -51,6 +52,12 @@ def merge(base: dict, mine: dict, new: dict, *, course: dict | None = None,
     behind: dict[str, list[dict]] = {name: [] for name in (_TOP, *homes)}
     filled: set[str] = set()
     guessed: dict[str, str] = {}
+    asked: set[str] = set()
+    answered: dict[str, str] = {}
+    for cell in result["cells"]:
+        if cell["cell_type"] == "code":
+            asked |= open_guesses(cell["source"])
+            answered |= answers(cell["source"])
     anchor = _TOP
 
     for cell, original in _matched(base, mine):
@@ -80,7 +87,9 @@ def merge(base: dict, mine: dict, new: dict, *, course: dict | None = None,
         elif (home is not None and _text(home) == _text(original)
               and home["cell_type"] == cell["cell_type"]):
             _set_source(home, cell["source"])
-        elif without_answers(cell["source"]) != without_answers(original["source"]):
+        elif (without_answers(cell["source"]) != without_answers(original["source"])
+              or any(slug not in asked and answered.get(slug) != answer
+                     for slug, answer in answers(cell["source"]).items())):
             behind[anchor].append(_aside(cell, note))
 
     back = {slug: answer for slug, answer in _answers_aside(mine).items() if slug not in of_base}
