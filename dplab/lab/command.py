@@ -68,8 +68,10 @@ def _open(place, options, for_jupyter):
     course = read_course(ROOT)
     _check_place(place, course.root)
     copy = WorkingCopy(place, course)
+    address = jupyterlab.running_at(place)
     try:
-        changes = copy.refresh()
+        # JupyterLab would write what it has open over a file that changes under it.
+        changes = copy.refresh(only_add=address is not None)
     except OSError as error:
         # A copy that is there can be worked in all the same.
         if options.update or not (place / jupyterlab.FIRST_CHAPTER).exists():
@@ -78,6 +80,15 @@ def _open(place, options, for_jupyter):
         return 0 if options.copy_only else _start(place, options, for_jupyter, first_time=False)
     _tell(changes)
     waiting = [*changes.newer, *changes.gone]
+    if address:
+        if waiting:
+            print(f"Newer in the course: {_listed(waiting)}.")
+        if waiting or options.update or options.source is not None:
+            print("JupyterLab has your copy open, so nothing in it was replaced. Close JupyterLab "
+                  "(Ctrl-C where it was started) and start again; they come then.")
+        if options.update or options.source is not None:
+            return 1
+        return 0 if options.copy_only else _start(place, options, for_jupyter, first_time=False)
     _update(copy, _wanted(options.update, waiting, copy), changes)
     _import(copy, options.source)
     if options.copy_only:

@@ -44,8 +44,11 @@ class WorkingCopy:
         self.course = course
         self.kept = place / ".course"
 
-    def refresh(self) -> Changes:
-        """Adds what is missing, and brings up to date what the reader has not touched."""
+    def refresh(self, *, only_add: bool = False) -> Changes:
+        """Adds what is missing, and brings up to date what the reader has not touched.
+
+        ``only_add``: the files that are there stay, and those that are newer or gone wait.
+        """
         changes = Changes(created=not self.kept.exists())
         self.kept.mkdir(parents=True, exist_ok=True)
         for name, content in self.course.files.items():
@@ -56,16 +59,16 @@ class WorkingCopy:
             elif base is None:  # a file of the reader's, or the folder .course was deleted
                 _write(self.kept / "base" / name, content)
             elif base != self.course.files[name]:
-                if _is_untouched(target, base):
+                if not only_add and _is_untouched(target, base):
                     self._replace(name, self._with_answers_of_others(name, content))
                     changes.replaced.append(name)
                 else:
                     changes.newer.append(name)
         for name in self._names_of_base():
             if name not in self.course.files:
-                if (self.place / name).exists() and not self._is_untouched(name):
+                if (self.place / name).exists() and (only_add or not self._is_untouched(name)):
                     changes.gone.append(name)
-                else:
+                elif not only_add:
                     self._retire(name)
         return changes
 

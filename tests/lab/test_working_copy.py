@@ -303,6 +303,25 @@ def in_terminal(script, typed):
     return shown.decode()
 
 
+@pytest.mark.parametrize("arguments", [[], ["--update", "03"], ["--update", "all"], ["--import"]])
+def test_nothing_is_replaced_while_jupyterlab_has_the_copy_open(
+        course, copy, lab, monkeypatch, arguments):
+    set_source(copy / FIRST, "stub-total", ANSWER)
+    change_course(course, setup="ranks = 8")
+    set_source(course / FIRST, "setup", "ranks = 8")
+    (course / "figures/ring.svg").unlink()
+    commit(course)
+    before = everything(copy)
+    monkeypatch.setattr(jupyterlab, "running_at", lambda place: "http://127.0.0.1:1/lab")
+    said = lab(*arguments, status=1 if arguments else 0).out
+    assert "Close JupyterLab" in said and "03_all_reduce" in said and "00_start_here" in said
+    assert everything(copy) == before
+    monkeypatch.undo()
+    monkeypatch.setattr(command, "ROOT", course)
+    lab()
+    assert "ranks = 8" in sources(read(copy / THIRD))
+
+
 def test_an_unknown_chapter_is_refused(copy, lab):
     assert "no chapter 77" in lab("--update", "77", status=1).err
 
