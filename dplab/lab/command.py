@@ -160,6 +160,9 @@ def _update(copy, wanted, changes):
 def _import(copy, source):
     """Takes answers over from elsewhere; without the reader's word, says that there are some."""
     found = copy.answers_outside(Path(source).expanduser().absolute() if source else None)
+    for path in copy.unreadable:
+        print(f"{path} is no notebook, as after a conflict of git. It was left out; mend it, or "
+              "bring it back with `git checkout`.")
     if source is None:
         if found:
             print(f"Changes of yours stand in the course's own {_listed(found)}: "

@@ -43,6 +43,7 @@ class WorkingCopy:
         self.place = place
         self.course = course
         self.kept = place / ".course"
+        self.unreadable = [course.root / name for name in course.unreadable]
 
     def refresh(self, *, only_add: bool = False) -> Changes:
         """Adds what is missing, and brings up to date what the reader has not touched.
@@ -65,7 +66,7 @@ class WorkingCopy:
                 else:
                     changes.newer.append(name)
         for name in self._names_of_base():
-            if name not in self.course.files:
+            if name not in self.course.files and name not in self.course.unreadable:
                 if (self.place / name).exists() and (only_add or not self._is_untouched(name)):
                     changes.gone.append(name)
                 elif not only_add:
@@ -100,9 +101,14 @@ class WorkingCopy:
         found = {}
         for name in self._notebooks():
             path = self._outside(name, folder)
-            if path is None or not (self.place / name).exists():
+            if path is None or not path.is_file() or not (self.place / name).exists():
                 continue
-            theirs, here = notebook.loads(path.read_bytes()), self._read(name)
+            try:
+                theirs = notebook.loads(path.read_bytes())
+            except notebook.UnreadableNotebook:
+                self.unreadable.append(path)
+                continue
+            here = self._read(name)
             course = notebook.loads(self._base(name) or self.course.files[name])
             base = committed_notebook(path.parent, path.name)
             if base is None:  # then nothing tells the reader's other cells from the course's

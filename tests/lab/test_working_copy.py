@@ -395,6 +395,32 @@ def test_a_notebook_that_cannot_be_read_is_named_and_left_alone(course, copy, la
     assert (copy / THIRD).read_text() == "<<<<<<< a conflict of git"
 
 
+@pytest.mark.parametrize("committed", [False, True])
+def test_a_broken_notebook_of_the_course_is_named_and_left_out(course, copy, lab, committed):
+    set_source(copy / FIRST, "stub-total", ANSWER)
+    run_in(copy / THIRD)
+    before = everything(copy)
+    (course / THIRD).write_text("<<<<<<< HEAD\n" + (course / THIRD).read_text())
+    if committed:
+        commit(course)
+    for arguments in ([], ["--import"]):
+        assert str(course / THIRD) in lab(*arguments).out
+    assert everything(copy) == before
+    git(course, "checkout", "HEAD" if not committed else "HEAD~1", "--", "chapters")
+    assert "no notebook" not in lab().out
+
+
+def test_a_first_copy_lacks_a_broken_notebook_and_gets_it_later(course, lab):
+    shutil.rmtree(course / ".git")
+    whole = (course / THIRD).read_text()
+    (course / THIRD).write_text("<<<<<<< HEAD\n" + whole)
+    assert "03_all_reduce.ipynb" in lab().out
+    assert not (course / "my_course" / THIRD).exists()
+    (course / THIRD).write_text(whole)
+    lab()
+    assert (course / "my_course" / THIRD).exists()
+
+
 @pytest.mark.parametrize("place", [".", "chapters", "chapters/mine", "figures"])
 def test_a_copy_does_not_go_into_the_course_or_among_other_files(course, lab, place):
     before = files(course)
