@@ -141,6 +141,14 @@ def test_a_newer_chapter_waits_until_the_reader_asks_for_it(course, copy, lab, t
     assert (copy / THIRD).read_bytes() == before
 
 
+@pytest.mark.parametrize("word", ["3", "03", "03_all_reduce"])
+def test_a_chapter_is_named_by_its_number_with_or_without_a_zero(course, copy, lab, word):
+    set_source(copy / THIRD, "stub-total", ANSWER)
+    change_course(course, setup="ranks = 8")
+    lab("--update", word)
+    assert "ranks = 8" in sources(read(copy / THIRD))
+
+
 def test_an_update_brings_answers_along_and_keeps_the_old_notebook_beside(course, copy, lab):
     set_source(copy / THIRD, "stub-total", ANSWER)
     edit(copy / THIRD, lambda cells: cells.insert(3, cell("note", "of_the_reader = 1")))
@@ -181,7 +189,8 @@ def test_a_chapter_with_another_name_gets_the_answers_by_slug(course, copy, lab)
     before = (copy / THIRD).read_bytes()
     (course / THIRD).rename(course / "chapters/04_rings.ipynb")
     commit(course)
-    assert "03_all_reduce" in lab().out
+    said = lab().out
+    assert re.search("Gone from the course.*03_all_reduce", said) and "Newer in" not in said
     assert ANSWER in sources(read(copy / "chapters/04_rings.ipynb"))
     assert (copy / THIRD).read_bytes() == before
     lab("--update", "03")
@@ -485,6 +494,15 @@ def test_a_full_disk_does_not_keep_the_reader_from_their_copy(course, copy):
     done = without_room(course)
     assert done.returncode == 0 and "Your files are as they were" in done.stderr
     assert everything(copy).items() >= before.items()
+
+
+def test_half_a_copy_on_a_full_disk_does_not_start(course, copy, lab):
+    (copy / THIRD).unlink()
+    done = without_room(course)
+    assert done.returncode == 1 and "nothing of yours was changed" in done.stderr
+    assert "File too large" in done.stderr and len(done.stderr.splitlines()) == 1
+    lab()
+    assert sources(read(copy / THIRD)) == sources(chapter())
 
 
 @pytest.fixture
