@@ -167,6 +167,9 @@ def _update(copy, wanted, changes):
 
 def _import(copy, source):
     """Takes answers over from elsewhere; without the reader's word, says that there are some."""
+    if source and not Path(source).expanduser().is_dir():
+        raise Refused(f"{source} is not there, or is no folder. Name a folder with notebooks of "
+                      "the course")
     found = copy.answers_outside(Path(source).expanduser().absolute() if source else None)
     for path in copy.unreadable:
         print(f"{path} is no notebook, as after a conflict of git. It was left out; mend it, or "

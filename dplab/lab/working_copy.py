@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
 from dplab.lab import merging, notebook
-from dplab.lab.course_files import Course, committed_notebook
+from dplab.lab.course_files import Course, committed_notebook, earlier_notebooks
 
 NOTE_OF_IMPORT = "You wrote this outside of this copy. Here stands something else."
 
@@ -110,11 +110,14 @@ class WorkingCopy:
                 continue
             here = self._read(name)
             course = notebook.loads(self._base(name) or self.course.files[name])
-            base = committed_notebook(path.parent, path.name)
-            if base is None:  # then nothing tells the reader's other cells from the course's
-                base, kept = course, [cell for cell in theirs["cells"]
-                                      if merging.is_answer(cell, course)]
-                theirs = {**theirs, "cells": kept}
+            base = self._base_outside(path) or committed_notebook(path.parent, path.name)
+            if base is None:
+                versions = [course, *earlier_notebooks(self.course.root, name)]
+                base = max(versions, key=lambda version: _cells_in_common(version, theirs))
+                # A stub of a version that is not known is no line of the reader's.
+                theirs = {**theirs, "cells": [
+                    cell for cell in theirs["cells"] if not merging.exercise_of(cell)
+                    or merging.is_answer(cell, base)]}
             # An answer that was committed is the reader's too.
             base = {**base, "cells": [cell for cell in base["cells"]
                                       if not merging.is_answer(cell, course)]}
@@ -130,8 +133,15 @@ class WorkingCopy:
     def _outside(self, name, folder):
         if folder is None:
             return self.course.root / name if name in self.course.edited else None
-        path = folder / PurePosixPath(name).name
-        return path if path.is_file() else None
+        paths = (folder / PurePosixPath(name).name, folder / name)
+        return next((path for path in paths if path.is_file()), None)
+
+    def _base_outside(self, path):
+        """What the notebook was made from, where it lies in another copy."""
+        base = path.parent.parent / ".course/base/chapters" / path.name
+        with contextlib.suppress(OSError, notebook.UnreadableNotebook):
+            return notebook.loads(base.read_bytes())
+        return None
 
     def _notebooks(self):
         return [name for name in self.course.files if name.endswith(".ipynb")]
@@ -246,6 +256,10 @@ class WorkingCopy:
             return merging.holds_lines_of_reader(notebook.loads(base), self._read(name))
         except notebook.UnreadableNotebook:
             return True
+
+
+def _cells_in_common(one, other):
+    return len(set(notebook.sources(one)) & set(notebook.sources(other)))
 
 
 def _is_untouched(path, base):

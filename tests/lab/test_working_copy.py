@@ -389,6 +389,46 @@ def test_answers_of_the_first_edition_in_another_folder_are_imported(course, lab
     assert ANSWER in sources(read(copy / THIRD))
 
 
+def write_everywhere(path):
+    """What a reader writes into a chapter: an answer, a guess, a cell, a comment and a note."""
+    set_source(path, "stub-total", ANSWER)
+    guess = "".join(by_id(read(path)["cells"], "guess-bytes")["source"])
+    set_source(path, "guess-bytes", guess[:-1] + ", answer=12.5)")
+    set_source(path, "last", "print(ranks)  # of the reader")
+    edit(path, lambda cells: cells.insert(1, cell("own", "own = 1")))
+    edit(path, lambda cells: by_id(cells, "question").update(source="# A note of the reader"))
+
+
+@pytest.mark.parametrize("newer", [False, True])
+@pytest.mark.parametrize("kind", ["outside of git", "a copy", "a copy's chapters"])
+def test_all_that_a_reader_wrote_in_another_folder_is_imported(
+        course, lab, tmp_path, kind, newer):
+    other = tmp_path / "other"
+    if kind == "outside of git":
+        shutil.copytree(course / "chapters", other)
+        write_everywhere(other / "03_all_reduce.ipynb")
+    else:
+        lab(str(other))
+        write_everywhere(other / THIRD)
+    if newer:
+        change_course(course, setup="ranks = 8")
+    lab()
+    lab("--import", str(other / "chapters" if kind == "a copy's chapters" else other))
+    found = sources(read(course / "my_course" / THIRD))
+    assert {ANSWER, "own = 1", "print(ranks)  # of the reader", "# A note of the reader"} <= set(
+        found)
+    assert any("answer=12.5" in source for source in found)
+    assert ("ranks = 8" in found) == newer and ("ranks = 4" in found) != newer
+    assert len(found) == len(chapter()["cells"]) + 1
+    assert "No answers" in lab("--import", str(other)).out
+
+
+def test_a_folder_that_is_not_there_is_not_imported(course, copy, lab, tmp_path):
+    before = everything(copy)
+    assert "is not there" in lab("--import", str(tmp_path / "nope"), status=1).err
+    assert everything(copy) == before
+
+
 def test_stubs_that_nobody_answered_are_not_imported(course, copy, lab, tmp_path):
     shutil.copytree(course / "chapters", tmp_path / "old")
     set_source(tmp_path / "old/03_all_reduce.ipynb", "stub-total", STUB.replace("sum", "mean"))
