@@ -68,16 +68,28 @@ def _open(place, options, for_jupyter):
     course = read_course(ROOT)
     _check_place(place, course.root)
     copy = WorkingCopy(place, course)
+    address = jupyterlab.running_at(place)
     try:
-        changes = copy.refresh()
+        # JupyterLab would write what it has open over a file that changes under it.
+        changes = copy.refresh(only_add=address is not None)
     except OSError as error:
         # A copy that is there can be worked in all the same.
-        if options.update or not (place / jupyterlab.FIRST_CHAPTER).exists():
+        whole = all((place / name).exists() for name in course.files)
+        if options.update or options.source is not None or not whole:
             raise
         _failed(_explained(error, place) + ". Your files are as they were")
         return 0 if options.copy_only else _start(place, options, for_jupyter, first_time=False)
     _tell(changes)
     waiting = [*changes.newer, *changes.gone]
+    if address:
+        if waiting:
+            print(f"Newer in the course, or gone from it: {_listed(waiting)}.")
+        if waiting or options.update or options.source is not None:
+            print("JupyterLab has your copy open, so nothing in it was replaced. Close JupyterLab "
+                  "(Ctrl-C where it was started) and start again; they come then.")
+        if options.update or options.source is not None:
+            return 1
+        return 0 if options.copy_only else _start(place, options, for_jupyter, first_time=False)
     _update(copy, _wanted(options.update, waiting, copy), changes)
     _import(copy, options.source)
     if options.copy_only:
@@ -117,7 +129,13 @@ def _wanted(asked, waiting, copy):
         wanted += [name for name in found if name not in wanted]
     if asked or not waiting:
         return wanted
-    print(f"Newer in the course than in your copy: {_listed(waiting)}")
+    newer = [name for name in waiting if name in copy.course.files]
+    gone = [name for name in waiting if name not in newer]
+    if newer:
+        print(f"Newer in the course than in your copy: {_listed(newer)}")
+    if gone:
+        print(f"Gone from the course, under this name at least: {_listed(gone)}. You wrote in "
+              "it, so it stays; an update puts it aside.")
     if sys.stdin.isatty() and sys.stdout.isatty():
         question = "Bring them over now? Your answers come along; the old files are kept. [y/N] "
         if input(question).strip().lower() in ("y", "yes"):
@@ -128,9 +146,10 @@ def _wanted(asked, waiting, copy):
 
 
 def _is_meant(word, name):
-    """``04`` means chapters/04_ddp_by_hand.ipynb, ``10`` also what lies in 10_launch."""
+    """``04`` or ``4`` means chapters/04_ddp_by_hand.ipynb, ``10`` also what lies in 10_launch."""
     short = name.removeprefix("chapters/")
-    return short.startswith(f"{word}_") or word in (name, short, Path(name).stem)
+    number = word.zfill(2) if word.isdecimal() else word
+    return short.startswith(f"{number}_") or word in (name, short, Path(name).stem)
 
 
 def _word_for(name):
@@ -148,7 +167,13 @@ def _update(copy, wanted, changes):
 
 def _import(copy, source):
     """Takes answers over from elsewhere; without the reader's word, says that there are some."""
+    if source and not Path(source).expanduser().is_dir():
+        raise Refused(f"{source} is not there, or is no folder. Name a folder with notebooks of "
+                      "the course")
     found = copy.answers_outside(Path(source).expanduser().absolute() if source else None)
+    for path in copy.unreadable:
+        print(f"{path} is no notebook, as after a conflict of git. It was left out; mend it, or "
+              "bring it back with `git checkout`.")
     if source is None:
         if found:
             print(f"Changes of yours stand in the course's own {_listed(found)}: "
@@ -188,7 +213,8 @@ def _listed(names):
 def _explained(error, place):
     text = f"{error.strerror or error}: {error.filename}" if error.filename else str(error)
     if error.errno in _NO_ROOM:
-        return f"{text}. Make room there, and start again; nothing of yours was changed"
+        return (f"{error.strerror}: make room for your copy in {place} and start again; nothing of "
+                "yours was changed")
     if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EEXIST):
         return (f"{text}. Name another folder for your copy, such as "
                 f"`dplab lab {Path('~') / 'my_course'}`")

@@ -1,5 +1,6 @@
 """The course as its clone has it: which files a working copy gets, and what they hold."""
 
+import contextlib
 import posixpath
 import re
 import subprocess
@@ -22,11 +23,13 @@ class Course:
 
     ``edited``: notebooks of ``chapters/`` that differ from the last commit. ``files`` has these
     as committed, so that a reader's answers in them are not taken for the course's text.
+    ``unreadable``: notebooks that are none, as after a conflict of git; ``files`` lacks them.
     """
 
     root: Path
     files: dict[str, bytes]
     edited: list[str]
+    unreadable: list[str]
 
 
 def read_course(root: Path) -> Course:
@@ -38,23 +41,41 @@ def read_course(root: Path) -> Course:
     names = _names_of_chapters(root)
     changed = _git(root, "diff", "--name-only", "-z", "--relative", "HEAD", "--", "chapters")
     edited = set((changed or "").split("\0"))
-    waiting, files = ["README.md", *names], {}
+    waiting, files, unreadable = ["README.md", *names], {}, set()
     while waiting:
         name = waiting.pop()
         if name in files or (data := _content(root, name, committed=name in edited)) is None:
             continue
         if name.endswith(".ipynb"):
-            data = notebook.dumps(notebook.cleared(notebook.loads(data)))
+            data = _cleared(data) or _cleared(_content(root, name, committed=False) or b"")
+            if data is None:
+                unreadable.add(name)
+                continue
         files[name] = data
         waiting += _linked(name, data)
     return Course(root, dict(sorted(files.items())),
-                  sorted(name for name in edited if name.endswith(".ipynb")))
+                  sorted(name for name in edited if name.endswith(".ipynb")),
+                  sorted(unreadable))
 
 
 def committed_notebook(root: Path, name: str) -> dict | None:
-    """The notebook of the last commit; None outside of git and for a new file."""
+    """The notebook of the last commit; None outside of git, for a new file and a broken one."""
     data = _git(root, "show", f"HEAD:./{name}", text=False)
-    return None if data is None else notebook.loads(data)
+    try:
+        return None if data is None else notebook.loads(data)
+    except notebook.UnreadableNotebook:
+        return None
+
+
+def earlier_notebooks(root: Path, name: str) -> list[dict]:
+    """The versions of a notebook in the clone's history, newest first."""
+    found = []
+    commits = _git(root, "log", "--format=%H", "--max-count=200", "HEAD", "--", name) or ""
+    for commit in commits.split():
+        with contextlib.suppress(notebook.UnreadableNotebook):
+            data = _git(root, "show", f"{commit}:./{name}", text=False)
+            found += [notebook.loads(data)] if data is not None else []
+    return found
 
 
 def _names_of_chapters(root):
@@ -70,6 +91,14 @@ def _content(root, name, *, committed):
     data = _git(root, "show", f"HEAD:./{name}", text=False) if committed else None
     path = root / name
     return path.read_bytes() if data is None and path.is_file() else data
+
+
+def _cleared(data):
+    """The notebook without outputs; None where there is no notebook in the file."""
+    try:
+        return notebook.dumps(notebook.cleared(notebook.loads(data)))
+    except notebook.UnreadableNotebook:
+        return None
 
 
 def _linked(name, data):

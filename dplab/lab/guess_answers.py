@@ -1,6 +1,9 @@
 """The answers that a reader wrote into cells with ``dplab.guess("slug", …, answer=…)``."""
 
 import ast
+import re
+
+_ANSWER_BEGINS = re.compile(rb"\s*,?\s*(answer\s*=\s*)?\Z")
 
 
 def answers(source: str) -> dict[str, str]:
@@ -13,15 +16,17 @@ def answers(source: str) -> dict[str, str]:
     return found
 
 
+def open_guesses(source: str) -> set[str]:
+    """The slugs of the cell's guesses that have no answer yet."""
+    return {call.args[0].value for call in _guesses(source)} - answers(source).keys()
+
+
 def with_answers(source: str, given: dict[str, str]) -> str:
     """The cell with ``given`` in those of its guesses that have no answer yet."""
     taken = answers(source)
     calls = [call for call in _guesses(source)
              if call.args[0].value in given and call.args[0].value not in taken]
-    data = source.encode()  # positions of `ast` count bytes
-    lines = [0]
-    for line in data.splitlines(keepends=True):
-        lines.append(lines[-1] + len(line))
+    data, lines = _bytes_and_lines(source)
     for call in reversed(calls):  # from the end, so that earlier positions stay true
         text, node = given[call.args[0].value].encode(), _answer(call)
         if node is None:
@@ -37,14 +42,23 @@ def with_answers(source: str, given: dict[str, str]) -> str:
 
 
 def without_answers(source: str) -> str:
-    """A text that two cells share when they differ in answers of guesses alone."""
-    tree = _parsed(source)
-    if tree is None:
-        return source
-    for call in _guesses_of(tree):
-        del call.args[2:]
-        call.keywords = [each for each in call.keywords if each.arg != "answer"]
-    return ast.dump(tree)
+    """The text less the answers of its guesses, and less the commas and words before them."""
+    data, lines = _bytes_and_lines(source)
+    for call in reversed(_guesses(source)):
+        if (node := _answer(call)) is not None:
+            start = lines[node.lineno - 1] + node.col_offset
+            end = lines[node.end_lineno - 1] + node.end_col_offset
+            before = _ANSWER_BEGINS.sub(b"", data[:start])
+            data = before + data[end:]
+    return data.decode()
+
+
+def _bytes_and_lines(source):
+    """The text in bytes, as positions of `ast` count them, and where each of its lines begins."""
+    data, lines = source.encode(), [0]
+    for line in data.splitlines(keepends=True):
+        lines.append(lines[-1] + len(line))
+    return data, lines
 
 
 def _parsed(source):

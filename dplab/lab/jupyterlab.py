@@ -67,9 +67,14 @@ def command(place: Path, options: list[str], *, first_time: bool, browser: bool)
 
 def running_at(place: Path) -> str | None:
     """The address of a JupyterLab that serves this folder already."""
+    if util.find_spec("jupyter_core") is None:
+        return None
     from jupyter_core.paths import jupyter_runtime_dir
 
-    for file in sorted(Path(jupyter_runtime_dir()).glob("jpserver-*.json")):
+    # The second folder is that of a JupyterLab for which `prepare` made a home.
+    folders = (Path(jupyter_runtime_dir()),
+               place / ".course/jupyter/home/.local/share/jupyter/runtime")
+    for file in (file for folder in folders for file in sorted(folder.glob("jpserver-*.json"))):
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             server = json.loads(file.read_text())
             if Path(server["root_dir"]).resolve() != place.resolve():

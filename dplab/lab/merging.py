@@ -5,9 +5,10 @@ Each cell of the reader's notebook goes one of these ways:
 - It is as the course had it: the new version's cell stands.
 - It is an exercise's cell with an answer: the answer replaces the stub of the same exercise.
 - It was edited, and the new version has the same cell unchanged: the reader's text replaces it.
-- It answers a guess: the answer goes into the guess of the same slug.
-- It was edited, and the new version changed or dropped the cell: the reader's text stands in a
-  cell of its own, which does not run, behind the cell that it followed.
+- It answers a guess: the answer goes into the guess of the same slug. Where that is all that was
+  edited, nothing else is kept.
+- It was edited, be it a comment, and the new version changed or dropped the cell: the reader's
+  text stands in a cell of its own, which does not run, behind the cell that it followed.
 - The reader added it: it stands behind the cell that it followed.
 """
 
@@ -17,7 +18,7 @@ import uuid
 from dataclasses import dataclass, field
 
 from dplab.lab import first_edition
-from dplab.lab.guess_answers import answers, with_answers, without_answers
+from dplab.lab.guess_answers import answers, open_guesses, with_answers, without_answers
 from dplab.lab.notebook import cleared_cell
 
 NOTE_OF_UPDATE = "You wrote this in a cell that the course has changed or removed."
@@ -51,6 +52,12 @@ def merge(base: dict, mine: dict, new: dict, *, course: dict | None = None,
     behind: dict[str, list[dict]] = {name: [] for name in (_TOP, *homes)}
     filled: set[str] = set()
     guessed: dict[str, str] = {}
+    asked: set[str] = set()
+    answered: dict[str, str] = {}
+    for cell in result["cells"]:
+        if cell["cell_type"] == "code":
+            asked |= open_guesses(cell["source"])
+            answered |= answers(cell["source"])
     anchor = _TOP
 
     for cell, original in _matched(base, mine):
@@ -71,16 +78,22 @@ def merge(base: dict, mine: dict, new: dict, *, course: dict | None = None,
             else:
                 behind[anchor].append(_aside(cell, note))
             continue
+        if slug:
+            behind[anchor].append(_aside(cell, note, slug))
+            continue
         guessed.update(answers(cell["source"]))
         if original is None:
             behind[anchor].append(cell)
         elif (home is not None and _text(home) == _text(original)
               and home["cell_type"] == cell["cell_type"]):
             _set_source(home, cell["source"])
-        elif without_answers(cell["source"]) != without_answers(original["source"]):
+        elif (without_answers(cell["source"]) != without_answers(original["source"])
+              or any(slug not in asked and answered.get(slug) != answer
+                     for slug, answer in answers(cell["source"]).items())):
             behind[anchor].append(_aside(cell, note))
 
-    for slug, answer in (elsewhere or {}).items():
+    back = {slug: answer for slug, answer in _answers_aside(mine).items() if slug not in of_base}
+    for slug, answer in ((elsewhere or {}) | back).items():
         if slug in unanswered - filled:
             stub, (first, *rest) = stubs[slug], answer.cells
             _fill(stub, first, answer.stub)
@@ -106,6 +119,18 @@ def answers_to_exercises(base: dict, mine: dict) -> dict[str, Answer]:
         stub = stubs[slug]["source"] if slug in stubs else None
         if slug and cell["source"] != stub and _is_of_reader(cell, original):
             found.setdefault(slug, Answer(stub)).cells.append(cell)
+    return _answers_aside(mine) | found
+
+
+def _answers_aside(mine):
+    """Answers that stand aside since their exercise left the chapter, by slug."""
+    found: dict[str, Answer] = {}
+    for cell in mine["cells"]:
+        ours = cell["metadata"].get("dplab", {})
+        if cell["cell_type"] == "raw" and "answer_to" in ours:
+            source = cell["source"].removeprefix(f"{ours['note']}\n\n")
+            answer = {**cell, "cell_type": "code", "metadata": {}, "source": source}
+            found.setdefault(ours["answer_to"], Answer(None)).cells.append(answer)
     return found
 
 
@@ -114,6 +139,12 @@ def is_answer(cell: dict, course: dict) -> bool:
     slug, stubs = exercise_of(cell), stubs_of(course)
     return bool(slug) and "NotImplementedError" not in cell["source"] and (
         slug not in stubs or cell["source"] != stubs[slug]["source"])
+
+
+def without_stubs(notebook: dict) -> dict:
+    """The notebook without those cells of exercises that nobody has answered."""
+    return {**notebook, "cells": [cell for cell in notebook["cells"] if not exercise_of(cell)
+                                  or is_answer(cell, {"cells": []})]}
 
 
 def holds_lines_of_reader(base: dict, mine: dict) -> bool:
@@ -199,10 +230,11 @@ def _piece(cell, stub):
     return {**cell, "metadata": copy.deepcopy(stub["metadata"])}
 
 
-def _aside(cell, note):
-    """The text in a cell that does not run."""
+def _aside(cell, note, slug=None):
+    """The text in a cell that does not run. With the slug it still finds its exercise elsewhere."""
     kind = "markdown" if cell["cell_type"] == "markdown" else "raw"
-    return {"cell_type": kind, "id": cell["id"], "metadata": {},
+    metadata = {"dplab": {"answer_to": slug, "note": note}} if slug else {}
+    return {"cell_type": kind, "id": cell["id"], "metadata": metadata,
             "source": f"{note}\n\n{cell['source']}"}
 
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
 from dplab.lab import merging, notebook
-from dplab.lab.course_files import Course, committed_notebook
+from dplab.lab.course_files import Course, committed_notebook, earlier_notebooks
 
 NOTE_OF_IMPORT = "You wrote this outside of this copy. Here stands something else."
 
@@ -43,31 +43,33 @@ class WorkingCopy:
         self.place = place
         self.course = course
         self.kept = place / ".course"
+        self.unreadable = [course.root / name for name in course.unreadable]
 
-    def refresh(self) -> Changes:
-        """Adds what is missing, and brings up to date what the reader has not touched."""
+    def refresh(self, *, only_add: bool = False) -> Changes:
+        """Adds what is missing, and brings up to date what the reader has not touched.
+
+        ``only_add``: the files that are there stay, and those that are newer or gone wait.
+        """
         changes = Changes(created=not self.kept.exists())
         self.kept.mkdir(parents=True, exist_ok=True)
         for name, content in self.course.files.items():
             target, base = self.place / name, self._base(name)
             if not target.exists():
-                if name.endswith(".ipynb"):
-                    content = self._with_answers_of_others(name, content)
-                self._put(name, content)
+                self._put(name, self._with_answers_of_others(name, content))
                 changes.added.append(name)
             elif base is None:  # a file of the reader's, or the folder .course was deleted
                 _write(self.kept / "base" / name, content)
             elif base != self.course.files[name]:
-                if _is_untouched(target, base):
-                    self._replace(name, content)
+                if not only_add and _is_untouched(target, base):
+                    self._replace(name, self._with_answers_of_others(name, content))
                     changes.replaced.append(name)
                 else:
                     changes.newer.append(name)
         for name in self._names_of_base():
-            if name not in self.course.files:
-                if (self.place / name).exists() and not self._is_untouched(name):
+            if name not in self.course.files and name not in self.course.unreadable:
+                if (self.place / name).exists() and (only_add or not self._is_untouched(name)):
                     changes.gone.append(name)
-                else:
+                elif not only_add:
                     self._retire(name)
         return changes
 
@@ -76,16 +78,19 @@ class WorkingCopy:
 
         For a file that is gone from the course: puts it aside under the name returned.
         """
-        if name not in self.course.files:
+        content, base = self.course.files.get(name), self._base(name)
+        if not name.endswith(".ipynb") or base is None:
+            return self._retire(name) if content is None else self._replace(name, content)
+        old, mine = notebook.loads(base), self._read(name)
+        new = {**old, "cells": []} if content is None else notebook.loads(content)
+        stay = merging.stubs_of(new)
+        self._hand_on({slug: answer for slug, answer
+                       in merging.answers_to_exercises(old, mine).items() if slug not in stay})
+        if content is None:
             return self._retire(name)
-        content = self.course.files[name]
-        base = self._base(name)
-        if name.endswith(".ipynb") and base is not None:
-            new, old = notebook.loads(content), notebook.loads(base)
-            mine = self._read(name)
-            content = notebook.dumps(merging.merge(
-                old, mine, new, elsewhere=self._answers_of_others(name)))
-        return self._replace(name, content)
+        come = {slug: answer for slug, answer in self._answers_of_others(name).items()
+                if slug not in merging.stubs_of(old)}
+        return self._replace(name, notebook.dumps(merging.merge(old, mine, new, elsewhere=come)))
 
     def answers_outside(self, folder: Path | None = None) -> dict[str, bytes]:
         """Notebooks of this copy with the answers that stand in other notebooks of the course.
@@ -96,15 +101,23 @@ class WorkingCopy:
         found = {}
         for name in self._notebooks():
             path = self._outside(name, folder)
-            if path is None or not (self.place / name).exists():
+            if path is None or not path.is_file() or not (self.place / name).exists():
                 continue
-            theirs, here = notebook.loads(path.read_bytes()), self._read(name)
+            try:
+                theirs = notebook.loads(path.read_bytes())
+            except notebook.UnreadableNotebook:
+                self.unreadable.append(path)
+                continue
+            here = self._read(name)
             course = notebook.loads(self._base(name) or self.course.files[name])
-            base = committed_notebook(path.parent, path.name)
-            if base is None:  # then nothing tells the reader's other cells from the course's
-                base, kept = course, [cell for cell in theirs["cells"]
-                                      if merging.is_answer(cell, course)]
-                theirs = {**theirs, "cells": kept}
+            base = self._base_outside(path) or committed_notebook(path.parent, path.name)
+            if base is None:
+                versions = [course, *earlier_notebooks(self.course.root, name)]
+                base = max(versions, key=lambda version: _cells_in_common(version, theirs))
+                # A stub of a version that is not known is no line of the reader's.
+                theirs = {**theirs, "cells": [
+                    cell for cell in theirs["cells"] if not merging.exercise_of(cell)
+                    or merging.is_answer(cell, base)]}
             # An answer that was committed is the reader's too.
             base = {**base, "cells": [cell for cell in base["cells"]
                                       if not merging.is_answer(cell, course)]}
@@ -120,8 +133,15 @@ class WorkingCopy:
     def _outside(self, name, folder):
         if folder is None:
             return self.course.root / name if name in self.course.edited else None
-        path = folder / PurePosixPath(name).name
-        return path if path.is_file() else None
+        paths = (folder / PurePosixPath(name).name, folder / name)
+        return next((path for path in paths if path.is_file()), None)
+
+    def _base_outside(self, path):
+        """What the notebook was made from, where it lies in another copy."""
+        base = path.parent.parent / ".course/base/chapters" / path.name
+        with contextlib.suppress(OSError, notebook.UnreadableNotebook):
+            return notebook.loads(base.read_bytes())
+        return None
 
     def _notebooks(self):
         return [name for name in self.course.files if name.endswith(".ipynb")]
@@ -146,15 +166,45 @@ class WorkingCopy:
 
     def _answers_of_others(self, name):
         """Answers in the copy's other notebooks: an exercise may have moved between chapters."""
-        found = {}
+        found = self._answers_of_chapters_put_aside()
         for other in self._names_of_base():
             if other != name and other.endswith(".ipynb") and (self.place / other).exists():
                 with contextlib.suppress(notebook.UnreadableNotebook):
                     base = notebook.loads(self._base(other))
-                    found |= merging.answers_to_exercises(base, self._read(other))
+                    answers = merging.answers_to_exercises(base, self._read(other))
+                    stubs = merging.stubs_of(base)
+                    # What stands aside in a chapter is older than what stands in a stub.
+                    found |= {slug: answer for slug, answer in answers.items()
+                              if slug in stubs or slug not in found}
         return found
 
+    def _answers_of_chapters_put_aside(self):
+        """Answers in notebooks that `_keep` left beside the chapters, of chapters that are gone."""
+        found = {}
+        for path in sorted((self.place / "chapters").glob("*.before-*.ipynb")):
+            name = f"chapters/{path.name.split('.before-')[0]}.ipynb"
+            if name not in self.course.files:
+                with contextlib.suppress(notebook.UnreadableNotebook):
+                    found |= merging.answers_to_exercises(
+                        {"cells": []}, merging.without_stubs(notebook.loads(path.read_bytes())))
+        return found
+
+    def _hand_on(self, answers):
+        """Answers of exercises that leave a chapter, to chapters that have them as bare stubs."""
+        for other in self._notebooks():
+            course = notebook.loads(self.course.files[other])
+            if not answers.keys() & merging.stubs_of(course) or not (self.place / other).exists():
+                continue
+            with contextlib.suppress(notebook.UnreadableNotebook):
+                here = self._read(other)
+                nothing = {**here, "cells": []}
+                merged = merging.merge(nothing, nothing, here, course=course, elsewhere=answers)
+                if notebook.sources(merged) != notebook.sources(here):
+                    self.take(other, notebook.dumps(merged))
+
     def _with_answers_of_others(self, name, content):
+        if not name.endswith(".ipynb"):
+            return content
         new = notebook.loads(content)
         nothing = {**new, "cells": []}
         merged = merging.merge(nothing, nothing, new, elsewhere=self._answers_of_others(name))
@@ -206,6 +256,10 @@ class WorkingCopy:
             return merging.holds_lines_of_reader(notebook.loads(base), self._read(name))
         except notebook.UnreadableNotebook:
             return True
+
+
+def _cells_in_common(one, other):
+    return len(set(notebook.sources(one)) & set(notebook.sources(other)))
 
 
 def _is_untouched(path, base):

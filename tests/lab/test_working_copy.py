@@ -141,6 +141,14 @@ def test_a_newer_chapter_waits_until_the_reader_asks_for_it(course, copy, lab, t
     assert (copy / THIRD).read_bytes() == before
 
 
+@pytest.mark.parametrize("word", ["3", "03", "03_all_reduce"])
+def test_a_chapter_is_named_by_its_number_with_or_without_a_zero(course, copy, lab, word):
+    set_source(copy / THIRD, "stub-total", ANSWER)
+    change_course(course, setup="ranks = 8")
+    lab("--update", word)
+    assert "ranks = 8" in sources(read(copy / THIRD))
+
+
 def test_an_update_brings_answers_along_and_keeps_the_old_notebook_beside(course, copy, lab):
     set_source(copy / THIRD, "stub-total", ANSWER)
     edit(copy / THIRD, lambda cells: cells.insert(3, cell("note", "of_the_reader = 1")))
@@ -181,12 +189,86 @@ def test_a_chapter_with_another_name_gets_the_answers_by_slug(course, copy, lab)
     before = (copy / THIRD).read_bytes()
     (course / THIRD).rename(course / "chapters/04_rings.ipynb")
     commit(course)
-    assert "03_all_reduce" in lab().out
+    said = lab().out
+    assert re.search("Gone from the course.*03_all_reduce", said) and "Newer in" not in said
     assert ANSWER in sources(read(copy / "chapters/04_rings.ipynb"))
     assert (copy / THIRD).read_bytes() == before
     lab("--update", "03")
     [old] = (copy / "chapters").glob("03_*.ipynb")
     assert "before" in old.name and old.read_bytes() == before
+
+
+FIRST = "chapters/00_start_here.ipynb"
+
+
+def move_the_exercise(course, copy, touched):
+    """The reader answers in chapter 03; then the course has another exercise there and this in 00.
+
+    ``touched``: the reader has changed 00 too, so that it waits for their word.
+    """
+    def leave(cells):
+        by_id(cells, "stub-total")["metadata"]["dplab"]["exercise"] = "other"
+
+    edit(course / FIRST, leave)
+    commit(course)
+    assert command.lab(["--copy-only"]) == 0
+    set_source(copy / THIRD, "stub-total", ANSWER)
+    if touched:
+        set_source(copy / FIRST, "last", "of_the_reader = 1")
+    edit(course / FIRST, lambda cells: cells.append(cell("total", STUB, slug="total-of-ranks")))
+    edit(course / THIRD, lambda cells: cells.pop(2))
+    commit(course)
+
+
+@pytest.mark.parametrize("touched", [False, True])
+@pytest.mark.parametrize("updates", [["03"], ["03", "00"], ["00", "03"], ["all"], ["together"]])
+def test_an_answer_follows_its_exercise_in_any_order(course, copy, lab, touched, updates):
+    move_the_exercise(course, copy, touched)
+    if updates == ["together"]:
+        lab("--update", "03", "--update", "00")
+    for word in updates if updates != ["together"] else []:
+        lab("--update", word)
+    code = [each for each in read(copy / FIRST)["cells"] if each["cell_type"] == "code"]
+    assert (ANSWER in sources({"cells": code})) == (not touched or updates != ["03"])
+    if touched:
+        assert "of_the_reader = 1" in sources(read(copy / FIRST))
+
+
+def test_a_plain_start_brings_the_answer_to_the_new_place(course, copy, lab):
+    move_the_exercise(course, copy, touched=False)
+    lab()
+    assert sources(read(copy / FIRST))[-1] == ANSWER
+
+
+def test_an_answer_written_after_the_exercise_left_is_handed_on(course, copy, lab):
+    move_the_exercise(course, copy, touched=False)
+    set_source(copy / THIRD, "stub-total", STUB)
+    set_source(copy / THIRD, "last", "of_the_reader = 1")
+    lab()
+    assert sources(read(copy / FIRST))[-1] == STUB
+    set_source(copy / THIRD, "stub-total", ANSWER)
+    lab("--update", "03")
+    assert sources(read(copy / FIRST))[-1] == ANSWER
+
+
+def test_an_answer_of_a_chapter_put_aside_comes_with_a_later_update(course, copy, lab):
+    move_the_exercise(course, copy, touched=True)
+    (course / THIRD).unlink()
+    commit(course)
+    lab("--update", "03")
+    assert not (copy / THIRD).exists()
+    lab("--update", "00")
+    assert sources(read(copy / FIRST))[-1] == ANSWER
+
+
+def test_an_exercise_that_comes_back_gets_its_answer_back(course, copy, lab):
+    move_the_exercise(course, copy, touched=True)
+    lab("--update", "03")
+    edit(course / THIRD, lambda cells: cells.insert(1, cell("back", STUB, slug="total-of-ranks")))
+    edit(course / FIRST, lambda cells: cells.pop())
+    commit(course)
+    lab("--update", "all")
+    assert "".join(by_id(read(copy / THIRD)["cells"], "back")["source"]) == ANSWER
 
 
 def test_an_untouched_chapter_that_left_the_course_leaves_the_copy(course, copy, lab):
@@ -228,6 +310,25 @@ def in_terminal(script, typed):
     os.close(keyboard)
     assert process.wait(timeout=30) == 0, shown.decode()
     return shown.decode()
+
+
+@pytest.mark.parametrize("arguments", [[], ["--update", "03"], ["--update", "all"], ["--import"]])
+def test_nothing_is_replaced_while_jupyterlab_has_the_copy_open(
+        course, copy, lab, monkeypatch, arguments):
+    set_source(copy / FIRST, "stub-total", ANSWER)
+    change_course(course, setup="ranks = 8")
+    set_source(course / FIRST, "setup", "ranks = 8")
+    (course / "figures/ring.svg").unlink()
+    commit(course)
+    before = everything(copy)
+    monkeypatch.setattr(jupyterlab, "running_at", lambda place: "http://127.0.0.1:1/lab")
+    said = lab(*arguments, status=1 if arguments else 0).out
+    assert "Close JupyterLab" in said and "03_all_reduce" in said and "00_start_here" in said
+    assert everything(copy) == before
+    monkeypatch.undo()
+    monkeypatch.setattr(command, "ROOT", course)
+    lab()
+    assert "ranks = 8" in sources(read(copy / THIRD))
 
 
 def test_an_unknown_chapter_is_refused(copy, lab):
@@ -288,6 +389,46 @@ def test_answers_of_the_first_edition_in_another_folder_are_imported(course, lab
     assert ANSWER in sources(read(copy / THIRD))
 
 
+def write_everywhere(path):
+    """What a reader writes into a chapter: an answer, a guess, a cell, a comment and a note."""
+    set_source(path, "stub-total", ANSWER)
+    guess = "".join(by_id(read(path)["cells"], "guess-bytes")["source"])
+    set_source(path, "guess-bytes", guess[:-1] + ", answer=12.5)")
+    set_source(path, "last", "print(ranks)  # of the reader")
+    edit(path, lambda cells: cells.insert(1, cell("own", "own = 1")))
+    edit(path, lambda cells: by_id(cells, "question").update(source="# A note of the reader"))
+
+
+@pytest.mark.parametrize("newer", [False, True])
+@pytest.mark.parametrize("kind", ["outside of git", "a copy", "a copy's chapters"])
+def test_all_that_a_reader_wrote_in_another_folder_is_imported(
+        course, lab, tmp_path, kind, newer):
+    other = tmp_path / "other"
+    if kind == "outside of git":
+        shutil.copytree(course / "chapters", other)
+        write_everywhere(other / "03_all_reduce.ipynb")
+    else:
+        lab(str(other))
+        write_everywhere(other / THIRD)
+    if newer:
+        change_course(course, setup="ranks = 8")
+    lab()
+    lab("--import", str(other / "chapters" if kind == "a copy's chapters" else other))
+    found = sources(read(course / "my_course" / THIRD))
+    assert {ANSWER, "own = 1", "print(ranks)  # of the reader", "# A note of the reader"} <= set(
+        found)
+    assert any("answer=12.5" in source for source in found)
+    assert ("ranks = 8" in found) == newer and ("ranks = 4" in found) != newer
+    assert len(found) == len(chapter()["cells"]) + 1
+    assert "No answers" in lab("--import", str(other)).out
+
+
+def test_a_folder_that_is_not_there_is_not_imported(course, copy, lab, tmp_path):
+    before = everything(copy)
+    assert "is not there" in lab("--import", str(tmp_path / "nope"), status=1).err
+    assert everything(copy) == before
+
+
 def test_stubs_that_nobody_answered_are_not_imported(course, copy, lab, tmp_path):
     shutil.copytree(course / "chapters", tmp_path / "old")
     set_source(tmp_path / "old/03_all_reduce.ipynb", "stub-total", STUB.replace("sum", "mean"))
@@ -301,6 +442,32 @@ def test_a_notebook_that_cannot_be_read_is_named_and_left_alone(course, copy, la
     change_course(course, setup="ranks = 8")
     assert "03_all_reduce.ipynb" in lab("--update", "03", status=1).err
     assert (copy / THIRD).read_text() == "<<<<<<< a conflict of git"
+
+
+@pytest.mark.parametrize("committed", [False, True])
+def test_a_broken_notebook_of_the_course_is_named_and_left_out(course, copy, lab, committed):
+    set_source(copy / FIRST, "stub-total", ANSWER)
+    run_in(copy / THIRD)
+    before = everything(copy)
+    (course / THIRD).write_text("<<<<<<< HEAD\n" + (course / THIRD).read_text())
+    if committed:
+        commit(course)
+    for arguments in ([], ["--import"]):
+        assert str(course / THIRD) in lab(*arguments).out
+    assert everything(copy) == before
+    git(course, "checkout", "HEAD" if not committed else "HEAD~1", "--", "chapters")
+    assert "no notebook" not in lab().out
+
+
+def test_a_first_copy_lacks_a_broken_notebook_and_gets_it_later(course, lab):
+    shutil.rmtree(course / ".git")
+    whole = (course / THIRD).read_text()
+    (course / THIRD).write_text("<<<<<<< HEAD\n" + whole)
+    assert "03_all_reduce.ipynb" in lab().out
+    assert not (course / "my_course" / THIRD).exists()
+    (course / THIRD).write_text(whole)
+    lab()
+    assert (course / "my_course" / THIRD).exists()
 
 
 @pytest.mark.parametrize("place", [".", "chapters", "chapters/mine", "figures"])
@@ -367,6 +534,15 @@ def test_a_full_disk_does_not_keep_the_reader_from_their_copy(course, copy):
     done = without_room(course)
     assert done.returncode == 0 and "Your files are as they were" in done.stderr
     assert everything(copy).items() >= before.items()
+
+
+def test_half_a_copy_on_a_full_disk_does_not_start(course, copy, lab):
+    (copy / THIRD).unlink()
+    done = without_room(course)
+    assert done.returncode == 1 and "nothing of yours was changed" in done.stderr
+    assert "File too large" in done.stderr and len(done.stderr.splitlines()) == 1
+    lab()
+    assert sources(read(copy / THIRD)) == sources(chapter())
 
 
 @pytest.fixture
