@@ -486,9 +486,9 @@ class SilentFailure(SickJob):
 
     def _description(self):
         settings = self._settings
-        return (f"The job trains a classifier of digits, with BatchNorm over the batches of all "
-                f"ranks (written by hand, for CPUs), on {self._world_size} ranks: {settings.batch} digits on each in a step, "
-                f"{healthy.EPOCHS} epochs. The layer `{settings.frozen}` is frozen in epoch 0. The "
+        return ("The job trains a classifier of digits, with BatchNorm over the batches of all "
+                f"ranks (written by hand, for CPUs), on {self._world_size} ranks: "
+                f"{settings.batch} digits on each in a step, {healthy.EPOCHS} epochs. The layer `{settings.frozen}` is frozen in epoch 0. The "
                 "queue stopped the job once, in epoch 1, and it went on from its checkpoint.")
 
     def _run(self, part):
