@@ -488,8 +488,9 @@ class SilentFailure(SickJob):
         settings = self._settings
         return ("The job trains a classifier of digits, with BatchNorm over the batches of all "
                 f"ranks (written by hand, for CPUs), on {self._world_size} ranks: "
-                f"{settings.batch} digits on each in a step, {healthy.EPOCHS} epochs. The layer `{settings.frozen}` is frozen in epoch 0. The "
-                "queue stopped the job once, in epoch 1, and it went on from its checkpoint.")
+                f"{settings.batch} digits on each in a step, {healthy.EPOCHS} epochs. The layer "
+                f"`{settings.frozen}` is frozen in epoch 0. The queue stopped the job once, in "
+                "epoch 1, and it went on from its checkpoint.")
 
     def _run(self, part):
         parts = replace(Parts(), **{self._case.part: part})
