@@ -141,12 +141,14 @@ def test_an_exchange_takes_what_its_source_sent(world_size):
 
 
 def exchanges(group):
-    """At every distance. A rank is late, so another one's next message is there before its own."""
+    """With ranks at every distance, and then of rank 0 with each other one, the late one first."""
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
-    if rank == 1:
-        time.sleep(0.3)
-    for distance in range(1, ranks):
-        to, source = (rank + distance) % ranks, (rank - distance) % ranks
+    others = range(1, ranks)
+    pairs = [((rank + distance) % ranks, (rank - distance) % ranks) for distance in others]
+    pairs += [(other, other) for other in others] if rank == 0 else [(0, 0)]
+    for number, (to, source) in enumerate(pairs):
+        if number == ranks - 1 and rank == 1:
+            time.sleep(0.3)  # rank 1 is late, so what the others sent waits at rank 0
         sent = torch.tensor([rank, 10 * to])
         yield parts.exchange(sent, to, source, group), torch.tensor([source, 10 * rank])
 
@@ -750,7 +752,7 @@ def test_forward_keeps_nothing_where_gradients_are_recorded():
         output = stack["sharded-forward"](chunk, compute, x)
         assert not output.requires_grad
         assert alive() == 0
-        return [each.tolist() for each in stack["sharded-backward"](chunk, compute, x, output)]
+        return [each.tolist() for each in parts.sharded_backward(chunk, compute, x, output)]
 
     # The columns of [[1, 1, 1, 1], [1, 1, 2, 2], [2, 2, 2, 2]] sum to 4, 4, 5, 5.
     to_x = [[18.0, 28.0, 36.0]] * 2
