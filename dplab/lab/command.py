@@ -140,8 +140,8 @@ def _wanted(asked, waiting, copy):
         question = "Bring them over now? Your answers come along; the old files are kept. [y/N] "
         if input(question).strip().lower() in ("y", "yes"):
             return waiting
-    print(f"  `dplab lab --update {_word_for(waiting[0])}` brings one over with your answers, "
-          "`--update all` all of them.")
+    what = "brings one over with your answers" if newer else "puts one aside"
+    print(f"  `dplab lab --update {_word_for(waiting[0])}` {what}, `--update all` all of them.")
     return []
 
 
