@@ -25,9 +25,10 @@ ALT = (
 
 @style()
 def draw() -> Canvas:
-    canvas = Canvas(2 * MARGIN + 2 * PANEL_WIDTH + 12, 104 + 2 * (PANEL_HEIGHT + 10) + 8, TITLE, ALT)
-    canvas.text(MARGIN, 74, "colour: the rank that the number comes from; dark: a sum over all "
-                            "four ranks", color=MUTED)
+    canvas = Canvas(2 * MARGIN + 2 * PANEL_WIDTH + 12, 104 + 2 * (PANEL_HEIGHT + 10) + 8,
+                    TITLE, ALT)
+    canvas.text(MARGIN, 74, "colour: the rank that the number comes from; four stripes: a sum "
+                            "over all four ranks", color=MUTED)
     draw_panels(canvas, 98, PUZZLES)
     return canvas
 

@@ -36,8 +36,8 @@ ALT = (
 )
 
 CELL, HEIGHT, GAP = 38, 28, 3
-PANEL_WIDTH, PANEL_HEIGHT = 422, 178
-BEFORE, AFTER = 66, 252  # where a panel's cells begin
+PANEL_WIDTH, PANEL_HEIGHT = 420, 178
+BEFORE, AFTER = 65, 250  # where a panel's cells begin
 MARGIN = 24
 
 
@@ -80,7 +80,7 @@ def draw_panel(canvas: Canvas, x: float, y: float, name: str, caption: str, befo
             if not cells:
                 canvas.text(x + left + 6, row + HEIGHT / 2, "nothing", size=13, color=MUTED)
     middle = y + 46 + 2 * (HEIGHT + GAP) - 2
-    canvas.arrow(x + 230, middle, x + 248, middle, INK, 2.4)
+    canvas.arrow(x + 229, middle, x + 247, middle, INK, 2.4)
 
 
 def draw_cell(canvas: Canvas, x: float, y: float, cell) -> None:
