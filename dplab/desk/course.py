@@ -30,7 +30,8 @@ TITLES: dict[Key, str] = {
 
 # The slugs of each chapter's guesses, in its order; a test compares.
 GUESSES: dict[Key, tuple[str, ...]] = {
-    0: ("counter-after-ranks", "four-fresh-ranks", "two-halves"),
+    0: ("counter-after-ranks", "sum-on-rank-3", "two-halves", "longest-in-the-call",
+        "both-send-first"),
     4: ("ddp-child-processes", "leave-outs-that-agree", "padded-draws",
         "accuracy-with-repeats", "forgotten-in-a-checkpoint"),
 }

@@ -1,9 +1,211 @@
-"""Exercise of chapter 00: the first collective of one's own."""
+"""Exercises of chapter 00: what each collective leaves where, a first one of one's own, and two
+ranks that wait for each other.
+"""
+
+import time
 
 import torch
 import torch.distributed as dist
 
+from dplab.exercises.compare import AtMost
 from dplab.exercises.exercise import Exercise, Mistake
+from dplab.measure import CallLog
+
+# 0.1: four puzzles, one call each
+
+
+def one_call_each(puzzle, x, y):
+    if puzzle == "A":
+        dist.broadcast(x, src=2)
+        return x
+    if puzzle == "B":
+        dist.all_gather_single(y, x)
+        return y
+    if puzzle == "C":
+        dist.reduce_scatter_single(y, x)
+        return y
+    if puzzle == "D":
+        dist.all_to_all_single(y, x)
+        return y
+
+
+def one_call_each_stub(puzzle, x, y):
+    if puzzle == "A":
+        return None
+    if puzzle == "B":
+        return None
+    if puzzle == "C":
+        return None
+    if puzzle == "D":
+        return None
+
+
+def otherwise(wrong, call):
+    """The solution, with another call for one of the puzzles."""
+    def attempt(puzzle, x, y):
+        return call(x, y) if puzzle == wrong else one_call_each(puzzle, x, y)
+
+    return attempt
+
+
+def nothing(x, y):
+    return x
+
+
+def unfilled(x, y):
+    dist.broadcast(x, src=2)
+    return y
+
+
+def from_rank_0(x, y):
+    dist.broadcast(x, src=0)
+    return x
+
+
+def summed(x, y):
+    dist.all_reduce(x)
+    return x
+
+
+def gathered_on_rank_0(x, y):
+    parts = list(y.split(1)) if dist.get_rank() == 0 else None
+    dist.gather(x, parts, dst=0)
+    return y
+
+
+def gathered_the_wrong_way_round(x, y):
+    dist.all_gather_single(x, y)
+    return x
+
+
+def gathered_and_returned_x(x, y):
+    dist.all_gather_single(y, x)
+    return x
+
+
+def dealt_by_rank_0(x, y):
+    dist.scatter(y, list(x.split(1)) if dist.get_rank() == 0 else None, src=0)
+    return y
+
+
+def summed_and_cut(x, y):
+    dist.all_reduce(x)
+    rank = dist.get_rank()
+    return x[rank : rank + 1]
+
+
+def summed_on_rank_0(x, y):
+    dist.reduce(x, dst=0)
+    return x
+
+
+def reduced_the_wrong_way_round(x, y):
+    dist.reduce_scatter_single(x, y)
+    return y
+
+
+def gathered_and_cut(x, y):
+    everything = torch.empty(16, dtype=x.dtype)
+    dist.all_gather_single(everything, x)
+    return everything.view(4, 4)[:, dist.get_rank()]
+
+
+def received_into_x(x, y):
+    dist.all_to_all_single(x, y)
+    return x
+
+
+class OneCallEach(Exercise):
+    slug = "one-call-each"
+    number = "0.1"
+    title = "Four puzzles, one call each"
+    name = "one_call_each"
+    minutes = 6
+    world_sizes = (4,)
+    hints = (
+        "Read the digits on the right. Does each rank have numbers of one rank, of all ranks, or "
+        "sums? Is it the same on every rank?",
+        "The names say it. `all_`: every rank gets a result. `gather`: put the parts side by side. "
+        "`reduce`: add them up. `scatter`: each rank keeps one part.",
+        "A: `broadcast`, and `src` is the rank whose numbers all have. B: `all_gather_single`. "
+        "C: `reduce_scatter_single`. D: `all_to_all_single`. The last three fill `y`.",
+    )
+    solution = staticmethod(one_call_each)
+    stub = staticmethod(one_call_each_stub)
+    mistakes = (
+        Mistake(otherwise("A", from_rank_0), "Puzzle A: you sent rank 0's numbers to everyone. The "
+                "numbers on the right are tens. Whose are those? `src` names that rank."),
+        Mistake(otherwise("A", summed), "Puzzle A: you added the numbers of all ranks. On the "
+                "right stand the numbers of one rank alone."),
+        Mistake(otherwise("A", unfilled), "Puzzle A: `broadcast` fills the tensor that it gets, "
+                "`x`. You returned `y`, which is still all zeros."),
+        Mistake(otherwise("A", nothing), "Puzzle A: each rank still has its own numbers. Nothing "
+                "was sent."),
+        Mistake(otherwise("B", summed), "Puzzle B: you added the four numbers. On the right they "
+                "stand side by side."),
+        Mistake(otherwise("B", gathered_on_rank_0), "Puzzle B: only rank 0 has all four numbers. "
+                "On the right every rank has them."),
+        Mistake(otherwise("B", gathered_the_wrong_way_round), "Puzzle B: the tensor to be filled "
+                "comes first, and the tensor that this rank gives comes second."),
+        Mistake(otherwise("B", gathered_and_returned_x), "Puzzle B: you returned `x`, which still "
+                "holds this rank's own number. The call fills `y`."),
+        Mistake(otherwise("C", summed_and_cut), "Puzzle C: the number is right. But you gave every "
+                "rank all four sums, and each rank threw three of them away. One call leaves only "
+                "the one sum, in `y`."),
+        Mistake(otherwise("C", dealt_by_rank_0), "Puzzle C: these are rank 0's numbers alone. On "
+                "the right each number is a sum over all ranks."),
+        Mistake(otherwise("C", summed_on_rank_0), "Puzzle C: you put all four sums on rank 0. On "
+                "the right each rank has one of them."),
+        Mistake(otherwise("C", reduced_the_wrong_way_round), "Puzzle C: the tensor to be filled "
+                "comes first, and the tensor that this rank gives comes second."),
+        Mistake(otherwise("D", nothing), "Puzzle D: you returned this rank's own numbers. Either "
+                "nothing was sent, or the call has filled `y` and you returned `x`."),
+        Mistake(otherwise("D", gathered_and_cut), "Puzzle D: the numbers are right. But you gave "
+                "every rank all sixteen numbers, and each rank threw twelve of them away. One call "
+                "leaves only the four, in `y`."),
+        Mistake(otherwise("D", received_into_x), "Puzzle D: you sent `y`, which is all zeros. The "
+                "tensor to be filled comes first, and the tensor that this rank gives second."),
+        Mistake(otherwise("D", summed), "Puzzle D: you added the numbers. On the right no number "
+                "is a sum."),
+    )
+
+    def trial(self, attempt):
+        facts = {}
+        for puzzle in "ABCD":
+            x, after = _before(puzzle, dist.get_rank()), _after(puzzle, dist.get_rank())
+            y = torch.zeros_like(after)
+            with CallLog() as log:
+                answer = attempt(puzzle, x, y)
+            facts |= {f"what puzzle {puzzle} leaves": answer,
+                      f"that puzzle {puzzle} returns `x` or `y` itself":
+                          answer is None or answer is x or answer is y,
+                      f"the number of calls in puzzle {puzzle}": log.count()}
+        return facts
+
+    def expected(self, world_size):
+        return [{fact: right for puzzle in "ABCD" for fact, right in (
+            (f"what puzzle {puzzle} leaves", _after(puzzle, rank)),
+            (f"that puzzle {puzzle} returns `x` or `y` itself", True),
+            (f"the number of calls in puzzle {puzzle}", AtMost(1, "one call is enough")))}
+            for rank in range(world_size)]
+
+
+def _numbers(rank):
+    """The four numbers of a rank: the place of the digit says whose, the digit says which."""
+    return torch.arange(1, 5) * 10 ** (3 - rank)
+
+
+def _before(puzzle, rank):
+    return _numbers(rank)[rank : rank + 1].clone() if puzzle == "B" else _numbers(rank)
+
+
+def _after(puzzle, rank):
+    numbers = torch.stack([_numbers(each) for each in range(4)])
+    return {"A": numbers[2], "B": numbers.diag(), "C": numbers.sum(0)[rank : rank + 1],
+            "D": numbers[:, rank]}[puzzle].contiguous()
+
+
+# 0.2: the mean of numbers that lie on different ranks
 
 
 def global_mean(values):
@@ -16,6 +218,12 @@ def mean_of_means(values):
     mean = values.mean()
     dist.all_reduce(mean)
     return mean / dist.get_world_size()
+
+
+def sum_of_means(values):
+    mean = values.mean()
+    dist.all_reduce(mean)
+    return mean
 
 
 def own_mean(values):
@@ -40,6 +248,12 @@ def sum_over_own_count(values):
     return total / len(values)
 
 
+def own_sum_over_all(values):
+    count = torch.tensor(float(len(values)))
+    dist.all_reduce(count)
+    return values.sum() / count
+
+
 def sum_over_own_count_everywhere(values):
     total = values.sum()
     dist.all_reduce(total)
@@ -52,6 +266,29 @@ def padded_mean(values):
     total = values.sum()
     dist.all_reduce(total)
     return total / (longest * dist.get_world_size())
+
+
+def what_the_call_returns(values):
+    total = torch.stack([values.sum(), torch.tensor(float(len(values)))])
+    total = dist.all_reduce(total)
+    return total[0] / total[1]
+
+
+def of_one_element(values):
+    total, count = values.sum().reshape(1), torch.tensor([float(len(values))])
+    dist.all_reduce(total)
+    dist.all_reduce(count)
+    return total / count
+
+
+def as_a_float(values):
+    return global_mean(values).item()
+
+
+def sum_and_count(values):
+    total = torch.stack([values.sum(), torch.tensor(float(len(values)))])
+    dist.all_reduce(total)
+    return total
 
 
 def reduce_to_rank_0(values):
@@ -85,20 +322,25 @@ def all_reduced_parts(values):
 
 class GlobalMean(Exercise):
     slug = "global-mean"
-    number = "0.1"
+    number = "0.2"
     title = "The mean of numbers that lie on different ranks"
     name = "global_mean"
     minutes = 5
     hints = (
-        "Each rank can compute two numbers on its own: the sum of its values, and how many it has.",
+        "You know the mean of a list: which two numbers do you divide? Which of them can a rank "
+        "compute for its own values?",
         "An all-reduce adds a tensor over all ranks. Which two sums give the mean of everything?",
-        "Put both numbers into one tensor of two elements, all-reduce it, and divide.",
+        "Put this rank's sum and its number of values into one tensor of two elements, all-reduce "
+        "it, and divide.",
     )
     solution = staticmethod(global_mean)
     mistakes = (
         Mistake(mean_of_means, "You averaged the ranks' means. The ranks hold different numbers of "
                 "values, so the mean of the means is not the mean of all values: a rank with "
                 "few values counts too much."),
+        Mistake(sum_of_means, "You added the ranks' means, and divided by nothing. Dividing by the "
+                "number of ranks would not be right either, since the ranks hold different numbers "
+                "of values: add the sums, and add the numbers of values."),
         Mistake(own_mean, "This is each rank's own mean: nothing was communicated."),
         Mistake(undivided_sum, "This is the sum of all values. Divide it by how many there are on "
                 "all ranks together."),
@@ -106,12 +348,22 @@ class GlobalMean(Exercise):
                 "number of values on all ranks together."),
         Mistake(sum_over_own_count, "You divided the sum over all ranks by this rank's own number "
                 "of values: that number has to be summed over the ranks too."),
+        Mistake(own_sum_over_all, "You summed the numbers of values over the ranks, but not the "
+                "values: you divide this rank's own sum. Both have to be summed over the ranks."),
         Mistake(sum_over_own_count_everywhere, "You took this rank's own number of values times "
                 "the number of ranks. The ranks hold different numbers of values: sum these over "
                 "the ranks, too."),
         Mistake(padded_mean, "You divided as if every rank held as many values as the longest one. "
                 "What only fills up a shorter row is no value: sum the ranks' own numbers of "
                 "values."),
+        Mistake(what_the_call_returns, "`dist.all_reduce` returns None. It changes the tensor that "
+                "it gets: call it on a line of its own, and go on with that tensor."),
+        Mistake(of_one_element, "The mean is right, but its shape is (1,). A tensor of shape () is "
+                "asked for: take element 0 of it."),
+        Mistake(as_a_float, "The mean is right, but it is a Python number. Return the tensor, "
+                "without `.item()`."),
+        Mistake(sum_and_count, "You return two numbers, the sum of all values and how many there "
+                "are. Divide one by the other."),
         Mistake(mean_of_rank_0, "Every rank gets rank 0's mean, and the values of the others are "
                 "in no sum. Combine all ranks' values: `all_reduce`."),
         Mistake(returned_by_rank_0_only, "The mean is right, and only rank 0 returns it. The "
@@ -136,4 +388,229 @@ def _values(rank):
     return torch.arange(1.0, rank + 3) ** 2 + 7 * rank
 
 
-EXERCISES = (GlobalMean,)
+# 0.3: two ranks that wait for each other
+
+
+def swap(tensor):
+    rank = dist.get_rank()
+    partner = rank + 1 if rank % 2 == 0 else rank - 1
+    if partner < dist.get_world_size():
+        theirs = torch.empty_like(tensor)
+        if rank % 2 == 0:
+            dist.send(tensor, partner)
+            dist.recv(theirs, partner)
+        else:
+            dist.recv(theirs, partner)
+            dist.send(tensor, partner)
+        tensor.copy_(theirs)
+
+
+def swap_broken(tensor):
+    rank = dist.get_rank()
+    partner = rank + 1 if rank % 2 == 0 else rank - 1
+    if partner < dist.get_world_size():
+        dist.send(tensor, partner)
+        dist.recv(tensor, partner)
+
+
+def _partner():
+    """The partner's rank, or None."""
+    partner = dist.get_rank() ^ 1
+    return partner if partner < dist.get_world_size() else None
+
+
+def both_receive_first(tensor):
+    if (partner := _partner()) is not None:
+        theirs = torch.empty_like(tensor)
+        dist.recv(theirs, partner)
+        dist.send(tensor, partner)
+        tensor.copy_(theirs)
+
+
+def barrier_first(tensor):
+    dist.barrier()
+    if (partner := _partner()) is not None:
+        dist.send(tensor, partner)
+        dist.recv(tensor, partner)
+
+
+def rank_0_sends_first(tensor):
+    if (partner := _partner()) is not None:
+        theirs = torch.empty_like(tensor)
+        if dist.get_rank() == 0:
+            dist.send(tensor, partner)
+            dist.recv(theirs, partner)
+        else:
+            dist.recv(theirs, partner)
+            dist.send(tensor, partner)
+        tensor.copy_(theirs)
+
+
+def rank_0_receives_first(tensor):
+    if (partner := _partner()) is not None:
+        theirs = torch.empty_like(tensor)
+        if dist.get_rank() == 0:
+            dist.recv(theirs, partner)
+            dist.send(tensor, partner)
+        else:
+            dist.send(tensor, partner)
+            dist.recv(theirs, partner)
+        tensor.copy_(theirs)
+
+
+def odd_ranks_overwrite(tensor):
+    if (partner := _partner()) is not None:
+        if dist.get_rank() % 2 == 0:
+            dist.send(tensor, partner)
+            dist.recv(tensor, partner)
+        else:
+            dist.recv(tensor, partner)
+            dist.send(tensor, partner)
+
+
+def even_ranks_overwrite(tensor):
+    if (partner := _partner()) is not None:
+        if dist.get_rank() % 2 == 1:
+            dist.send(tensor, partner)
+            dist.recv(tensor, partner)
+        else:
+            dist.recv(tensor, partner)
+            dist.send(tensor, partner)
+
+
+def received_while_sending(tensor):
+    if (partner := _partner()) is not None:
+        sending = dist.isend(tensor, partner)
+        dist.recv(tensor, partner)
+        sending.wait()
+
+
+def one_way(tensor):
+    if (partner := _partner()) is not None:
+        if dist.get_rank() % 2 == 0:
+            dist.send(tensor, partner)
+        else:
+            dist.recv(tensor, partner)
+
+
+def in_a_new_tensor(tensor):
+    theirs = tensor.clone()
+    swap(theirs)
+    return theirs
+
+
+def without_asking_for_a_partner(tensor):
+    partner = dist.get_rank() ^ 1
+    theirs = torch.empty_like(tensor)
+    sending = dist.isend(tensor, partner)
+    dist.recv(theirs, partner)
+    sending.wait()
+    tensor.copy_(theirs)
+
+
+def with_the_next_rank(tensor):
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    if world_size > 1:
+        theirs = torch.empty_like(tensor)
+        sending = dist.isend(tensor, (rank + 1) % world_size)
+        dist.recv(theirs, (rank - 1) % world_size)
+        sending.wait()
+        tensor.copy_(theirs)
+
+
+def among_all(tensor):
+    everything = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+    dist.all_gather(everything, tensor)
+    if (partner := _partner()) is not None:
+        tensor.copy_(everything[partner])
+
+
+_OVERWRITES = ("A rank receives into `tensor` before it has sent what was there, so it sends its "
+               "partner's own numbers back. Receive into another tensor, and copy at the end.")
+_ONE_PAIR = ("You made an exception for rank 0, which mends the pair of ranks 0 and 1 alone. In "
+             "every other pair, both ranks still begin with the same call.")
+
+
+class RepairDeadlock(Exercise):
+    slug = "repair-deadlock"
+    number = "0.3"
+    title = "Repair the swap"
+    name = "swap"
+    minutes = 9
+    hints = (
+        "In the report, in which call does each rank wait? What would its partner have to do so "
+        "that this call ends?",
+        "Both ranks run the same lines, so both begin with a send. A rank knows its number: let "
+        "one of the two begin with the other call. And what will be in `tensor` after a receive?",
+        "Make `theirs = torch.empty_like(tensor)`. Even ranks send `tensor`, then receive into "
+        "`theirs`. Odd ranks do it in the other order. Then all copy `theirs` into `tensor`.",
+    )
+    solution = staticmethod(swap)
+    stub = staticmethod(swap_broken)
+    mistakes = (
+        Mistake(odd_ranks_overwrite, _OVERWRITES),
+        Mistake(even_ranks_overwrite, _OVERWRITES),
+        Mistake(received_while_sending, "You receive into `tensor` while it is still being sent. "
+                "Whichever rank comes later, its own numbers come back to it. Receive into another "
+                "tensor, wait for the send, and copy at the end."),
+        Mistake(one_way, "Even ranks send and odd ranks receive, and that is half of a swap. The "
+                "numbers of the odd ranks have to come back."),
+        Mistake(in_a_new_tensor, "The partner's numbers have come, but `tensor` still holds this "
+                "rank's own. Write them into it with `tensor.copy_(…)`: an assignment "
+                "`tensor = …` only gives the name to another tensor."),
+        Mistake(with_the_next_rank, "You send to the next rank and receive from the one before, "
+                "round in a circle. Here ranks swap in pairs: 0 with 1, 2 with 3."),
+        Mistake(without_asking_for_a_partner, "With an odd number of ranks, the last has no "
+                "partner. It sends nothing and keeps its own tensor."),
+        Mistake(among_all, "The result is right, but you call a collective of all ranks: it "
+                "sends each tensor to ranks that do not need it. Use sends and receives between "
+                "partners alone."),
+        Mistake(barrier_first, "Both ranks of a pair still begin with a send, and wait for a "
+                "receive. A barrier, a pause or `isend` with `wait()` right after it changes "
+                "nothing about that: one of the two has to receive while the other sends.",
+                hangs=True),
+        Mistake(both_receive_first, "Now both ranks of a pair begin with a receive, and each waits "
+                "for a send that the other has not reached. The two need different orders.",
+                hangs=True),
+        Mistake(rank_0_sends_first, _ONE_PAIR, hangs=True),
+        Mistake(rank_0_receives_first, _ONE_PAIR, hangs=True),
+    )
+
+    def trial(self, attempt):
+        rank, facts = dist.get_rank(), {}
+        with CallLog() as log:
+            for late, tensors in enumerate((_squares, _whole)):
+                tensor = tensors(rank)
+                if rank % 2 == late:
+                    time.sleep(_LATE)
+                attempt(tensor)
+                facts[f"`tensor`, where {'even' if late == 0 else 'odd'} ranks come late"] = tensor
+        among_all = sum(not call.is_point_to_point for call in log.calls)
+        return {**facts, OF_ALL: among_all, BOTH_WAYS: log.count() - among_all}
+
+    def expected(self, world_size):
+        def facts(rank):
+            partner = rank ^ 1 if rank ^ 1 < world_size else rank
+            of_all = {OF_ALL: AtMost(0, "only partners talk to each other")}
+            return {"`tensor`, where even ranks come late": _squares(partner),
+                    "`tensor`, where odd ranks come late": _whole(partner),
+                    **(of_all if world_size > 1 else {}),
+                    BOTH_WAYS: 0 if partner == rank else 4}
+
+        return [facts(rank) for rank in range(world_size)]
+
+
+OF_ALL = "the number of collectives of all ranks"
+BOTH_WAYS = "the number of sends and receives in two swaps"
+_LATE = 0.05  # seconds: so that the other rank is already waiting
+
+
+def _squares(rank):
+    return torch.arange(1.0, 6.0) ** 2 + 100 * rank
+
+
+def _whole(rank):
+    return torch.arange(6).reshape(2, 3) + 10 * rank
+
+
+EXERCISES = (OneCallEach, GlobalMean, RepairDeadlock)

@@ -16,7 +16,7 @@ def show_verdict(exercise, verdict, *, following, saved=True, note=""):
     if verdict.outcome == PASSED:
         why = why or _where_right(verdict.world_sizes)
     elif verdict.outcome == NOT_ATTEMPTED:
-        task = "Write" if exercise.stub is None else "This is the loop as it was. Repair"
+        task = "Write" if exercise.stub is None else "This is still the code as it was. Change"
         why = why or f"{task} `{exercise.name}` above, run its cell, and then run this one."
     elif verdict.outcome == WRONG and not why:
         why = "Not right yet."

@@ -16,6 +16,7 @@ pytestmark = pytest.mark.slow
 
 FIRST, FOURTH = "chapters/00_start_here.ipynb", "chapters/04_ddp_by_hand.ipynb"
 STUB, CHECK = "stub-global-mean", "check-global-mean"
+LAST_STUB, LAST_CHECK = "stub-repair-deadlock", "check-repair-deadlock"
 WRONG = """\
 def global_mean(values):
     total = values.mean()
@@ -27,6 +28,21 @@ def global_mean(values):  # written in the evening
     sums = torch.stack([values.sum(), torch.tensor(float(len(values)))])
     dist.all_reduce(sums)
     return sums[0] / sums[1]
+"""
+OVERWRITES = """\
+def swap(tensor):
+    partner = dist.get_rank() ^ 1
+    if partner < dist.get_world_size():
+        if dist.get_rank() % 2:
+            dist.recv(tensor, partner)
+            dist.send(tensor, partner)
+        else:
+            dist.send(tensor, partner)
+            dist.recv(tensor, partner)
+"""
+REPAIRED = OVERWRITES.replace("recv(tensor", "recv(theirs").replace(
+    "        if dist", "        theirs = tensor.clone()\n        if dist") + """\
+        tensor.copy_(theirs)
 """
 DIAGNOSE_ALL = """\
 for suspect in job.suspects:
@@ -76,7 +92,8 @@ def test_a_first_evening(evening, course, private):
             assert not any(cell.get("outputs") for cell in notebook.cells())
             guesses_and_sees_the_result(notebook)
             answers_wrongly_takes_a_hint_and_passes(notebook)
-            goes_on_to_the_next_exercise(notebook)
+            repairs_a_deadlock(notebook)
+            goes_on_to_the_next_chapter(notebook)
             notebook.save()
         with lab.open(FOURTH) as notebook:
             finds_what_is_wrong_with_a_job(notebook)
@@ -101,11 +118,11 @@ def guesses_and_sees_the_result(notebook):
     assert "Your guess: 4" in shown and "Result: 0" in shown
 
 
-def answers(notebook, answer):
-    notebook.replace_source(STUB, answer)
-    for cell in (STUB, CHECK):
+def answers(notebook, answer, stub=STUB, check=CHECK):
+    notebook.replace_source(stub, answer)
+    for cell in (stub, check):
         notebook.run_cell(cell)
-    return notebook.output_text(CHECK)
+    return notebook.output_text(check)
 
 
 def answers_wrongly_takes_a_hint_and_passes(notebook):
@@ -119,8 +136,17 @@ def answers_wrongly_takes_a_hint_and_passes(notebook):
     assert "[2.0, 2.0, 2.0, 2.0]" in notebook.output_text("use-mine")
 
 
-def goes_on_to_the_next_exercise(notebook):
+def repairs_a_deadlock(notebook):
     notebook.output(CHECK).get_by_role("link", name="Next").click()
+    notebook.page.get_by_role("heading", name="Exercise 0.3").wait_for()
+    assert "not attempted" in answers(
+        notebook, notebook.cells()[notebook.index(LAST_STUB)]["source"], LAST_STUB, LAST_CHECK)
+    assert "before it has sent" in answers(notebook, OVERWRITES, LAST_STUB, LAST_CHECK)
+    assert "passed" in answers(notebook, REPAIRED, LAST_STUB, LAST_CHECK)
+
+
+def goes_on_to_the_next_chapter(notebook):
+    notebook.output(LAST_CHECK).get_by_role("link", name="Next").click()
     at = "jupyterapp.shell.currentWidget.context?.path"
     until(lambda: notebook.page.evaluate(at) == "chapters/01_split_the_batch.ipynb", 20,
           "the link to the next exercise opens nothing")

@@ -49,8 +49,27 @@ class WrittenByTheLastRank:
         return step
 
 
+def sends_a_copy(tensor):
+    partner = dist.get_rank() ^ 1
+    if partner < dist.get_world_size():
+        sending = dist.isend(tensor.clone(), partner)
+        dist.recv(tensor, partner)
+        sending.wait()
+
+
+def sends_in_a_batch(tensor):
+    partner = dist.get_rank() ^ 1
+    if partner < dist.get_world_size():
+        theirs = torch.empty_like(tensor)
+        for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, tensor, partner),
+                                            dist.P2POp(dist.irecv, theirs, partner)]):
+            work.wait()
+        tensor.copy_(theirs)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "answer"), [
+    ("0.3", sends_a_copy), ("0.3", sends_in_a_batch),
     ("3.3", in_fractions), ("10.3", WrittenByTheLastRank)])
 def test_a_right_answer_in_another_form_passes(number, answer):
     verdict = find(number).judge(answer)
@@ -276,8 +295,69 @@ def by_float(samples, rank, world_size):
     return int(rank * each), int((rank + 1) * each)
 
 
+def with_a_barrier(tensor):
+    dist.barrier()
+    partner = dist.get_rank() ^ 1
+    if partner < dist.get_world_size():
+        dist.send(tensor, partner)
+        dist.barrier()
+        dist.recv(tensor, partner)
+
+
+def waits_at_once(tensor):
+    partner = dist.get_rank() ^ 1
+    if partner < dist.get_world_size():
+        dist.isend(tensor, partner).wait()
+        dist.recv(tensor, partner)
+
+
+def waits_for_nothing(tensor):
+    partner = dist.get_rank() ^ 1
+    if partner < dist.get_world_size():
+        theirs = torch.empty_like(tensor)
+        dist.isend(tensor, partner)
+        dist.irecv(theirs, partner)
+        tensor.copy_(theirs)
+
+
+def swaps_in_a_batch_in_place(tensor):
+    partner = dist.get_rank() ^ 1
+    if partner < dist.get_world_size():
+        for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, tensor, partner),
+                                            dist.P2POp(dist.irecv, tensor, partner)]):
+            work.wait()
+
+
+def assigns_the_name(tensor):
+    partner = dist.get_rank() ^ 1
+    if partner < dist.get_world_size():
+        theirs = torch.empty_like(tensor)
+        sending = dist.isend(tensor, partner)
+        dist.recv(theirs, partner)
+        sending.wait()
+        tensor = theirs
+
+
+def cuts_what_all_have(puzzle, x, y):
+    if puzzle == "A":
+        dist.broadcast(x, 2)
+        return x
+    if puzzle == "B":
+        dist.all_gather_single(y, x)
+        return y
+    if puzzle == "C":
+        dist.all_reduce(x)
+        return x[dist.get_rank()].reshape(1)
+    return None
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "answer", "said"), [
+    ("0.3", with_a_barrier, "oth ranks of a pair still begin with a send"),
+    ("0.3", waits_at_once, "oth ranks of a pair still begin with a send"),
+    ("0.3", waits_for_nothing, "a call returns at once"),
+    ("0.3", swaps_in_a_batch_in_place, "while it is still being sent"),
+    ("0.3", assigns_the_name, "only gives the name"),
     ("1.1", by_float, "a float, which is rounded"),
     ("3.2", first_half_only, "first half alone"),
     ("10.2", padded_for_all_ranks, "dist.get_world_size(inside)"),
@@ -363,6 +443,12 @@ def test_of_two_mistakes_one_is_named(number, answer, halves):
     assert verdict.outcome == WRONG
     assert verdict.why.startswith(AT_LEAST), verdict
     assert any(half in verdict.why for half in halves), verdict
+
+
+def test_of_an_answer_that_is_begun_the_first_puzzle_that_is_wrong_is_named():
+    verdict = find("0.1").judge(cuts_what_all_have)
+    assert verdict.outcome == WRONG
+    assert verdict.why.startswith(AT_LEAST) and "threw three of them away" in verdict.why, verdict
 
 
 def always(value):

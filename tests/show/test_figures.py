@@ -77,7 +77,8 @@ def test_a_picture_has_a_title_and_no_date(svg):
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=named)
-def test_texts_can_be_read_at_900_pixels(script):
+def test_texts_can_be_read_at_900_pixels(script, monkeypatch):
+    monkeypatch.syspath_prepend(str(FIGURES))
     module = runpy.run_path(str(script))
     canvas = module["draw"]()
     assert canvas.width == 900 and module["ALT"] == canvas.figure.alt
@@ -89,34 +90,38 @@ def test_texts_can_be_read_at_900_pixels(script):
         assert contrast(to_hex(text.get_color()), ground) >= 4.5, (text, ground)
 
 
-def test_the_collectives_picture_shows_what_the_collectives_do():
+def test_the_collectives_pictures_show_what_the_collectives_do(monkeypatch):
+    monkeypatch.syspath_prepend(str(FIGURES))  # one of the two draws with the other
     module = runpy.run_path(str(FIGURES / "collectives.py"))
-    whole = np.array([[1, 2, 3, 4], [10, 20, 30, 40], [100, 200, 300, 400], [5, 6, 7, 8]])
-    total = whole.sum(axis=0)
+    whole = np.arange(1, 5) * 10 ** np.arange(3, -1, -1)[:, None]
+    total, own, everyone = whole.sum(axis=0), np.diag(whole), np.ones((4, 1), int)
 
     def numbers(cells):
-        return np.array([
-            [0 if cell is None else total[cell[1]] if cell[0] == module["SUM"] else whole[cell]
-             for cell in row] for row in cells
-        ])
+        return [[0 if cell is None else total[cell[1]] if cell[0] == module["SUM"] else whole[cell]
+                 for cell in row] for row in cells]
 
-    root_only = np.outer([1, 0, 0, 0], [1, 1, 1, 1])
-    own = np.diag(np.diag(whole))
+    def on_rank_0(held, others=()):
+        return [list(held), *[list(others)] * 3]
+
     expected = {
-        "broadcast": (root_only * whole, np.tile(whole[0], (4, 1))),
-        "reduce": (whole, root_only * total),
-        "scatter": (root_only * whole, np.diag(whole[0])),
-        "gather": (own, root_only * np.diag(whole)),
-        "all-gather": (own, np.tile(np.diag(whole), (4, 1))),
-        "reduce-scatter": (whole, np.diag(total)),
-        "all-reduce": (whole, np.tile(total, (4, 1))),
+        "broadcast": (whole, everyone * whole[0]),
+        "reduce": (whole, on_rank_0(total, [0] * 4)),
+        "scatter": (on_rank_0(whole[0]), whole[0][:, None]),
+        "gather": (own[:, None], on_rank_0(own)),
+        "all-gather": (own[:, None], everyone * own),
+        "reduce-scatter": (whole, total[:, None]),
+        "all-reduce": (whole, everyone * total),
         "all-to-all": (whole, whole.T),
     }
     drawn = {name: (before, after) for name, _, before, after in module["COLLECTIVES"]}
+    puzzles = runpy.run_path(str(FIGURES / "collective_puzzles.py"))["PUZZLES"]
+    expected |= {"A": (whole, everyone * whole[2]), "B": expected["all-gather"],
+                 "C": expected["reduce-scatter"], "D": expected["all-to-all"]}
+    drawn |= {name: (before, after) for name, _, before, after in puzzles}
     assert drawn.keys() == expected.keys()
     for name, states in drawn.items():
-        for cells, numbers_held in zip(states, expected[name], strict=True):
-            np.testing.assert_array_equal(numbers(cells), numbers_held, err_msg=name)
+        for cells, held in zip(states, expected[name], strict=True):
+            assert numbers(cells) == [list(row) for row in held], name
 
 
 def test_the_step_picture_shows_a_real_step():

@@ -44,7 +44,7 @@ def isend_first(elements):
 @pytest.mark.parametrize("elements", [1, 3_000_001])
 def test_a_ring_in_which_all_send_first(ranks, function, elements):
     error = deadlock(function, ranks, elements)
-    assert str(error).endswith("wait for both.")
+    assert str(error).endswith("A send ends when the other rank receives.")
     assert "wait for ever: each sends, and nobody comes to receive" in str(error)
     assert error.rank is None
     for rank, line in enumerate(error.reports):

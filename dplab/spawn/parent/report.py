@@ -33,8 +33,7 @@ _WHY = {
     "root": "Each waits for data from a rank that thinks another one sends it.",
 }
 
-_ALL_SEND = ("A send ends when the other rank receives. Hand over a send and a receive at once, "
-             "with dist.batch_isend_irecv, and wait for both.")
+_ALL_SEND = "A send ends when the other rank receives."
 _PAIRS = "Every send needs a receive on the other rank, and every receive a send."
 
 timeout_option = contextvars.ContextVar("timeout_option", default="timeout=SECONDS")
