@@ -1,10 +1,20 @@
-"""The course as its reader sees it: the chapters, their files, and the cells of an exercise."""
+"""The course as its reader sees it: the chapters, their files, and the cells of an exercise.
+
+The key of a chapter is its number, that of an appendix its letter.
+"""
 
 import json
+import re
 from pathlib import Path
 
+Key = int | str
+
+# The notebooks of the appendices, by letter.
+APPENDICES = {"A": "appendix_rounding", "B": "appendix_other_cuts", "C": "appendix_switches",
+              "D": "appendix_whole_matrices"}
+
 # As the notebooks' headings and README have them; a test compares.
-TITLES: dict[int, str] = {
+TITLES: dict[Key, str] = {
     0: "Start here",
     1: "Split the batch, copy the model",
     2: "Why averaging gradients is right",
@@ -19,11 +29,42 @@ TITLES: dict[int, str] = {
 }
 
 # The slugs of each chapter's guesses, in its order; a test compares.
-GUESSES: dict[int, tuple[str, ...]] = {
+GUESSES: dict[Key, tuple[str, ...]] = {
     0: ("counter-after-ranks", "four-fresh-ranks", "two-halves"),
     4: ("ddp-child-processes", "leave-outs-that-agree", "padded-draws",
         "accuracy-with-repeats", "forgotten-in-a-checkpoint"),
 }
+
+
+def key_of(stem: str) -> Key | None:
+    """The key of the chapter or appendix whose notebook has this name, without its ending; of
+    another notebook, None.
+    """
+    if number := re.match(r"(\d\d)_", stem):
+        return int(number[1])
+    return next((letter for letter, name in APPENDICES.items() if name == stem), None)
+
+
+def place(key: Key) -> tuple:
+    """Sorts keys as the course goes: chapters by number, then appendices by letter."""
+    return isinstance(key, str), key
+
+
+def label(key: Key) -> str:
+    """The key as a reader sees it: ``04`` or ``B``."""
+    return key if isinstance(key, str) else f"{key:02d}"
+
+
+def heading(key: Key) -> str:
+    """The first line of the notebook: ``04 · DDP by hand`` or ``Appendix B · Other cuts``."""
+    return f"{'Appendix ' * isinstance(key, str)}{label(key)} · {TITLES[key]}"
+
+
+def notebooks(chapters: Path) -> dict[Key, Path]:
+    """The notebooks of a folder in the order of the course, by key; others are left out."""
+    found = {key: path for path in chapters.glob("*.ipynb")
+             if (key := key_of(path.stem)) is not None}
+    return {key: found[key] for key in sorted(found, key=place)}
 
 
 def folder() -> Path | None:
@@ -32,19 +73,19 @@ def folder() -> Path | None:
     return chapters if chapters.is_dir() else None
 
 
-def notebook_of(chapter: int) -> Path | None:
+def notebook_of(chapter: Key) -> Path | None:
     """The course's notebook of this chapter, or None where it is not here."""
     chapters = folder()
-    return next(chapters.glob(f"{chapter:02d}_*.ipynb"), None) if chapters else None
+    return notebooks(chapters).get(chapter) if chapters else None
 
 
-def link_to(chapter: int, slug: str) -> str:
+def link_to(chapter: Key, slug: str) -> str:
     """An address that opens the exercise's heading; every notebook lies beside the others."""
     notebook = notebook_of(chapter)
     return f"{notebook.name}#cell-id=exercise-{slug}" if notebook else ""
 
 
-def stub_of(chapter: int, slug: str) -> str | None:
+def stub_of(chapter: Key, slug: str) -> str | None:
     """The source of the cell in which the exercise is posed, or None where it is not found."""
     notebook = notebook_of(chapter)
     if notebook is None:

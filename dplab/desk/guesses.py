@@ -40,7 +40,7 @@ def guess(slug: str, question: str, answer: Any = None, *,
     return made
 
 
-def scores() -> dict[int, Score]:
+def scores() -> dict[course.Key, Score]:
     """For each chapter that has guesses: how good the reader's are."""
     entries = record.entries("guesses")
     found = {}

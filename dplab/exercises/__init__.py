@@ -1,9 +1,10 @@
 """Exercises that check themselves and say what is wrong: `check`, `hint`, `solution`, `progress`.
 
-An exercise is a class of one of the ``chapter_NN`` files: a goal, hints, a solution that is real
-code, and the known mistakes, each a short wrong implementation with one sentence that explains it.
-Each has a slug, such as ``"average-gradients"``, which stays its own for good, and a number, such
-as ``"4.2"``, which says where it stands today. All functions here take either.
+An exercise is a class of a file ``chapter_NN`` or ``appendix_NAME``: a goal, hints, a solution that
+is real code, and the known mistakes, each a short wrong implementation with one sentence that
+explains it. Each has a slug, such as ``"average-gradients"``, which stays its own for good, and a
+number, such as ``"4.2"`` or ``"B.1"``, which says where it stands today. All functions here take
+either.
 """
 
 import functools
@@ -144,10 +145,11 @@ def solution_source(id: str) -> str:
 @functools.cache
 def every_exercise() -> tuple[Exercise, ...]:
     """All exercises in the order of the course."""
-    modules = sorted(module.name for module in pkgutil.iter_modules(__path__)
-                     if module.name.startswith("chapter_"))
-    return tuple(kind() for name in modules
+    modules = (module.name for module in pkgutil.iter_modules(__path__)
+               if module.name.startswith(("chapter_", "appendix_")))
+    exercises = (kind() for name in modules
                  for kind in importlib.import_module(f"{__name__}.{name}").EXERCISES)
+    return tuple(sorted(exercises, key=lambda exercise: course.place(exercise.chapter)))
 
 
 def find(id: str) -> Exercise | None:
@@ -188,9 +190,12 @@ def _note_solution(entry):
 
 
 def _after(exercise):
+    """The next exercise, or None; the path leads into no appendix, and from none to another."""
     exercises = every_exercise()
-    index = exercises.index(exercise) + 1
-    return exercises[index] if index < len(exercises) else None
+    following = next(iter(exercises[exercises.index(exercise) + 1:]), None)
+    if following and following.chapter in {*course.APPENDICES} - {exercise.chapter}:
+        return None
+    return following
 
 
 def _offer_help(exercise, outcome):

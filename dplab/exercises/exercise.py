@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 
 from dplab import RankError
+from dplab.desk import course
 from dplab.exercises import observe
 from dplab.exercises.compare import COMMUNICATED, explained, first_difference, overlap
 from dplab.spawn.parent.output import headed
@@ -92,8 +93,9 @@ class Exercise:
         return vars(self) | {"_expectations": {}, "_outcomes": {}}
 
     @property
-    def chapter(self) -> int:
-        return int(self.number.split(".")[0])
+    def chapter(self) -> course.Key:
+        key = self.number.split(".")[0]
+        return int(key) if key.isdecimal() else key
 
     def prepare(self):
         return None

@@ -4,7 +4,7 @@ import difflib
 import itertools
 
 from dplab.desk import cards, record
-from dplab.desk.course import TITLES, link_to
+from dplab.desk.course import heading, link_to
 from dplab.exercises.exercise import CRASHED, NOT_ATTEMPTED, PASSED, WRONG
 
 COLORS = {PASSED: cards.GREEN, WRONG: cards.ORANGE, CRASHED: cards.RED, NOT_ATTEMPTED: cards.GREY}
@@ -89,7 +89,7 @@ def show_progress(exercises, outcomes, guesses, drills):
     width = max(len(exercise.title) for exercise in exercises)
     for chapter, group in itertools.groupby(rows, lambda row: row[0].chapter):
         group = list(group)
-        title, (count, is_done) = f"{chapter:02d} · {TITLES[chapter]}", _counted(group)
+        title, (count, is_done) = heading(chapter), _counted(group)
         plain += ["", f"{title:<{width + 7}}  {count}"]
         beside = list(_beside_exercises(guesses.get(chapter), drills.get(chapter)))
         if not any(outcome != NOT_ATTEMPTED for _, outcome in group) and not any(

@@ -6,6 +6,7 @@ import os
 import sys
 from pathlib import Path
 
+from dplab.desk.course import key_of, label
 from dplab.lab import jupyterlab
 from dplab.lab.course_files import ROOT, NoCourse, read_course
 from dplab.lab.notebook import UnreadableNotebook
@@ -144,15 +145,18 @@ def _wanted(asked, waiting, copy):
 
 
 def _is_meant(word, name):
-    """``04`` or ``4`` means chapters/04_ddp_by_hand.ipynb, ``10`` also what lies in 10_launch."""
+    """``04`` or ``4`` means chapters/04_ddp_by_hand.ipynb, ``10`` also what lies in 10_launch, and
+    ``B`` or ``b`` an appendix.
+    """
     short = name.removeprefix("chapters/")
     number = word.zfill(2) if word.isdecimal() else word
-    return short.startswith(f"{number}_") or word in (name, short, Path(name).stem)
+    return (short.startswith(f"{number}_") or word in (name, short, Path(name).stem)
+            or word.upper() == _word_for(name))
 
 
 def _word_for(name):
-    short = name.removeprefix("chapters/")
-    return short[:2] if short[:2].isdecimal() and name.endswith(".ipynb") else short
+    key = key_of(Path(name).stem) if name.endswith(".ipynb") else None
+    return name.removeprefix("chapters/") if key is None else label(key)
 
 
 def _update(copy, wanted, changes):

@@ -107,6 +107,14 @@ def test_a_fold_that_hides_what_matters_is_found(chapter, source, fault):
     assert fault in found
 
 
+def test_an_appendix_has_half_of_each_aim(chapter):
+    sample = chapter()
+    sample.cells[0].source += " word" * (aims.AIMS["words"] // 2)
+    assert set(sample.over()) == set()
+    sample.path = sample.path.with_name("appendix_rounding.ipynb")
+    assert set(sample.over()) == {"words"}
+
+
 def test_what_a_chapter_asks_of_its_reader_is_counted(chapter):
     sample = chapter("# draws\n\nshow(number)\nshow(number)")
     assert sample.counts() == {"words": 8, "shown cells": 3, "shown lines": 7, "guesses": 0,

@@ -9,12 +9,13 @@ from pathlib import Path
 import index
 import pytest
 
-from dplab.desk.course import TITLES
+from dplab.desk.course import APPENDICES, TITLES, heading, key_of, label, notebooks
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / index.PAGE
 TERMS = tomllib.loads(index.TERMS.read_text(encoding="utf-8"))["term"]
-NOTEBOOKS = sorted((ROOT / "chapters").glob("*.ipynb"))
+NOTEBOOKS = list(notebooks(ROOT / "chapters").values())
+CHAPTERS = [path for path in NOTEBOOKS if path.stem not in APPENDICES.values()]
 LINK = re.compile(r"(?<!\\)\[(?P<text>(?:\\.|[^\]\\])+)\]"
                   r"\((?P<path>[^)#]+)(?:#cell-id=(?P<cell>[^)]+))?\)")
 ROW = re.compile(r"^\| \*\*(?P<term>.+?)\*\* \| (?P<text>.+) \| (?P<link>.+) \|$", re.MULTILINE)
@@ -51,7 +52,7 @@ def test_every_link_leads_somewhere():
         assert target.is_file() and target.is_relative_to(ROOT), match[0]
         if match["cell"]:
             assert match["cell"] in [id for id, *_ in cells(target)], match[0]
-            section = re.sub(r"^\d\d · ", "", re.sub(r"\\(.)", r"\1", match["text"]))
+            section = re.sub(r"^(\d\d|[A-Z]) · ", "", re.sub(r"\\(.)", r"\1", match["text"]))
             assert any(heading.endswith(section) for heading in headings(target, match["cell"]))
 
 
@@ -107,48 +108,56 @@ def test_a_term_that_its_chapter_does_not_introduce_is_an_error(course, old, new
         index.build(root)
 
 
-def test_each_term_stands_under_the_heading_before_it(tmp_path):
-    path = tmp_path / "04_sample.ipynb"
+@pytest.mark.parametrize(("name", "label"), [("04_sample", "04"), ("appendix_rounding", "A")])
+def test_each_term_stands_under_the_heading_before_it(tmp_path, name, label):
+    path = tmp_path / f"{name}.ipynb"
     draft = ("# %% [markdown] id=a\n# # 04 · T\n# One is **x**.\n# ## Sec `t`\n# Two is **y**.\n\n"
              "# %% [markdown] id=b\n# ### Exercise 4.1 · E\n# Do.\n\n"
              "# %% [markdown] id=c\n# Three is `z()`.\n\n"
              "# %% [markdown] id=d\n# ## Of w\n# Plain v.\n")
     path.write_text(index.notebooks.normalise(index.notebooks.from_percent(draft)))
     chapter = index.Chapter(path)
-    links = [chapter.link(cell, index.introduced({"name": name, "cell": cell}, chapter))
-             for name, cell in (("x", "a"), ("y", "a"), ("z", "c"), ("w", "d"))]
-    assert links == ["[04 · T](04_sample.ipynb#cell-id=a)",
-                     "[04 · Sec `t`](04_sample.ipynb#cell-id=a)",
-                     "[04 · Sec `t`](04_sample.ipynb#cell-id=c)",
-                     "[04 · Of w](04_sample.ipynb#cell-id=d)"]
+    links = [chapter.link(cell, index.introduced({"name": term, "cell": cell}, chapter))
+             for term, cell in (("x", "a"), ("y", "a"), ("z", "c"), ("w", "d"))]
+    assert links == [f"[04 · T]({name}.ipynb#cell-id=a)",
+                     f"[{label} · Sec `t`]({name}.ipynb#cell-id=a)",
+                     f"[{label} · Sec `t`]({name}.ipynb#cell-id=c)",
+                     f"[{label} · Of w]({name}.ipynb#cell-id=d)"]
     with pytest.raises(ValueError, match="neither in bold"):
         index.introduced({"name": "v", "cell": "d"}, chapter)
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_titles_are_those_of_the_notebooks_and_of_the_readme(path):
-    number = path.name[:2]
-    title = TITLES[int(number)]
-    assert headings(path)[0] == f"{number} · {title}"
+    key = key_of(path.stem)
+    assert headings(path)[0] == heading(key)
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert f"| {number} | [{title}](chapters/{path.name}) |" in readme
+    assert f"| {label(key)} | [{TITLES[key]}](chapters/{path.name}) |" in readme
+
+
+def test_every_notebook_is_a_chapter_or_an_appendix_with_a_title():
+    assert sorted(NOTEBOOKS) == sorted((ROOT / "chapters").glob("*.ipynb"))
+    assert [key_of(path.stem) for path in NOTEBOOKS] == list(TITLES)
 
 
 def test_the_list_of_chapters_is_up_to_date():
     text = (ROOT / index.CONTENTS).read_text(encoding="utf-8")
     assert text == index.contents(), "run python tests/tools/index.py"
-    assert re.findall(r"\]\((\d\d_\w+\.ipynb)\)", text) == [path.name for path in NOTEBOOKS]
+    assert re.findall(r"\]\((\w+\.ipynb)\)", text) == [path.name for path in NOTEBOOKS]
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_chapter_leads_to_the_list_the_glossary_and_the_next(path):
+    """An appendix leads back to a chapter, and the last chapter to the list."""
     first, *_, last = index.notebooks.read(path).cells
     assert "](contents.md)" in first.source and "](glossary.md)" in first.source
-    following = [each for each in NOTEBOOKS if each.name > path.name][:1]
-    [(title, target)] = re.findall(r"^\*\*Next:\*\* \[(.*)\]\((.*)\)$", last.source, re.MULTILINE)
+    word = "Next" if path in CHAPTERS else "Back"
+    [(title, target)] = re.findall(rf"^\*\*{word}:\*\* \[(.*)\]\((.*)\)$", last.source,
+                                   re.MULTILINE)
     assert last.source.endswith(f"[{title}]({target})")
+    following = CHAPTERS[CHAPTERS.index(path) + 1:][:1] if path in CHAPTERS else CHAPTERS
     if following:
-        assert (target, title) == (following[0].name, headings(following[0])[0])
+        assert (target, title) in [(each.name, headings(each)[0]) for each in following]
     else:
         assert target == "contents.md"
 

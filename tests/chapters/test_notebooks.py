@@ -27,7 +27,7 @@ MOST_LINES, MOST_LINES_OF_EXERCISE = 15, 30
 READABLE_ID = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
 RANDOM_ID = re.compile(r"(?=.*\d)[0-9a-f-]{8,}")
 HEADING = re.compile(
-    r"^### Exercise (\d+\.\d+) · (.+)\n\n"
+    r"^### Exercise ((?:\d+|[A-Z])\.\d+) · (.+)\n\n"
     r"Difficulty [●○]{5} · importance [●○]{5} · (\d+) minutes$", re.MULTILINE)
 HERE = [re.escape(str(path)[1:]) for path in (Path.home(), Path.cwd(), Path(tempfile.gettempdir()))
         if path.parent != path]
@@ -186,7 +186,7 @@ def test_each_exercise_has_one_stub_and_then_one_check(path):
     assert sorted(order) == sorted((kind, name) for name in stubs for kind in ("check", "stub"))
     assert len(set(stubs)) == len(stubs)
     for name in stubs:
-        assert find(name).chapter == int(path.stem.split("_")[0]), "not of this chapter"
+        assert find(name).chapter == course.key_of(path.stem), "not of this chapter"
         assert order.index(("stub", name)) < order.index(("check", name))
 
 
@@ -283,7 +283,7 @@ def test_the_cells_of_an_exercise_are_found_by_its_slug(path):
     for slug in exercise_ids(notebook):
         found = {cell.id: cell.source for cell in notebook.cells if cell.id.endswith(f"-{slug}")}
         assert "### Exercise " in found[f"exercise-{slug}"]
-        assert course.stub_of(int(path.name[:2]), slug) == found[f"stub-{slug}"]
+        assert course.stub_of(course.key_of(path.stem), slug) == found[f"stub-{slug}"]
         assert CHECK.search(found[f"check-{slug}"])[1] == slug
 
 

@@ -9,11 +9,11 @@ from attempts import raises, stub
 from pictures import contrast
 
 import dplab
-from dplab import drills
+from dplab import drills, exercises
 from dplab.desk import cards, course, record
-from dplab.desk.course import TITLES
+from dplab.desk.course import TITLES, heading
 from dplab.exercises import every_exercise, find
-from dplab.exercises.exercise import NOT_ATTEMPTED, PASSED, WRONG
+from dplab.exercises.exercise import NOT_ATTEMPTED, PASSED, WRONG, Exercise
 
 EXERCISES = every_exercise()
 
@@ -28,6 +28,18 @@ def test_the_colour_of_a_card_is_seen_on_light_and_on_dark(background):
     faint = [color for color in (cards.GREEN, cards.ORANGE, cards.RED, cards.GREY)
              if contrast(color, background) < 3]
     assert not faint
+
+
+def test_a_card_leads_on_and_into_no_appendix(monkeypatch):
+    def numbered(number):
+        kind = type("Numbered", (Exercise,), {"number": number})
+        return kind()
+
+    listed = [numbered(number) for number in ("9.3", "10.1", "10.2", "A.1", "A.2", "B.1")]
+    monkeypatch.setattr(exercises, "every_exercise", lambda: tuple(listed))
+    following = [exercises._after(each) for each in listed]
+    assert [each and each.number for each in following] == [
+        "10.1", "10.2", None, "A.2", None, None]
 
 
 def test_an_exercise_is_found_by_slug_and_by_number(capsys):
@@ -160,10 +172,9 @@ def test_progress_is_by_chapter(progress):
     lines, rich = progress({passed.slug: PASSED, wrong.slug: WRONG, "of-another-course": PASSED})
     assert lines[0] == f"1 of {len(EXERCISES)} exercises passed"
     begun, other = ([each for each in EXERCISES if each.chapter == chapter] for chapter in (0, 4))
-    chapters = sorted({exercise.chapter for exercise in EXERCISES})
-    heads = [line for line in lines if re.match(r"\d\d · ", line)]
-    assert [line.split("  ")[0] for line in heads] == [
-        f"{number:02d} · {TITLES[number]}" for number in chapters]
+    chapters = list(dict.fromkeys(exercise.chapter for exercise in EXERCISES))
+    heads = [line for line in lines if re.match(r"(\d\d|Appendix [A-Z]) · ", line)]
+    assert [line.split("  ")[0] for line in heads] == list(map(heading, chapters))
     assert heads[0].endswith(f"  1 of {len(begun)}") and heads[4].endswith(f"  0 of {len(other)}")
     shown = {found[1]: found[2] for line in lines
              if (found := re.match(r" +(\d+\.\d+)  .*?  +(\S.*)$", line))}

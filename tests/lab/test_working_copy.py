@@ -149,6 +149,21 @@ def test_a_chapter_is_named_by_its_number_with_or_without_a_zero(course, copy, l
     assert "ranks = 8" in sources(read(copy / THIRD))
 
 
+@pytest.mark.parametrize("word", ["B", "b", "appendix_other_cuts"])
+def test_an_appendix_is_named_by_its_letter(course, lab, word):
+    path = "chapters/appendix_other_cuts.ipynb"
+    write(course / path, chapter("Other cuts"))
+    commit(course)
+    lab()
+    copied = course / "my_course" / path
+    set_source(copied, "stub-total", ANSWER)
+    set_source(course / path, "setup", "ranks = 8")
+    commit(course)
+    assert "--update B" in lab().out
+    lab("--update", word)
+    assert "ranks = 8" in sources(read(copied))
+
+
 def test_an_update_brings_answers_along_and_keeps_the_old_notebook_beside(course, copy, lab):
     set_source(copy / THIRD, "stub-total", ANSWER)
     edit(copy / THIRD, lambda cells: cells.insert(3, cell("note", "of_the_reader = 1")))

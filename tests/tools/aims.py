@@ -14,6 +14,8 @@ from pathlib import Path
 import notebooks
 from notebooks import FOLDED
 
+from dplab.desk import course
+
 ROOT = Path(__file__).resolve().parents[2]
 AIMS = {"words": 2600, "shown cells": 45, "shown lines": 260, "guesses": 6, "drill cells": 2,
         "folded lines": 120}
@@ -59,7 +61,7 @@ class Chapter:
 
     def over(self):
         """The counts that are more than their aims, as (count, aim) by name."""
-        half = 2 if self.path.name.startswith("appendix") else 1
+        half = 2 if self.path.stem in course.APPENDICES.values() else 1
         return {name: (count, AIMS[name] // half) for name, count in self.counts().items()
                 if count > AIMS[name] // half}
 
@@ -128,7 +130,7 @@ def main():
     from dplab.exercises import every_exercise
 
     minutes = {exercise.slug: exercise.minutes for exercise in every_exercise()}
-    for path in sorted((ROOT / "chapters").glob("*.ipynb")):
+    for path in course.notebooks(ROOT / "chapters").values():
         chapter = Chapter(path)
         counts = "   ".join(f"{count:>5,} {name}" for name, count in chapter.counts().items())
         print(f"{path.stem:30} {counts}   {chapter.minutes(minutes):>4} minutes"

@@ -17,6 +17,8 @@ from pathlib import Path
 
 import notebooks
 
+from dplab.desk import course
+
 ROOT = Path(__file__).resolve().parents[2]
 PAGE, CONTENTS = "chapters/glossary.md", "chapters/contents.md"
 TERMS = Path(__file__).with_name("glossary.toml")
@@ -64,8 +66,8 @@ class Chapter:
         self.cells = notebooks.read(self.path).cells
 
     @property
-    def number(self):
-        return int(self.path.name[:2])
+    def key(self):
+        return course.key_of(self.path.stem)
 
     @property
     def title(self):
@@ -90,8 +92,8 @@ class Chapter:
                 end = position if cell.id == id and position is not None else len(text)
                 headings += [heading for heading in HEADING.findall(text, 0, end)
                              if not heading.startswith("Exercise ")]
-        number = "" if headings[-1] == self.title else f"{self.number:02d} · "
-        return link(number + headings[-1], f"{self.path.name}#cell-id={id}")
+        label = "" if headings[-1] == self.title else f"{course.label(self.key)} · "
+        return link(label + headings[-1], f"{self.path.name}#cell-id={id}")
 
 
 def link(text, address):
@@ -155,13 +157,13 @@ def title_of_plot(source, data):
 
 def build(root=ROOT):
     """The page's text."""
-    chapters = [Chapter(path) for path in sorted((root / "chapters").glob("*.ipynb"))]
+    chapters = {key: Chapter(path) for key, path in course.notebooks(root / "chapters").items()}
     terms = tomllib.loads(TERMS.read_text(encoding="utf-8"))["term"]
-    table = rows(terms, {chapter.number: chapter for chapter in chapters})
+    table = rows(terms, chapters)
     lists = ["", f"- {title_of(root / 'figures/one_step.svg')} ("
                  f"{link('drawing', '../figures/one_step.svg')}, in "
                  f"{link('README', '../README.md')})"]
-    for chapter in chapters:
+    for chapter in chapters.values():
         found = [f"- {escaped(title)} ({place})" for title, place in figures(chapter)]
         if found:
             lists += ["", f"### {link(chapter.title, chapter.path.name)}", "", *found]

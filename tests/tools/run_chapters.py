@@ -1,6 +1,6 @@
 """Run All of every chapter, as it lies there, in a real kernel: seconds and peak memory.
 
-    python tests/tools/run_chapters.py [NN ...]
+    python tests/tools/run_chapters.py [NN or letter ...]
 """
 
 import argparse
@@ -18,6 +18,7 @@ from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernel
 from peak_memory import INTERVAL, KIND, PeakMemory
 from private_kernel import private_kernel
 
+from dplab.desk import course
 from dplab.measure import describe_machine
 
 FOLDER = Path(__file__).resolve().parents[2] / "chapters"
@@ -40,17 +41,18 @@ class Row:
 
 def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("chapters", nargs="*", metavar="NN", help="two digits (default: all)")
+    parser.add_argument("chapters", nargs="*", metavar="NN",
+                        help="two digits, or an appendix's letter (default: all)")
     wanted = parser.parse_args(arguments).chapters
-    found = sorted(FOLDER.glob("[0-9][0-9]_*.ipynb"))
-    if unknown := set(wanted) - {path.name[:2] for path in found}:
+    found = {course.label(key): path for key, path in course.notebooks(FOLDER).items()}
+    if unknown := set(wanted) - set(found):
         sys.exit(f"run_chapters: no chapter {', '.join(sorted(unknown))}")
     print(f"{describe_machine()}\n"
           f"seconds with the kernel's start; memory of all processes together, {KIND}, looked at "
           f"every {INTERVAL:g} s\n{'':38}{'cells':>6}{'seconds':>9}{'peak MB':>9}{'processes':>11}")
     rows = []
-    for path in found:
-        if not wanted or path.name[:2] in wanted:
+    for label, path in found.items():
+        if not wanted or label in wanted:
             rows.append(row := run_all(path))
             late = f"more than {BAR} s" if row.seconds > BAR else ""
             print(f"{row.chapter:38}{row.cells:6}{row.seconds:9.1f}{row.peak_bytes / 1e6:9.0f}"
