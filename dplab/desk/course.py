@@ -26,6 +26,7 @@ TITLES: dict[Key, str] = {
     8: "ZeRO by hand",
     9: "FSDP",
     10: "Choosing and scaling",
+    "A": "Rounding or a mistake?",
 }
 
 # The slugs of each chapter's guesses, in its order; a test compares.
@@ -34,6 +35,7 @@ GUESSES: dict[Key, tuple[str, ...]] = {
         "both-send-first"),
     4: ("ddp-child-processes", "leave-outs-that-agree", "padded-draws",
         "accuracy-with-repeats", "forgotten-in-a-checkpoint"),
+    "A": ("error-with-mixed-signs", "thousand-ones", "gap-after-80-steps"),
 }
 
 
