@@ -18,6 +18,9 @@ ALT = (
     f"{BACK}, the gradient of their x."
 )
 
+FOOTER = ("Each rank knows the derivative of its own loss only. The second all-reduce brings it "
+          "the other one.")
+
 X, SUM, S, LOSS = 196, 416, 628, 812  # the middles of the columns
 TOP, ROW, HALF = 128, 56, 190
 
@@ -35,8 +38,7 @@ def draw() -> Canvas:
     for rank in range(2):
         forward(canvas, rank, TOP + rank * ROW)
         backward(canvas, rank, TOP + HALF + rank * ROW)
-    canvas.text(24, 424, "Each rank knows the derivative of its own loss only. The second all-reduce "
-                         "brings it the other one.", size=14, color=MUTED)
+    canvas.text(24, 424, FOOTER, size=14, color=MUTED)
     return canvas
 
 

@@ -228,9 +228,9 @@ class WeightedMean(Exercise):
                 "loss twice. (A count *averaged* over the ranks holds it already.)"),
         Mistake(factor_before_own_mean, N_OWN_MEANS),
         Mistake(count_was_overwritten, N_OWN_MEANS),
-        Mistake(share_of_nothing, "This is right where each rank has tokens. On a rank without any, "
-                "the mean is 0/0, which is nan, and a weight of 0 does not help: 0 · nan is nan. "
-                "Take the sum, which is 0 there, and divide it by the tokens of all ranks."),
+        Mistake(share_of_nothing, "This is right where each rank has tokens. On a rank without "
+                "any, the mean is 0/0, which is nan, and a weight of 0 does not help: 0 · nan is "
+                "nan. Take the sum, which is 0 there, and divide it by the tokens of all ranks."),
         Mistake(padding_counted, "You counted padding too. The loss leaves out targets of -100, so "
                 "count those that are not -100."),
         Mistake(padding_counted_without_the_factor, "Two things: you counted padding too, so count "
