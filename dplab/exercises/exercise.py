@@ -387,8 +387,8 @@ def _codes(attempt):
     """The code objects of a function, or of every method of a class."""
     functions = [attempt]
     if isinstance(attempt, type):
-        functions = [value for value in vars(attempt).values()
-                     if isinstance(value, types.FunctionType)]
+        functions = [getattr(value, "__func__", value) for value in vars(attempt).values()
+                     if isinstance(value, types.FunctionType | staticmethod | classmethod)]
     found = [function.__code__ for function in functions if hasattr(function, "__code__")]
     for code in found:
         found.extend(each for each in code.co_consts if isinstance(each, types.CodeType))

@@ -29,22 +29,19 @@ pytestmark = pytest.mark.slow
 CHAPTER = "chapters/02_why_averaging_is_right.ipynb"
 RUN_ALL_SECONDS = 180  # generous: a slow machine may take three times the minute that we aim for
 
-EXERCISE, NUMBER = "average-unequal-parts", "2.1"
+EXERCISE, NUMBER = "weighted-mean", "2.1"
 WRONG = """\
-def average_gradients(model, samples):
-    for parameter in model.parameters():
-        dist.all_reduce(parameter.grad)
-        parameter.grad /= dist.get_world_size()
+def loss_for_ddp(logits, targets):
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 """
 RIGHT = """\
-def average_gradients(model, samples):
-    total = torch.tensor(samples)
+def loss_for_ddp(logits, targets):
+    total = (targets != -100).sum()
     dist.all_reduce(total)
-    for parameter in model.parameters():
-        parameter.grad *= samples / total
-        dist.all_reduce(parameter.grad)
+    loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+    return dist.get_world_size() * loss / total
 """
-CARDS = (f"Exercise {NUMBER}: not attempted", "You took the plain mean",
+CARDS = (f"Exercise {NUMBER}: not attempted", "This is the mean over this rank's tokens",
          f"Exercise {NUMBER}: passed")
 
 RANKS = {
@@ -134,7 +131,7 @@ def test_the_cards_of_an_exercise(chapter):
 def test_a_screen_reader_is_told_what_the_pictures_show(chapter):
     notebook, _ = chapter
     pictures = output_pictures(notebook)
-    assert len(pictures) >= 4
+    assert pictures
     assert [text for text in pictures if len(text or "") < 30] == []
     assert_headings_are_in_order(notebook)
 
