@@ -21,7 +21,7 @@ DOOR, ROOM = ROOT / "README.md", ROOT / "pyproject.toml"  # any two files serve 
 QUICK_CHAPTER = "00_start_here"  # a run of any other takes half a minute or more
 
 CHECK = re.compile(r"""\bcheck\(\s*["']([a-z0-9-]+)["']""")
-VERDICT = re.compile(r"Exercise [\d.]+: (.*)")  # how the plain text of each check begins
+VERDICT = re.compile(r"Exercise [\dA-Z.]+: (.*)")  # how the plain text of each check begins
 
 
 def pytest_configure(config):
