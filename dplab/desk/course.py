@@ -26,6 +26,7 @@ TITLES: dict[Key, str] = {
     8: "ZeRO by hand",
     9: "FSDP",
     10: "Choosing and scaling",
+    "B": "Other cuts",
 }
 
 # The slugs of each chapter's guesses, in its order; a test compares.
@@ -33,6 +34,7 @@ GUESSES: dict[Key, tuple[str, ...]] = {
     0: ("counter-after-ranks", "four-fresh-ranks", "two-halves"),
     4: ("ddp-child-processes", "leave-outs-that-agree", "padded-draws",
         "accuracy-with-repeats", "forgotten-in-a-checkpoint"),
+    "B": ("product-that-cut-f-sums", "layers-where-pipeline-wins", "intensity-on-64-ranks"),
 }
 
 
