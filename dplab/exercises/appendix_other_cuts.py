@@ -107,6 +107,8 @@ def _gathered(tensor):
 _NOT_STACKED = ("You put the ranks' results side by side. They are not parts of the output: each "
                 "has the output's full shape and lacks the terms of the other ranks, so they have "
                 "to be *added*. (Side by side is right where the weights are split along f.)")
+_EVERY_OUTPUT = ("The output is right, but each rank received every other rank's partial sum: N−1 "
+                 "whole outputs. An all-reduce sends less than two, whatever N is.")
 _MANY_MESSAGES = ("The output is right, in many messages: each all-reduce costs its latency again. "
                   "Compute the whole product, and all-reduce it once.")
 _ALL_EVERYWHERE = ("You gathered the inputs: every rank holds all of `x` and `w`, and nothing is "
@@ -136,9 +138,7 @@ class SplitOverD(Exercise):
                 "pieces, and the pieces add up to it: here it is a sum, not a mean."),
         Mistake(_side_by_side, _NOT_STACKED),
         Mistake(_one_below_the_other, _NOT_STACKED),
-        Mistake(_every_output_to_everyone, "The output is right, but each rank received every "
-                "other rank's partial sum: N−1 whole outputs. An all-reduce sends less than two, "
-                "whatever N is."),
+        Mistake(_every_output_to_everyone, _EVERY_OUTPUT),
         Mistake(_row_by_row, _MANY_MESSAGES),
         Mistake(_column_by_column, _MANY_MESSAGES),
         Mistake(_inputs_gathered_as_tensors, _ALL_EVERYWHERE),
@@ -275,6 +275,14 @@ def _relu_at_the_end(x, w, v):
     return torch.relu(reduced(x @ _mine(w, 1) @ _mine(v, 0)))
 
 
+def _relu_of_the_weights(x, w, v):
+    return reduced(x @ torch.relu(_mine(w, 1)) @ _mine(v, 0))
+
+
+def _outputs_gathered(x, w, v):
+    return torch.stack(_gathered(_hidden(x, w) @ _mine(v, 0))).sum(dim=0)
+
+
 def _no_relu(x, w, v):
     return reduced(x @ _mine(w, 1) @ _mine(v, 0))
 
@@ -389,6 +397,9 @@ class TwoLayers(Exercise):
                 "layer first."),
         Mistake(_relu_at_the_end, "The relu stands between the two layers, before the second "
                 "product. You took it of the output."),
+        Mistake(_relu_of_the_weights, "You took the relu of the weights. It belongs around the "
+                "first product: `relu(x @ w)`."),
+        Mistake(_outputs_gathered, _EVERY_OUTPUT),
         Mistake(_no_relu, "The relu between the two layers is missing."),
         Mistake(_relu_once_more, "You took the relu of the output too. It stands between the two "
                 "layers only."),
