@@ -27,17 +27,18 @@ TITLES: dict[Key, str] = {
     9: "FSDP",
     10: "Choosing and scaling",
     "A": "Rounding or a mistake?",
+    "B": "Other cuts",
 }
 
 # The slugs of each chapter's guesses, in its order; a test compares.
 GUESSES: dict[Key, tuple[str, ...]] = {
     0: ("counter-after-ranks", "sum-on-rank-3", "two-halves", "longest-in-the-call",
         "both-send-first"),
-    2: ("heaviest-token", "sum-loss", "plain-all-reduce", "two-ranks-by-hand",
-        "sum-in-float16"),
+    2: ("heaviest-token", "sum-loss", "plain-all-reduce", "two-ranks-by-hand", "sum-in-float16"),
     4: ("ddp-child-processes", "leave-outs-that-agree", "padded-draws", "accuracy-with-repeats",
         "forgotten-in-a-checkpoint"),
     "A": ("error-with-mixed-signs", "thousand-ones", "gap-after-80-steps"),
+    "B": ("product-that-cut-f-sums", "layers-where-pipeline-wins", "intensity-on-64-ranks"),
 }
 
 

@@ -11,8 +11,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dplab.exercises.compare import BESIDE, AtMost
 from dplab.exercises.exercise import Exercise, Mistake
-from dplab.exercises.trials import gradients, reduced
-from dplab.measure import CallLog, sent_bytes
+from dplab.exercises.trials import gradients
+from dplab.measure import CallLog
 
 # 1.1
 
@@ -186,144 +186,6 @@ def _facts_of_parts(samples, parts):
     found = ("int, int", missing, twice, outside, sizes[-1] - sizes[0], sizes,
              taken == sorted(taken))
     return dict(zip(names, found, strict=True))
-
-
-# 1.2
-
-
-def einsum_split_over_d(x, w):
-    out = torch.einsum("bd,df->bf", x, w)
-    dist.all_reduce(out)
-    return out
-
-
-def _then(change):
-    """The product of what this rank has, and then something done to it."""
-
-    def attempt(x, w):
-        out = x @ w
-        change(out)
-        return out
-
-    return attempt
-
-
-def _gathered(tensor):
-    parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
-    dist.all_gather(parts, tensor)
-    return parts
-
-
-def _inputs_gathered(x, w):
-    blocks = [None] * dist.get_world_size()
-    dist.all_gather_object(blocks, (x, w))
-    return torch.cat([x for x, _ in blocks], dim=1) @ torch.cat([w for _, w in blocks])
-
-
-def _piece_by_piece(dim):
-    """One all-reduce for each row (0) or column (1) of the output."""
-
-    def attempt(x, w):
-        out = x @ w
-        for piece in out.unbind(dim):
-            piece.copy_(reduced(piece.contiguous()))
-        return out
-
-    return attempt
-
-
-_ALL_EVERYWHERE = ("You gathered the inputs: every rank holds all of `x` and `w`, and nothing is "
-                   "split. Multiply what this rank has, and add the results.")
-_NOT_INPUTS = ("You summed the inputs over the ranks. They are different columns and rows, which "
-               "do not add up to anything: multiply first, then add the results.")
-_NOT_STACKED = ("You put the ranks' results side by side. They are not parts of the output: each "
-                "has the output's full shape and lacks the terms of the other ranks, so they have "
-                "to be *added*. (Side by side is right where the weights are split along f.)")
-
-
-class SplitOverD(Exercise):
-    slug = "tensor-parallel-sum"
-    number = "1.2"
-    title = "Tensor parallelism by hand: split the sum"
-    name = "einsum_split_over_d"
-    minutes = 10
-    hints = (
-        "Write one element of the output as a sum over d. Which terms of this sum can this rank "
-        "compute from its columns of `x` and its rows of `w`?",
-        "Each rank computes a tensor of the output's full shape, in which the other ranks' terms "
-        "are missing. Which collective adds tensors, and leaves the sum on every rank?",
-        "`out = x @ w`, then `dist.all_reduce(out)`, which changes `out` in place; return `out`.",
-    )
-    solution = staticmethod(einsum_split_over_d)
-    mistakes = (
-        Mistake(_then(lambda out: None), "This is each rank's partial sum: it lacks the terms of d "
-                "that the other ranks hold. Add the partial sums over the ranks."),
-        Mistake(lambda x, w: einsum_split_over_d(x, w) / dist.get_world_size(), "You divided by "
-                "the world size. The sum over d was cut into pieces, and the pieces add up to it: "
-                "here it is a sum, not a mean."),
-        Mistake(lambda x, w: torch.cat(_gathered(x @ w), dim=1), _NOT_STACKED),
-        Mistake(lambda x, w: torch.cat(_gathered(x @ w)), _NOT_STACKED),
-        Mistake(lambda x, w: torch.stack(_gathered(x @ w)).sum(dim=0), "The output is right, but "
-                "each rank received every other rank's partial sum: N−1 whole outputs. An "
-                "all-reduce sends less than two, whatever N is."),
-        *(Mistake(_piece_by_piece(dim), "The output is right, in many messages: each all-reduce "
-                  "costs its latency again. Compute the whole product, and all-reduce it once.")
-          for dim in (0, 1)),
-        Mistake(lambda x, w: torch.cat(_gathered(x), 1) @ torch.cat(_gathered(w)), _ALL_EVERYWHERE),
-        Mistake(_inputs_gathered, _ALL_EVERYWHERE),
-        Mistake(_then(lambda out: dist.reduce(out, dst=0)), "`reduce` gives the sum to rank 0 "
-                "alone. Every rank needs the output: `all_reduce`."),
-        Mistake(_then(lambda out: dist.broadcast(out, src=0)), "You broadcast rank 0's partial "
-                "sum: all ranks agree, on an output that lacks the terms of the others. Add them "
-                "with `all_reduce`."),
-        Mistake(_then(lambda out: dist.all_reduce(out.clone())), "You all-reduced a copy: the sum "
-                "never reaches the tensor that you return."),
-        Mistake(lambda x, w: dist.all_reduce(x @ w), "`dist.all_reduce` changes its tensor in "
-                "place and returns None. Keep the tensor, and return that."),
-        Mistake(_then(lambda out: dist.get_rank() or dist.all_reduce(out)), "Only rank 0 calls the "
-                "all-reduce, and waits for ever: every rank has to call it.", hangs=True),
-        Mistake(_then(lambda out: [dist.all_reduce(out) for _ in range(2)]), "You summed over the "
-                "ranks twice: the second all-reduce adds up N tensors that are the sum already."),
-        Mistake(lambda x, w: reduced(x) @ reduced(w), _NOT_INPUTS),
-        Mistake(lambda x, w: reduced(x) @ w, _NOT_INPUTS),
-    )
-
-    def parts(self, world_size, rank):
-        blocks = [_block(other, world_size) for other in range(world_size)]
-        return {"the output": [x @ w for x, w in blocks]}
-
-    def trial(self, attempt):
-        x, w = _block(dist.get_rank(), dist.get_world_size())
-        before = x.clone(), w.clone()
-        with CallLog() as log:
-            out = attempt(x, w)
-        return {"the output": out, "that `x` and `w` are not changed":
-                torch.equal(x, before[0]) and torch.equal(w, before[1]),
-                "the number of bytes that this rank sends": sum(map(sent_bytes, log.calls)),
-                "the number of collectives": log.count()}
-
-    def expected(self, world_size):
-        x, w = _whole()
-        output = x @ w
-        enough = AtMost(2 * output.nbytes, "one all-reduce of the output sends no more than that, "
-                        "on however many ranks", exact=False)
-        return {"the output": output, "that `x` and `w` are not changed": True,
-                "the number of bytes that this rank sends": enough,
-                "the number of collectives": AtMost(
-                    2, "one all-reduce of the whole output is enough")}
-
-
-def _whole():
-    """x (3, 26) and w (26, 5), all elements different. Only on 2 ranks the parts are equal."""
-    x = torch.sin(torch.arange(78.0) * 1.7).reshape(3, 26)
-    w = torch.cos(torch.arange(130.0) * 0.9 + 0.3).reshape(26, 5)
-    return x, w
-
-
-def _block(rank, world_size):
-    """This rank's columns of x and rows of w."""
-    x, w = _whole()
-    return x.tensor_split(world_size, dim=1)[rank].contiguous(), w.tensor_split(world_size)[rank]
 
 
 # 1.3
@@ -507,4 +369,4 @@ def _labelled(rank):
     return images, (torch.arange(13) * (rank + 2)) % 3
 
 
-EXERCISES = (LocalPart, SplitOverD, AccumulateGradients)
+EXERCISES = (LocalPart, AccumulateGradients)

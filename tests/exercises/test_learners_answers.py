@@ -473,7 +473,7 @@ def test_what_runs_on_no_rank_is_not_said_to(number):
 
 
 def test_what_is_wrong_on_one_rank_has_no_part_of_others():
-    verdict = find("1.2").judge(lambda x, w: 0.5 * (x @ w))
+    verdict = find("tensor-parallel-sum").judge(lambda x, w: 0.5 * (x @ w))
     assert "no other rank has a part in it" in verdict.detail
 
 

@@ -198,7 +198,7 @@ def a_functional_collective(x, w):
 
 
 def test_what_a_functional_collective_returns_is_waited_for():
-    assert find("1.2").judge(a_functional_collective).outcome == PASSED
+    assert find("tensor-parallel-sum").judge(a_functional_collective).outcome == PASSED
 
 
 def test_an_exercise_without_communication_does_not_ask_for_it():

@@ -159,14 +159,12 @@ def test_the_stages_picture_shows_a_real_step():
     assert talks == [True, False, False, False, True, False]
 
 
-def test_the_shards_picture_divides_a_product_into_what_gives_the_whole():
-    module = runpy.run_path(str(FIGURES / "replicas_and_shards.py"))
+def test_the_picture_of_three_cuts_divides_a_product_into_what_gives_the_whole():
+    module = runpy.run_path(str(FIGURES / "three_cuts.py"))
     sizes = {"b": 10, "d": 4, "f": 2}
     draw = np.random.default_rng(0)
-    whole = {"x": draw.normal(size=(10, 4)), "w": draw.normal(size=(4, 2)),
-             "v": draw.normal(size=(2, 4))}
+    whole = {"x": draw.normal(size=(10, 4)), "w": draw.normal(size=(4, 2))}
     whole["y"] = whole["x"] @ whole["w"]
-    whole["z"] = whole["y"] @ whole["v"]
 
     def cut(matrix, part, rank):
         axis = {"rows": 0, "columns": 1}.get(part)
@@ -185,17 +183,20 @@ def test_the_shards_picture_divides_a_product_into_what_gives_the_whole():
                 summands.append(product)
             whose = {m[0] for m in (a, b, c) if m[3] == module["COPY"]}
             assert whose == ({copied} if copied in whole else set())
-            assert all(m[3] in (module["COPY"], rank) or name == "pipeline parallel"
-                       for m in (a, b, c))
+            assert all(m[3] in (module["COPY"], rank) for m in (a, b, c))
         assert not summands or np.allclose(sum(summands), whole["y"])
-        sent[name, how] = module["sent"](forward)[1], module["sent"](backward)[1]
-    y = "b × f = 5.2 M"
-    assert sent == {
-        ("data parallel", "cut along b"): ("", "d × f = 2.1 M"),
-        ("pipeline parallel", "cut between layers"): (y, y),
-        ("tensor parallel", "cut along d"): (y, ""),
-        ("tensor parallel", "cut along f"): (y, "b × d = 10.5 M"),
-    }
+        sent[name] = module["sent"](forward)[1], module["sent"](backward)[1]
+    assert sent == {"cut b": ("", "d × f = 2.1 M"), "cut d": ("b × f = 5.2 M", ""),
+                    "cut f": ("", "b × d = 10.5 M")}
+
+
+def test_the_picture_of_three_cuts_names_the_letter_that_each_product_sums():
+    module = runpy.run_path(str(FIGURES / "three_cuts.py"))
+    for _, letters, summed in module["PRODUCTS"]:
+        inputs, output = letters.split("→")
+        assert set(inputs) - {","} - set(output) == {summed}
+    assert [way[0] for way in module["WAYS"]] == sorted(
+        f"cut {summed}" for *_, summed in module["PRODUCTS"])
 
 
 def record(name):

@@ -1,4 +1,4 @@
-"""Draws replicas_and_shards.svg: one matrix product on two ranks, divided in four ways."""
+"""Draws three_cuts.svg: one layer on two ranks, cut along each of its three letters."""
 
 from collections.abc import Sequence
 
@@ -11,33 +11,29 @@ COPY = "copy"
 is, or COPY; ``part`` is "whole", "rows" or "columns". A pass sends (what, rows, columns)."""
 
 WAYS = (
-    ("data parallel", "cut along b", "x and y, by rows", "w",
+    ("cut b", "data parallelism", "x and y, by rows", "w",
      [[("x", "b", "d", rank, "rows"), ("w", "d", "f", COPY, "whole"),
        ("y", "b", "f", rank, "rows")] for rank in range(2)],
      None, ("all-reduce of w's gradient", "d", "f")),
-    ("pipeline parallel", "cut between layers", "layer w from layer v", "nothing",
-     [[("x", "b", "d", 0, "whole"), ("w", "d", "f", 0, "whole"), ("y", "b", "f", 0, "whole")],
-      [("y", "b", "f", 0, "whole"), ("v", "f", "d", 1, "whole"), ("z", "b", "d", 1, "whole")]],
-     ("y to rank 1", "b", "f"), ("y's gradient to rank 0", "b", "f")),
-    ("tensor parallel", "cut along d", "x by columns, w by rows; y = y₀ + y₁", "nothing",
+    ("cut d", "tensor parallelism", "x by columns, w by rows; y = y₀ + y₁", "nothing",
      [[("x", "b", "d", rank, "columns"), ("w", "d", "f", rank, "rows"),
        ("y" + "₀₁"[rank], "b", "f", rank, "whole")] for rank in range(2)],
      ("all-reduce of y", "b", "f"), None),
-    ("tensor parallel", "cut along f", "w and y, by columns", "x",
+    ("cut f", "tensor parallelism", "w and y, by columns", "x",
      [[("x", "b", "d", COPY, "whole"), ("w", "d", "f", rank, "columns"),
        ("y", "b", "f", rank, "columns")] for rank in range(2)],
-     ("all-gather of y", "b", "f"), ("all-reduce of x's gradient", "b", "d")),
+     None, ("all-reduce of x's gradient", "b", "d")),
 )
+PRODUCTS = (("y", "bd,df→bf", "d"), ("w's gradient", "bd,bf→df", "b"),
+            ("x's gradient", "bf,df→bd", "f"))
+"""Of the layer: what it gives, its letters, and the letter that is summed."""
 
-TITLE = "Data parallelism sends gradients of weights, the others activations"
+TITLE = "Each letter of a layer is summed in one of its three products"
 ALT = (
-    "The product x[b, d] times w[d, f] = y[b, f] on two ranks, divided in four ways. Data "
-    "parallel: rows of x and y are split, w is copied; backward all-reduces the gradient of w, "
-    "d × f = 2.1 million numbers. Pipeline parallel: rank 0 has layer w and sends y, 5.2 million "
-    "numbers, to rank 1, which has layer v and sends y's gradient back. Tensor parallel along d: "
-    "columns of x and rows of w are split, and forward all-reduces two summands of y, 5.2 million. "
-    "Tensor parallel along f: x is copied, columns of w and y are split; forward all-gathers y, "
-    "5.2 million, and backward all-reduces the gradient of x, 10.5 million."
+    "A layer y = x · w on two ranks, cut along each of its letters. Cut b, data parallelism: w is "
+    "copied, backward all-reduces w's gradient, d × f = 2.1 million numbers. Cut d, tensor "
+    "parallelism: forward all-reduces two summands of y, b × f = 5.2 million. Cut f, tensor "
+    "parallelism: x is copied, backward all-reduces x's gradient, b × d = 10.5 million."
 )
 
 SCALE = 0.03
@@ -53,7 +49,20 @@ def draw() -> Canvas:
     for index, way in enumerate(WAYS):
         draw_way(canvas, 24 + index % 2 * (PANEL_WIDTH + 16),
                  130 + index // 2 * (PANEL_HEIGHT + 16), *way)
+    draw_products(canvas, 24 + PANEL_WIDTH + 16, 130 + PANEL_HEIGHT + 16)
     return canvas
+
+
+def draw_products(canvas: Canvas, x: float, y: float) -> None:
+    """Says of each product which letter it sums, and so which cut costs an all-reduce of it."""
+    canvas.box(x, y, PANEL_WIDTH, PANEL_HEIGHT, "white", edge=FAINT, radius=8)
+    canvas.text(x + 14, y + 23, "the three products of a layer", size=16, weight="bold")
+    for row, (what, letters, summed) in enumerate(PRODUCTS):
+        line = y + 84 + row * 76
+        canvas.text(x + 14, line, what, weight="bold")
+        canvas.text(x + 150, line, letters, size=16)
+        canvas.text(x + 14, line + 26, f"sums over {summed}: cut {summed}, and the ranks have "
+                    "partial sums", color=MUTED)
 
 
 def draw_key(canvas: Canvas, y: float) -> None:
