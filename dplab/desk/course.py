@@ -21,6 +21,8 @@ TITLES: dict[int, str] = {
 # The slugs of each chapter's guesses, in its order; a test compares.
 GUESSES: dict[int, tuple[str, ...]] = {
     0: ("counter-after-ranks", "four-fresh-ranks", "two-halves"),
+    1: ("collectives-in-forward", "bytes-with-more-rows", "rows-of-wider-layers",
+        "what-shrinks-with-ranks", "links-that-can-hide"),
     4: ("ddp-child-processes", "leave-outs-that-agree", "padded-draws",
         "accuracy-with-repeats", "forgotten-in-a-checkpoint"),
 }
