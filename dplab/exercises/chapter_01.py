@@ -1,7 +1,7 @@
 """Exercises of chapter 01: split the batch, copy the model."""
 
-import functools
-import operator
+import math
+from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
@@ -9,186 +9,726 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from dplab.exercises.compare import BESIDE, AtMost
-from dplab.exercises.exercise import Exercise, Mistake
-from dplab.exercises.trials import gradients
-from dplab.measure import CallLog
+from dplab.exercises.compare import AtMost
+from dplab.exercises.exercise import Calculation, Exercise, Mistake
+from dplab.exercises.trials import gradients, of_cases, reduced
+from dplab.measure import CallLog, sent_bytes
 
-# 1.1
-
-
-def local_part(samples, rank, world_size):
-    size, longer = divmod(samples, world_size)
-    start = rank * size + min(rank, longer)
-    return start, start + size + (rank < longer)
+# --- 1.1: the backward of two layers, on many ranks ----------------------------------------------
 
 
-def _rounded_down(samples, rank, world_size):
-    size = samples // world_size
-    return rank * size, (rank + 1) * size
+def data_parallel_backward(x, hidden, w2, to_logits):
+    to_w2 = hidden.T @ to_logits
+    to_hidden = to_logits @ w2.T
+    to_w1 = x.T @ (to_hidden * (1 - hidden**2))
+    for gradient in (to_w1, to_w2):
+        dist.all_reduce(gradient)
+        gradient /= dist.get_world_size()
+    return to_w1, to_w2
 
 
-def _rounded_up(samples, rank, world_size):
-    size = -(-samples // world_size)
-    return rank * size, (rank + 1) * size
+def own_backward(x, hidden, w2, to_logits):
+    to_hidden = to_logits @ w2.T * (1 - hidden**2)
+    return x.T @ to_hidden, hidden.T @ to_logits
 
 
-def _longer_but_not_moved(samples, rank, world_size, *, longer_ones=False):
-    size, longer = divmod(samples, world_size)
-    start = rank * (size + (longer_ones and rank < longer))
-    return start, start + size + (rank < longer)
+def only_summed(*inputs):
+    to_w1, to_w2 = own_backward(*inputs)
+    return reduced(to_w1), reduced(to_w2)
 
 
-def _by_chunk(samples, rank, world_size):
-    mine = torch.arange(samples).chunk(world_size)[rank]
-    return mine[0], mine[-1] + 1
+def divided_twice(*inputs):
+    to_w1, to_w2 = data_parallel_backward(*inputs)
+    return to_w1 / dist.get_world_size(), to_w2 / dist.get_world_size()
 
 
-def _by_float(samples, rank, world_size):
-    each = samples / world_size
-    return int(rank * each), int((rank + 1) * each)
+def divided_by_rows(x, *others):
+    to_w1, to_w2 = only_summed(x, *others)
+    return to_w1 / len(x), to_w2 / len(x)
 
 
-def _changed(change):
-    """The right part, with something done to it."""
-    return lambda samples, rank, world_size: change(*local_part(samples, rank, world_size))
+def divided_by_all_rows(x, *others):
+    to_w1, to_w2 = data_parallel_backward(x, *others)
+    return to_w1 / len(x), to_w2 / len(x)
 
 
-_ONE_TAKES_THE_REST = ("One rank takes the whole remainder, and all others wait for it. Give one "
-                       "sample of the remainder to each of as many ranks.")
-_IN_TURN = ("You deal the samples out in turn, as `batch[rank::world_size]` does. Here a part is "
-            "one piece, `batch[start:stop]`, and the parts follow one another.")
-_NOT_MOVED = ("The first ranks take one more, as they should, but parts behind them start as if "
-              "they did not: samples are taken twice, and the last ones by nobody. Move each "
-              "start by the longer parts before it.")
+def second_layer_alone(*inputs):
+    to_w1, to_w2 = own_backward(*inputs)
+    return to_w1, reduced(to_w2) / dist.get_world_size()
 
 
-class LocalPart(Exercise):
-    slug = "local-part"
+def first_layer_alone(*inputs):
+    to_w1, to_w2 = own_backward(*inputs)
+    return reduced(to_w1) / dist.get_world_size(), to_w2
+
+
+def divided_once(*inputs):
+    to_w1, to_w2 = only_summed(*inputs)
+    return to_w1, to_w2 / dist.get_world_size()
+
+
+def reduced_at_the_logits(x, hidden, w2, to_logits):
+    to_logits = reduced(to_logits.clone()) / dist.get_world_size()
+    return own_backward(x, hidden, w2, to_logits)
+
+
+def reduced_at_the_hidden(x, hidden, w2, to_logits):
+    to_hidden = reduced(to_logits @ w2.T) / dist.get_world_size()
+    to_w2 = reduced(hidden.T @ to_logits) / dist.get_world_size()
+    return x.T @ (to_hidden * (1 - hidden**2)), to_w2
+
+
+def without_tanh(x, hidden, w2, to_logits):
+    to_w1, to_w2 = x.T @ (to_logits @ w2.T), hidden.T @ to_logits
+    return (reduced(to_w1) / dist.get_world_size(), reduced(to_w2) / dist.get_world_size())
+
+
+def hidden_not_squared(x, hidden, w2, to_logits):
+    to_w1, to_w2 = x.T @ (to_logits @ w2.T * (1 - hidden)), hidden.T @ to_logits
+    return (reduced(to_w1) / dist.get_world_size(), reduced(to_w2) / dist.get_world_size())
+
+
+def tanh_twice(x, hidden, w2, to_logits):
+    slope = 1 - torch.tanh(hidden) ** 2
+    to_w1, to_w2 = x.T @ (to_logits @ w2.T * slope), hidden.T @ to_logits
+    return (reduced(to_w1) / dist.get_world_size(), reduced(to_w2) / dist.get_world_size())
+
+
+def transposed(*inputs):
+    to_w1, to_w2 = data_parallel_backward(*inputs)
+    return to_w1.T, to_w2.T
+
+
+def last_layer_first(*inputs):
+    to_w1, to_w2 = data_parallel_backward(*inputs)
+    return to_w2, to_w1
+
+
+def what_all_reduce_returns(*inputs):
+    to_w1, to_w2 = own_backward(*inputs)
+    return dist.all_reduce(to_w1), dist.all_reduce(to_w2)
+
+
+def copies_reduced(*inputs):
+    to_w1, to_w2 = own_backward(*inputs)
+    for gradient in (to_w1, to_w2):
+        dist.all_reduce(gradient.clone())
+    return to_w1, to_w2
+
+
+def reduced_to_rank_0(*inputs):
+    to_w1, to_w2 = own_backward(*inputs)
+    for gradient in (to_w1, to_w2):
+        dist.reduce(gradient, dst=0)
+        gradient /= dist.get_world_size()
+    return to_w1, to_w2
+
+
+def rank_0_for_all(*inputs):
+    to_w1, to_w2 = own_backward(*inputs)
+    dist.broadcast(to_w1, src=0)
+    dist.broadcast(to_w2, src=0)
+    return to_w1, to_w2
+
+
+def summed_twice(*inputs):
+    to_w1, to_w2 = data_parallel_backward(*inputs)
+    return reduced(to_w1), reduced(to_w2)
+
+
+def on_rank_0_only(*inputs):
+    to_w1, to_w2 = own_backward(*inputs)
+    if dist.get_rank() == 0:
+        dist.all_reduce(to_w1)
+        dist.all_reduce(to_w2)
+    return to_w1 / dist.get_world_size(), to_w2 / dist.get_world_size()
+
+
+def whole_batch_gathered(x, hidden, w2, to_logits):
+    whole = []
+    for tensor in (x, hidden, to_logits):
+        parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, tensor)
+        whole.append(torch.cat(parts))
+    x, hidden, to_logits = whole
+    return own_backward(x, hidden, w2, to_logits / dist.get_world_size())
+
+
+def row_by_row(*inputs):
+    mean = []
+    for gradient in own_backward(*inputs):
+        rows = [reduced(row.clone()) / dist.get_world_size() for row in gradient]
+        mean.append(torch.stack(rows))
+    return mean
+
+
+def divides_its_input(x, hidden, w2, to_logits):
+    to_logits /= dist.get_world_size()
+    to_w1, to_w2 = own_backward(x, hidden, w2, to_logits)
+    return reduced(to_w1), reduced(to_w2)
+
+
+_ONE_OF_TWO = ("Only one of the two gradients is averaged over the ranks. Both are sums over the "
+               "rows, and each rank has only its own rows.")
+_WITHIN_ROWS = ("You summed a tensor that has one line for each *row* over the ranks. Row 0 of "
+                "rank 0 and row 0 of rank 1 are different samples, so their gradients do not add "
+                "up to anything. Finish the products first: their results have no rows any more.")
+_ROWS_AGAIN = ("You divided by the number of rows. `to_logits` belongs to a mean over this rank's "
+               "rows, so that division is in it already.")
+_SLOPE = ("The first weights' gradient lacks the slope of tanh. It is 1 − tanh², and `hidden` is "
+          "the tanh already: `1 - hidden**2`.")
+
+
+class DataParallelBackward(Exercise):
+    slug = "data-parallel-backward"
     number = "1.1"
-    title = "This rank's part of a global batch"
-    name = "local_part"
-    minutes = 10
+    title = "The backward of two layers, on many ranks"
+    name = "data_parallel_backward"
+    minutes = 20
     hints = (
-        "Try it on paper with 10 samples on 4 ranks. Sizes that differ by at most one are 2 and 3: "
-        "how many ranks take 3?",
-        "`divmod(samples, world_size)` gives the size that every rank takes at least, and how "
-        "many samples are left. As many ranks take one more.",
-        "A part starts where the one before it stops: each of the longer parts before this rank "
-        "moves its start by one, so by `min(rank, longer)` in all.",
+        "First forget the other ranks. `logits = hidden @ w2`: which two tensors does the gradient "
+        "of `w2` depend on, and which product of them has the shape of `w2`?",
+        "Back through the layers: `w2`'s gradient is `hidden.T @ to_logits`. The gradient goes on "
+        "as `to_logits @ w2.T`, times the slope of tanh, which is `1 - hidden**2`. Now write one "
+        "element of each weight's gradient as a sum. Which terms of it does this rank not have?",
+        "Compute both gradients from this rank's rows, all-reduce each, and divide by "
+        "`dist.get_world_size()`: a mean over N times as many rows is the mean of the ranks' N "
+        "means.",
     )
-    solution = staticmethod(local_part)
+    solution = staticmethod(data_parallel_backward)
     mistakes = (
-        Mistake(_rounded_down, "You dropped the remainder: `samples // world_size` for each "
-                "rank leaves the last samples out, or all, if they are fewer than the ranks."),
-        Mistake(lambda samples, rank, ranks: (rank * (samples // ranks), samples
-                if rank == ranks - 1 else (rank + 1) * (samples // ranks)), _ONE_TAKES_THE_REST),
-        Mistake(_rounded_up, "You rounded the size up, so that the last parts run past the end of "
-                "the batch."),
-        Mistake(lambda samples, *rest: tuple(min(end, samples) for end in _rounded_up(
-                samples, *rest)), "You rounded the size up and cut off what lies behind the end: "
-                "the last rank has too few samples, or none, as with `torch.chunk`."),
-        Mistake(_by_chunk, "`torch.chunk` rounds the size up, so it may make fewer parts than "
-                "there are ranks: with 1 sample for 2 ranks, rank 1 finds none in the list."),
-        Mistake(_longer_but_not_moved, _NOT_MOVED),
-        Mistake(functools.partial(_longer_but_not_moved, longer_ones=True), _NOT_MOVED),
-        *(Mistake(attempt, _IN_TURN) for attempt in (
-            lambda samples, rank, ranks: (rank, samples),
-            lambda samples, rank, ranks: (rank, samples, ranks))),
-        Mistake(lambda samples, rank, ranks: (0, samples // ranks), "Every rank takes the first "
-                "part: where a part starts must depend on the rank."),
-        Mistake(lambda samples, rank, ranks: (0, samples), "Every rank takes the whole batch, so "
-                "nothing was split."),
-        Mistake(_changed(lambda start, stop: (start, stop - 1)), "You return the last index of the "
-                "part. `stop` is the one behind it, as in `batch[start:stop]`."),
-        Mistake(_changed(lambda start, stop: (start, stop + 1)), "Each part goes one too far. "
-                "`stop` itself is not in the part: the next one starts right there."),
-        Mistake(_changed(lambda start, stop: (start, stop - start)), "You return the start and the "
-                "*size*. The second number is where the part stops: the start plus the size."),
-        Mistake(lambda samples, rank, ranks: local_part(samples, rank - 1, ranks), "You count the "
-                "ranks from 1. They are numbered from 0, so rank 0 starts at sample 0."),
-        Mistake(_changed(lambda start, stop: list(range(start, stop))), "You return the indices "
-                "themselves. Return two numbers: where the part starts, and where it stops."),
-        Mistake(lambda samples, rank, ranks: samples // ranks, "You return how many samples a rank "
-                "takes. Where they start matters too: return `start, stop`."),
-        Mistake(lambda samples, rank, ranks: (rank * samples / ranks, (rank + 1) * samples / ranks),
-                "`/` makes a float, and a slice needs whole numbers. Divide with `//`."),
-        Mistake(_by_float, "`samples / world_size` is a float, which is rounded: its multiple may "
-                "come out just below the whole number that it should be, and `int` then cuts off "
-                "one too many. Stay with whole numbers: `//` and `%`, or `divmod`."),
-        Mistake(lambda samples, rank, ranks: local_part(
-                samples, dist.get_rank(), dist.get_world_size()), "You asked `dist` for the rank "
-                "and the number of ranks. The function is given both: use its arguments."),
+        Mistake(own_backward, "These are the gradients of this rank's own rows. The rows of the "
+                "other ranks belong to the global batch too."),
+        Mistake(only_summed, "You added the ranks' gradients and did not divide. Each belongs to a "
+                "*mean* over its rank's rows, and the mean over all rows is the mean of these."),
+        Mistake(divided_twice, "You divided by the world size twice."),
+        Mistake(divided_by_rows, _ROWS_AGAIN),
+        Mistake(divided_by_all_rows, _ROWS_AGAIN),
+        Mistake(second_layer_alone, _ONE_OF_TWO),
+        Mistake(first_layer_alone, _ONE_OF_TWO),
+        Mistake(divided_once, "You summed both gradients over the ranks, and divided only one by "
+                "the world size."),
+        Mistake(reduced_at_the_logits, _WITHIN_ROWS),
+        Mistake(reduced_at_the_hidden, _WITHIN_ROWS),
+        Mistake(without_tanh, _SLOPE),
+        Mistake(hidden_not_squared, _SLOPE),
+        Mistake(tanh_twice, "You took the tanh of `hidden`, which is a tanh already. The slope is "
+                "`1 - hidden**2`."),
+        Mistake(transposed, "Your gradients are transposed: each must have the shape of its "
+                "weights, `(d, h)` and `(h, f)`."),
+        Mistake(last_layer_first, "You return the second layer's gradient first. The order is that "
+                "of the layers: `to_w1, to_w2`."),
+        Mistake(what_all_reduce_returns, "`dist.all_reduce` changes its tensor in place and "
+                "returns None. Keep the tensor, and return that."),
+        Mistake(copies_reduced, "You all-reduced a copy: the sum never reaches the gradients that "
+                "you return."),
+        Mistake(reduced_to_rank_0, "`reduce` gives the sum to rank 0 alone. Every rank updates its "
+                "own copy of the weights, so every rank needs the gradients: `all_reduce`."),
+        Mistake(rank_0_for_all, "Every rank gets rank 0's gradients, so the rows of the others "
+                "teach nobody anything. Combine all ranks' gradients."),
+        Mistake(summed_twice, "You summed over the ranks once more after the mean: the ranks' "
+                "means are equal by then, and their sum is N times as large."),
+        Mistake(on_rank_0_only, "Only rank 0 calls the all-reduce, and waits for ever. A "
+                "collective is called by every rank.", hangs=True),
+        Mistake(whole_batch_gathered, "The gradients are right, but every rank received the whole "
+                "batch and did all the work: nothing is parallel. What has to travel has the "
+                "shape of the weights."),
+        Mistake(row_by_row, "The gradients are right, in many messages. Send each gradient whole, "
+                "with one all-reduce."),
+        Mistake(divides_its_input, "The gradients are right, but you changed `to_logits`, which "
+                "belongs to the caller. Divide a tensor of your own."),
     )
-    batches = (12, 10, 7, 13, 5, 3, 2, 1)
-    more = 61, 7  # samples and ranks of a larger job: 7 · (61 / 7) is below 61 in floats
+    rows, sizes = 30, (7, 5, 3)
+
+    def quantities(self, world_size, rank):
+        return {"the ranks": world_size, "the rows": self.rows}
+
+    def parts(self, world_size, rank):
+        own = [own_backward(*_layers(other)) for other in range(world_size)]
+        names = "the gradient of `w1`", "the gradient of `w2`"
+        return {name: [each[place] / world_size for each in own]
+                for place, name in enumerate(names)}
 
     def trial(self, attempt):
-        facts, beside = {}, {}
-        for samples in self.batches:
-            mine = attempt(samples, dist.get_rank(), dist.get_world_size())
-            parts = [None] * dist.get_world_size()
-            dist.all_gather_object(parts, _bounds_of(mine))
-            of_parts = _facts_of_parts(samples, parts)
-            beside |= dict.fromkeys(of_parts, _in_words(parts))
-            facts |= of_parts
-        samples, ranks = self.more  # which this process asks for all of them
-        parts = [_bounds_of(attempt(samples, rank, ranks)) for rank in range(ranks)]
-        of_parts = _facts_of_parts(samples, parts)
-        beside |= dict.fromkeys(of_parts, _in_words(parts))
-        return {**facts, **of_parts, BESIDE: beside}
+        inputs = _layers(dist.get_rank())
+        before = [tensor.clone() for tensor in inputs]
+        with CallLog() as log:
+            to_w1, to_w2 = attempt(*inputs)
+        return {"the gradient of `w1`": to_w1, "the gradient of `w2`": to_w2,
+                "that the inputs are not changed": all(map(torch.equal, before, inputs)),
+                "the number of bytes that this rank sends": sum(map(sent_bytes, log.calls)),
+                "the number of collectives": log.count()}
 
     def expected(self, world_size):
-        facts = {}
-        for samples, ranks in (*((samples, world_size) for samples in self.batches), self.more):
-            parts = [local_part(samples, rank, ranks) for rank in range(ranks)]
-            facts |= {name: AtMost(1, "sizes may differ by one") if "minus" in name else fact
-                      for name, fact in _facts_of_parts(samples, parts).items()}
-        return facts
+        x, _, w2, to_logits = zip(*map(_layers, range(world_size)), strict=True)
+        w1 = _weights()[0].requires_grad_()
+        w2 = w2[0].requires_grad_()
+        # The loss is linear in the logits here, so that its gradient is to_logits.
+        logits = torch.tanh(torch.cat(x) @ w1) @ w2
+        (logits * torch.cat(to_logits) / world_size).sum().backward()
+        size = w1.grad.nbytes + w2.grad.nbytes
+        enough = AtMost(2 * size, "one all-reduce of each gradient sends no more than that, on "
+                        "however many ranks", exact=False)
+        return {"the gradient of `w1`": w1.grad, "the gradient of `w2`": w2.grad,
+                "that the inputs are not changed": True,
+                "the number of bytes that this rank sends": enough,
+                "the number of collectives": AtMost(2, "one for each gradient is enough",
+                                                    exact=False)}
 
 
-def _bounds_of(part):
-    """Start and stop as plain numbers, or else in words what `part` is."""
-    if isinstance(part, slice | range):
-        part = part.start, part.stop
-    try:
-        start, stop = map(operator.index, part)
-    except (TypeError, ValueError):
-        each = part if isinstance(part, tuple | list) else [part]
-        return ", ".join(type(one).__name__ for one in each)
-    return start, max(start, stop)
+def _weights():
+    d, h, f = DataParallelBackward.sizes
+    w1 = torch.sin(torch.arange(float(d * h)) * 1.7).reshape(d, h)
+    return w1, torch.cos(torch.arange(float(h * f)) * 0.9).reshape(h, f)
 
 
-def _in_words(parts):
-    """All ranks' parts, as slices of the batch."""
-    if any(isinstance(part, str) for part in parts):
-        return ""
-    return "  the parts " + ", ".join(f"{start}:{stop} on rank {rank}"
-                                      for rank, (start, stop) in enumerate(parts))
+def _layers(rank):
+    """Rank r's x, hidden, w2 and to_logits."""
+    rows, (d, _, f) = DataParallelBackward.rows, DataParallelBackward.sizes
+    w1, w2 = _weights()
+    x = torch.sin(torch.arange(float(rows * d)) * 0.7 + 5 * rank + 1).reshape(rows, d)
+    to_logits = torch.cos(torch.arange(float(rows * f)) * (1.1 + rank)).reshape(rows, f) / rows
+    return x, torch.tanh(x @ w1), w2, to_logits
 
 
-def _facts_of_parts(samples, parts):
-    """What holds for every fair split, whichever ranks take one sample more."""
-    names = ("what is returned", "the list of samples that nobody takes", "the list of samples "
-             "taken twice", "the list of indices outside the batch", "the largest part minus the "
-             "smallest", "the sorted list of sizes", "whether parts follow in the order of the "
-             "ranks")
-    names = [f"with {samples} sample{'s' * (samples > 1)} on {len(parts)} "
-             f"rank{'s' * (len(parts) > 1)}, {name}" for name in names]
-    unusable = [part for part in parts if isinstance(part, str)]
-    if unusable:
-        return dict.fromkeys(names) | {names[0]: unusable[0]}
-    taken = [index for start, stop in parts for index in range(start, stop)]
-    sizes = sorted(stop - start for start, stop in parts)
-    missing = [index for index in range(samples) if index not in taken]
-    twice = sorted({index for index in taken if taken.count(index) > 1})
-    outside = sorted({index for index in taken if not 0 <= index < samples})
-    found = ("int, int", missing, twice, outside, sizes[-1] - sizes[0], sizes,
-             taken == sorted(taken))
-    return dict(zip(names, found, strict=True))
+# --- 1.2: rows that hide the all-reduce ----------------------------------------------------------
 
 
-# 1.3
+def rows_to_hide(d, f, ranks, flops, bandwidth, element):
+    all_reduce = 2 * (ranks - 1) / ranks * element * d * f / bandwidth
+    backward_of_a_row = 2 * (2 * d * f) / flops
+    return all_reduce / backward_of_a_row
+
+
+def _seconds(d, f, ranks, bandwidth, element):
+    """Of the all-reduce."""
+    return 2 * (ranks - 1) / ranks * element * d * f / bandwidth
+
+
+def one_product(d, f, ranks, flops, bandwidth, element):
+    return _seconds(d, f, ranks, bandwidth, element) * flops / (2 * d * f)
+
+
+def forward_too(d, f, ranks, flops, bandwidth, element):
+    return _seconds(d, f, ranks, bandwidth, element) * flops / (6 * d * f)
+
+
+def no_additions(d, f, ranks, flops, bandwidth, element):
+    return _seconds(d, f, ranks, bandwidth, element) * flops / (d * f)
+
+
+def tensor_once(d, f, ranks, flops, bandwidth, element):
+    return element * d * f / bandwidth * flops / (4 * d * f)
+
+
+def half_an_all_reduce(d, f, ranks, flops, bandwidth, element):
+    return (ranks - 1) / ranks * element * d * f / bandwidth * flops / (4 * d * f)
+
+
+def many_ranks(d, f, ranks, flops, bandwidth, element):
+    return 2 * element * d * f / bandwidth * flops / (4 * d * f)
+
+
+def to_each_other_rank(d, f, ranks, flops, bandwidth, element):
+    return (ranks - 1) * element * d * f / bandwidth * flops / (4 * d * f)
+
+
+def sent_by_all(*sizes):
+    ranks = sizes[2]
+    return ranks * rows_to_hide(*sizes)
+
+
+def rows_of_all(d, f, ranks, flops, bandwidth, element):
+    return _seconds(d, f, ranks, bandwidth, element) * flops / (4 * d * f) / ranks
+
+
+def numbers_not_bytes(d, f, ranks, flops, bandwidth, element):
+    return rows_to_hide(d, f, ranks, flops, bandwidth, 1)
+
+
+def always_bf16(d, f, ranks, flops, bandwidth, element):
+    return rows_to_hide(d, f, ranks, flops, bandwidth, 2)
+
+
+def bits(d, f, ranks, flops, bandwidth, element):
+    return rows_to_hide(d, f, ranks, flops, bandwidth / 8, element)
+
+
+def upside_down(*sizes):
+    return 1 / rows_to_hide(*sizes) if rows_to_hide(*sizes) else 0.0
+
+
+def rounded_up(*sizes):
+    return math.ceil(rows_to_hide(*sizes))
+
+
+def rounded_down(*sizes):
+    return int(rows_to_hide(*sizes))
+
+
+def seconds_of_the_all_reduce(d, f, ranks, flops, bandwidth, element):
+    return _seconds(d, f, ranks, bandwidth, element)
+
+
+def activations_sent(d, f, ranks, flops, bandwidth, element):
+    return 2 * (ranks - 1) / ranks * element * f / bandwidth * flops / (4 * d * f)
+
+
+_SENT_BY_A_RANK = ("That is what all ranks send together. They send at the same time, each over "
+                   "its own link: what counts is what *one* rank sends.")
+_ROUNDED = "You rounded. Return the number as it comes: a part of a row is fine here."
+
+
+class RowsToHide(Calculation):
+    slug = "rows-to-hide"
+    number = "1.2"
+    title = "Rows that hide the all-reduce"
+    name = "rows_to_hide"
+    minutes = 10
+    hints = (
+        "Two times must be equal. What is the first one: how many bytes does a rank send, and how "
+        "long does that take?",
+        "The second is that of backward: in exercise 1.1, how many products did you write for one "
+        "layer? Each takes `2 * rows * d * f` operations.",
+        "The gradient has `element * d * f` bytes, so a rank sends `2 * (ranks - 1) / ranks` times "
+        "that. Backward takes `4 * d * f / flops` seconds a row. Divide the first time by the "
+        "second.",
+    )
+    solution = staticmethod(rows_to_hide)
+    mistakes = (
+        Mistake(one_product, "You counted one product. Backward of a layer has two: the gradient "
+                "of its weights, and that of its input, which the layer before it needs."),
+        Mistake(forward_too, "You counted forward's product too. The gradient does not exist "
+                "during forward, so only backward can hide its all-reduce."),
+        Mistake(no_additions, "Count a multiplication and an addition for each pair of numbers: a "
+                "product takes `2 * rows * d * f` operations, and backward has two products."),
+        Mistake(tensor_once, "You let a rank send its gradient once. In an all-reduce it sends "
+                "2(N−1)/N times the tensor."),
+        Mistake(half_an_all_reduce, "You let a rank send (N−1)/N of the tensor. That is a "
+                "reduce-scatter alone; an all-reduce is twice that."),
+        Mistake(many_ranks, "You took 2 for 2(N−1)/N. That is the limit for many ranks; with 2 "
+                "ranks it is 1, and with 1 rank nothing is sent."),
+        Mistake(to_each_other_rank, "You let each rank send its whole gradient to every other "
+                "rank. An all-reduce sends less: 2(N−1)/N times the tensor."),
+        Mistake(sent_by_all, _SENT_BY_A_RANK),
+        Mistake(rows_of_all, "You divided the rows among the ranks. The question is how many rows "
+                "*each* rank needs."),
+        Mistake(numbers_not_bytes, "You counted numbers and not bytes. A gradient of `d * f` "
+                "numbers has `element * d * f` bytes."),
+        Mistake(always_bf16, "You took 2 bytes for every number. `element` says how many there "
+                "are: 4 in fp32."),
+        Mistake(bits, "You multiplied by 8. `bandwidth` is in bytes a second already."),
+        Mistake(upside_down, "Your fraction is upside down: a faster link needs fewer rows, and a "
+                "faster device needs more."),
+        Mistake(rounded_up, _ROUNDED),
+        Mistake(rounded_down, _ROUNDED),
+        Mistake(seconds_of_the_all_reduce, "This is the time of the all-reduce in seconds. How "
+                "many rows does backward compute in that time?"),
+        Mistake(activations_sent, "The message has the shape of the weights, `(d, f)`: `d * f` "
+                "numbers, however many rows there are."),
+    )
+    cases = ((2048, 1024, 8, 989e12, 450e9, 2), (300, 700, 3, 2e12, 3e9, 4),
+             (512, 96, 2, 9e10, 1e9, 4), (640, 1280, 1, 3e13, 5e9, 2))
+
+    def trial(self, attempt):
+        return of_cases(_rows_fact, self.cases, attempt)
+
+    def expected(self, world_size):
+        # The same by a search: the rows at which backward takes as long as the all-reduce.
+        def needed(d, f, ranks, flops, bandwidth, element):
+            sent = sum(2 * element * d * f / ranks for _ in range(ranks - 1))
+            return sent / bandwidth / (2 * 2 * d * f / flops)
+
+        return of_cases(_rows_fact, self.cases, needed)
+
+
+def _rows_fact(case, answer):
+    d, f, ranks, flops, bandwidth, element = case
+    return {f"`rows_to_hide({d}, {f}, {ranks}, {flops:g}, {bandwidth:g}, {element})`": (
+        float(answer) if isinstance(answer, int) else answer)}
+
+
+# --- 1.3: bytes per parameter --------------------------------------------------------------------
+
+
+def bytes_per_parameter(model, optimizer, others=()):
+    parameters = list(model.parameters())
+    tensors = [*parameters, *others]
+    tensors += [parameter.grad for parameter in parameters if parameter.grad is not None]
+    for state in optimizer.state.values():
+        tensors += [value for value in state.values() if torch.is_tensor(value)]
+
+    sizes = {}
+    for tensor in tensors:
+        memory = tensor.untyped_storage()
+        sizes[memory.data_ptr()] = memory.nbytes()
+    return sum(sizes.values()) / sum(parameter.numel() for parameter in parameters)
+
+
+def _held(model, optimizer, others=()) -> list:
+    """Every tensor that counts; one that is in it twice, or shares its memory, is there twice."""
+    return [*model.parameters(), *_gradients(model), *_state(optimizer), *others]
+
+
+def _gradients(model):
+    return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+
+def _state(optimizer):
+    return [value for state in optimizer.state.values() for value in state.values()
+            if torch.is_tensor(value)]
+
+
+def _once(tensors: Iterable[torch.Tensor]):
+    """The bytes under the tensors, each storage once."""
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def _numbers(model):
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def each_tensor_by_itself(model, optimizer, others=()):
+    total = sum(tensor.nbytes for tensor in _held(model, optimizer, others))
+    return total / _numbers(model)
+
+
+def each_object_once(model, optimizer, others=()):
+    tensors = {id(tensor): tensor for tensor in _held(model, optimizer, others)}
+    return sum(tensor.nbytes for tensor in tensors.values()) / _numbers(model)
+
+
+def by_their_own_address(model, optimizer, others=()):
+    tensors = {tensor.data_ptr(): tensor for tensor in _held(model, optimizer, others)}
+    return sum(tensor.nbytes for tensor in tensors.values()) / _numbers(model)
+
+
+def storages_not_compared(model, optimizer, others=()):
+    held = _held(model, optimizer, others)
+    return sum(tensor.untyped_storage().nbytes() for tensor in held) / _numbers(model)
+
+
+def parameters_alone(model, optimizer, others=()):
+    return _once(model.parameters()) / _numbers(model)
+
+
+def no_gradients(model, optimizer, others=()):
+    return _once([*model.parameters(), *_state(optimizer), *others]) / _numbers(model)
+
+
+def no_optimizer(model, optimizer, others=()):
+    return _once([*model.parameters(), *_gradients(model), *others]) / _numbers(model)
+
+
+def no_others(model, optimizer, others=()):
+    return _once(_held(model, optimizer)) / _numbers(model)
+
+
+def always_adam(model, optimizer, others=()):
+    return 16.0
+
+
+def always_two_moments(model, optimizer, others=()):
+    parameters = _once(model.parameters())
+    return (parameters + _once(_gradients(model)) + 2 * parameters + _once(others)) / _numbers(
+        model)
+
+
+def always_four_bytes(model, optimizer, others=()):
+    return sum(4 * tensor.numel() for tensor in _held(model, optimizer, others)) / _numbers(model)
+
+
+def one_moment(model, optimizer, others=()):
+    moments = [next(iter(state.values())) for state in optimizer.state.values()]
+    return _once([*model.parameters(), *_gradients(model), *moments, *others]) / _numbers(model)
+
+
+def only_what_trains(model, optimizer, others=()):
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    total = _once([*trained, *_gradients(model), *_state(optimizer), *others])
+    return total / sum(parameter.numel() for parameter in trained)
+
+
+def frozen_left_out(model, optimizer, others=()):
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return _once([*trained, *_gradients(model), *_state(optimizer), *others]) / _numbers(model)
+
+
+def divided_by_what_trains(model, optimizer, others=()):
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return _once(_held(model, optimizer, others)) / sum(each.numel() for each in trained)
+
+
+def gradients_that_are_none(model, optimizer, others=()):
+    found = [parameter.grad for parameter in model.parameters()]
+    return _once([*model.parameters(), *found, *_state(optimizer), *others]) / _numbers(model)
+
+
+def with_buffers(model, optimizer, others=()):
+    held = [*model.state_dict().values(), *_gradients(model), *_state(optimizer), *others]
+    return _once(held) / _numbers(model)
+
+
+def elements_of_the_state_dict(model, optimizer, others=()):
+    numbers = sum(tensor.numel() for tensor in model.state_dict().values())
+    return _once(_held(model, optimizer, others)) / numbers
+
+
+def not_divided(model, optimizer, others=()):
+    return float(_once(_held(model, optimizer, others)))
+
+
+def for_each_tensor(model, optimizer, others=()):
+    return _once(_held(model, optimizer, others)) / len(list(model.parameters()))
+
+
+_NOT_ONCE = ("You count memory twice where tensors share it: two parameters, or a gradient that "
+             "is a piece of a bucket. Ask each tensor for its storage, and count each storage "
+             "once, by its `data_ptr()`.")
+_ADAM = ("You assume what the optimizer holds. SGD holds less than Adam, and frozen parameters "
+         "have no state: count the tensors in `optimizer.state`.")
+_FROZEN = ("Frozen parameters have no gradient and no state, but they are parameters, and lie in "
+           "memory. Count all of `model.parameters()`, above and below the fraction bar.")
+_STATE_DICT = ("`state_dict()` has buffers too, such as BatchNorm's running mean, and a tied "
+               "weight under both names. Walk through `model.parameters()`.")
+
+
+class BytesPerParameter(Calculation):
+    slug = "bytes-per-parameter"
+    number = "1.3"
+    title = "Bytes per parameter, counted"
+    name = "bytes_per_parameter"
+    minutes = 15
+    hints = (
+        "Make one list of all tensors that count. Where does a gradient lie, and where does the "
+        "optimizer keep what it remembers of a parameter?",
+        "`optimizer.state` maps each parameter to a dict, whose tensors count. Can two tensors of "
+        "your list share memory? Find out by their storages, not by the tensors themselves.",
+        "Put `storage.data_ptr(): storage.nbytes()` of each tensor into a dict, add up its values, "
+        "and divide by the sum of `parameter.numel()`.",
+    )
+    solution = staticmethod(bytes_per_parameter)
+    mistakes = (
+        Mistake(each_tensor_by_itself, _NOT_ONCE),
+        Mistake(each_object_once, _NOT_ONCE),
+        Mistake(storages_not_compared, _NOT_ONCE),
+        Mistake(by_their_own_address, "You compare the addresses of the *tensors*. A piece of a "
+                "bucket begins somewhere inside it, so its own address is another; the address of "
+                "the storage is the same: `tensor.untyped_storage().data_ptr()`."),
+        Mistake(parameters_alone, "You counted the parameters alone. Gradients, the optimizer's "
+                "state and `others` lie in memory beside them."),
+        Mistake(no_gradients, "The gradients are missing: each parameter's `.grad`, where there "
+                "is one."),
+        Mistake(no_optimizer, "The optimizer's state is missing: the tensors in "
+                "`optimizer.state`."),
+        Mistake(no_others, "The tensors in `others` are missing."),
+        Mistake(always_adam, "You return 16 whatever there is. Count: other dtypes, another "
+                "optimizer, frozen parameters and buckets change the number."),
+        Mistake(always_two_moments, _ADAM),
+        Mistake(one_moment, "You took only one tensor of each parameter's state. Adam has more: "
+                "two moments and a counter of steps."),
+        Mistake(always_four_bytes, "You took 4 bytes for every number. In bf16 it is 2, and "
+                "memory that is shared counts once: take the bytes of the storages."),
+        Mistake(only_what_trains, _FROZEN),
+        Mistake(frozen_left_out, _FROZEN),
+        Mistake(divided_by_what_trains, _FROZEN),
+        Mistake(gradients_that_are_none, "A parameter without a gradient has None in `.grad`, "
+                "such as a frozen one. Leave it out."),
+        Mistake(with_buffers, _STATE_DICT),
+        Mistake(elements_of_the_state_dict, _STATE_DICT),
+        Mistake(not_divided, "This is the sum of all bytes. Divide it by the number of "
+                "parameters, as in `parameter.numel()`."),
+        Mistake(for_each_tensor, "You divided by the number of tensors. A parameter, here, is one "
+                "number: add up `parameter.numel()`."),
+    )
+
+    def trial(self, attempt):
+        return {f"the bytes per parameter of {name}": _plain(attempt(*case))
+                for name, case in _cases()}
+
+    def expected(self, world_size):
+        """By hand: bytes of each kind; Adam has a counter of four bytes for each tensor."""
+        numbers, tensors = 39, 4  # of two linear layers: 5 × 4 + 4 and 4 × 3 + 3
+        adam = (16 * numbers + 4 * tensors) / numbers
+        by_hand = {
+            "a model trained with Adam": adam,
+            "the same, trained with SGD without momentum": 8.0,
+            "a model in bf16, trained with SGD with momentum": 6.0,
+            "a model whose first layer is frozen, trained with SGD with momentum":
+                (12 * 15 + 4 * 24) / numbers,
+            "a model with BatchNorm and a tied weight": (16 * 32 + 4 * 3) / 32,
+            "a model under DDP": adam + 4,
+            "a model under DDP whose gradients are views into the buckets": adam,
+            "a model with two copies of its weights in bf16, one of them listed twice":
+                adam + 2 * 32 / numbers,
+        }
+        return {f"the bytes per parameter of {name}": number for name, number in by_hand.items()}
+
+
+def _plain(answer):
+    return float(answer) if isinstance(answer, int) else answer
+
+
+def _cases():
+    """(name, arguments) of each model, after one step of training."""
+    adam, sgd = torch.optim.Adam, torch.optim.SGD
+    yield "a model trained with Adam", _stepped(_small(), adam)
+    yield "the same, trained with SGD without momentum", _stepped(_small(), sgd)
+    yield ("a model in bf16, trained with SGD with momentum",
+           _stepped(_small().bfloat16(), sgd, momentum=0.9))
+    frozen = _small()
+    frozen[0].requires_grad_(False)
+    yield ("a model whose first layer is frozen, trained with SGD with momentum",
+           _stepped(frozen, sgd, momentum=0.9))
+    yield "a model with BatchNorm and a tied weight", _stepped(_Tied(), adam)
+    for name, views in (("a model under DDP", False),
+                        ("a model under DDP whose gradients are views into the buckets", True)):
+        model, buckets = _small(), []
+        ddp = DistributedDataParallel(model, gradient_as_bucket_view=views)
+        ddp.register_comm_hook(buckets, _keep)
+        yield name, (*_stepped(ddp, adam), buckets)
+    model = _small()
+    copies = [layer.weight.detach().bfloat16() for layer in model]
+    yield ("a model with two copies of its weights in bf16, one of them listed twice",
+           (*_stepped(model, adam), [*copies, copies[0]]))
+
+
+class _Tied(nn.Module):
+    """32 parameters in three tensors: a matrix of 6 × 4 with two names, and a BatchNorm's."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.norm = nn.Embedding(6, 4), nn.BatchNorm1d(4)
+        self.head = nn.Linear(4, 6, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, x):
+        return self.head(self.norm(self.embedding(x[:, 0].long())))
+
+
+def _small():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3))
+
+
+def _stepped(model, kind, **options):
+    optimizer = kind([each for each in model.parameters() if each.requires_grad], lr=0.1, **options)
+    dtype = next(model.parameters()).dtype
+    model(torch.ones(2, 5, dtype=dtype)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def _keep(buckets, bucket):
+    """A communication hook that sends nothing and keeps each bucket's tensor."""
+    buckets.append(bucket.buffer())
+    done = torch.futures.Future()
+    done.set_result(bucket.buffer())
+    return done
+
+
+# --- 1.4: gradient accumulation ------------------------------------------------------------------
 
 
 def accumulate_gradients(model, images, labels, micro_batch):
@@ -200,40 +740,191 @@ def accumulate_gradients(model, images, labels, micro_batch):
         dist.all_reduce(parameter.grad)
 
 
-def _accumulate(*, weigh="by size", zero=False, reduce="at the end", divisor=dist.get_world_size,
-                cut=torch.split, keep_last=True, at_once=False, of="grad"):
-    """The accumulation with one thing wrong."""
-
-    def attempt(model, images, labels, size):
-        parts = list(zip(cut(images, size), cut(labels, size), strict=True))
-        parts = parts if keep_last else [part for part in parts if len(part[1]) == size]
-        losses = (F.cross_entropy(model(x), y) * {
-            "by size": len(y) / len(labels), "full size": size / len(labels), "sum": len(y),
-            "by micro-batch": len(y) / size, "equal": 1 / len(parts), "none": 1,
-            "full ones": 1 / (len(labels) // size), "twice": len(y) / len(labels) / len(parts),
-            "mean by micro-batch": 1 / size, "mean by local batch": 1 / len(labels),
-        }[weigh] for x, y in parts)
-        for loss in [sum(losses)] if at_once else losses:
-            if zero:
-                model.zero_grad()
-            loss.backward()
-            if reduce == "each time":
-                _sum_divided(model, divisor(), of)
-        if reduce == "at the end":
-            _sum_divided(model, divisor(), of)
-
-    return attempt
+def _slices(images, labels, micro_batch):
+    return zip(images.split(micro_batch), labels.split(micro_batch), strict=True)
 
 
-def _all_reduced_loss(model, *batch):
-    _accumulate(reduce="never")(model, *batch)
+def _sum_over_ranks(model):
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.grad)
+
+
+def _average(model):
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.grad)
+        parameter.grad /= dist.get_world_size()
+
+
+def _own(model, images, labels, micro_batch):
+    """The gradients of this rank's local batch, right but for the other ranks."""
+    for x, y in _slices(images, labels, micro_batch):
+        (F.cross_entropy(model(x), y) * len(y) / len(labels)).backward()
+
+
+def means_added(model, images, labels, micro_batch):
+    for x, y in _slices(images, labels, micro_batch):
+        F.cross_entropy(model(x), y).backward()
+    _average(model)
+
+
+def means_averaged(model, images, labels, micro_batch):
+    count = len(images.split(micro_batch))
+    for x, y in _slices(images, labels, micro_batch):
+        (F.cross_entropy(model(x), y) / count).backward()
+    _average(model)
+
+
+def divided_by_full_ones(model, images, labels, micro_batch):
+    for x, y in _slices(images, labels, micro_batch):
+        (F.cross_entropy(model(x), y) / (len(labels) // micro_batch)).backward()
+    _average(model)
+
+
+def share_and_count(model, images, labels, micro_batch):
+    count = len(images.split(micro_batch))
+    for x, y in _slices(images, labels, micro_batch):
+        (F.cross_entropy(model(x), y) * len(y) / len(labels) / count).backward()
+    _average(model)
+
+
+def all_weighed_as_full(model, images, labels, micro_batch):
+    for x, y in _slices(images, labels, micro_batch):
+        (F.cross_entropy(model(x), y) * micro_batch / len(labels)).backward()
+    _average(model)
+
+
+def losses_summed(model, images, labels, micro_batch):
+    for x, y in _slices(images, labels, micro_batch):
+        F.cross_entropy(model(x), y, reduction="sum").backward()
+    _average(model)
+
+
+def sum_over_micro_batch(model, images, labels, micro_batch):
+    for x, y in _slices(images, labels, micro_batch):
+        (F.cross_entropy(model(x), y, reduction="sum") / micro_batch).backward()
+    _average(model)
+
+
+def cleared_each_time(model, images, labels, micro_batch):
+    for x, y in _slices(images, labels, micro_batch):
+        model.zero_grad()
+        (F.cross_entropy(model(x), y) * len(y) / len(labels)).backward()
+    _average(model)
+
+
+def mean_over_micro_batch(model, images, labels, micro_batch):
+    for x, y in _slices(images, labels, micro_batch):
+        (F.cross_entropy(model(x), y) / micro_batch).backward()
+    _average(model)
+
+
+def mean_over_local_batch(model, images, labels, micro_batch):
+    for x, y in _slices(images, labels, micro_batch):
+        (F.cross_entropy(model(x), y) / len(labels)).backward()
+    _average(model)
+
+
+def last_one_left_out(model, images, labels, micro_batch):
+    for start in range(0, len(images) - micro_batch + 1, micro_batch):
+        x, y = (each[start : start + micro_batch] for each in (images, labels))
+        (F.cross_entropy(model(x), y) * micro_batch / len(labels)).backward()
+    _average(model)
+
+
+def mean_of_the_full_ones(model, images, labels, micro_batch):
+    count = len(images) // micro_batch
+    for number in range(count):
+        mine = slice(number * micro_batch, (number + 1) * micro_batch)
+        (F.cross_entropy(model(images[mine]), labels[mine]) / count).backward()
+    _average(model)
+
+
+def not_cut(model, images, labels, micro_batch):
+    F.cross_entropy(model(images), labels).backward()
+    _average(model)
+
+
+def cut_by_chunk(model, images, labels, micro_batch):
+    for x, y in zip(images.chunk(micro_batch), labels.chunk(micro_batch), strict=True):
+        (F.cross_entropy(model(x), y) * len(y) / len(labels)).backward()
+    _average(model)
+
+
+def one_backward(model, images, labels, micro_batch):
+    loss = 0
+    for x, y in _slices(images, labels, micro_batch):
+        loss = loss + F.cross_entropy(model(x), y) * len(y) / len(labels)
+    loss.backward()
+    _average(model)
+
+
+def averaged_each_time(model, images, labels, micro_batch):
+    for x, y in _slices(images, labels, micro_batch):
+        (F.cross_entropy(model(x), y) * len(y) / len(labels)).backward()
+        _average(model)
+
+
+def summed_each_time(model, images, labels, micro_batch):
+    for x, y in _slices(images, labels, micro_batch):
+        (F.cross_entropy(model(x), y) * len(y) / len(labels)).backward()
+        _sum_over_ranks(model)
+
+
+def loss_all_reduced(model, images, labels, micro_batch):
+    _own(model, images, labels, micro_batch)
     dist.all_reduce(torch.zeros(()))
 
 
-def _sum_divided(model, divisor, of):
-    for tensor in [getattr(parameter, of) for parameter in model.parameters()]:
-        dist.all_reduce(tensor)
-        tensor /= divisor
+def never_divided(model, *batch):
+    _own(model, *batch)
+    _sum_over_ranks(model)
+
+
+def divided_by_ranks_twice(model, *batch):
+    _own(model, *batch)
+    _average(model)
+    for parameter in model.parameters():
+        parameter.grad /= dist.get_world_size()
+
+
+def means_added_and_summed(model, images, labels, micro_batch):
+    for x, y in _slices(images, labels, micro_batch):
+        F.cross_entropy(model(x), y).backward()
+    _sum_over_ranks(model)
+
+
+def means_averaged_and_summed(model, images, labels, micro_batch):
+    count = len(images.split(micro_batch))
+    for x, y in _slices(images, labels, micro_batch):
+        (F.cross_entropy(model(x), y) / count).backward()
+    _sum_over_ranks(model)
+
+
+def losses_summed_and_summed(model, images, labels, micro_batch):
+    for x, y in _slices(images, labels, micro_batch):
+        F.cross_entropy(model(x), y, reduction="sum").backward()
+    _sum_over_ranks(model)
+
+
+def under_ddp(model, *batch):
+    _own(DistributedDataParallel(model), *batch)
+
+
+def weights_averaged(model, *batch):
+    _own(model, *batch)
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.data)
+        parameter.data /= dist.get_world_size()
+
+
+def cleared_at_the_end(model, *batch):
+    accumulate_gradients(model, *batch)
+    model.zero_grad()
+
+
+def stepped(model, *batch):
+    accumulate_gradients(model, *batch)
+    torch.optim.SGD(model.parameters(), 0.1).step()
 
 
 _TWO_THINGS = ("Two things are missing: the weight of each micro-batch's mean, its share of the "
@@ -245,7 +936,7 @@ _LEFT_OUT = "The last, smaller micro-batch is left out: its samples belong to th
 
 class AccumulateGradients(Exercise):
     slug = "accumulate-gradients"
-    number = "1.3"
+    number = "1.4"
     title = "Gradient accumulation over micro-batches"
     name = "accumulate_gradients"
     minutes = 15
@@ -260,61 +951,58 @@ class AccumulateGradients(Exercise):
     )
     solution = staticmethod(accumulate_gradients)
     mistakes = (
-        Mistake(_accumulate(weigh="none"), "You add up the micro-batches' means, so the gradient "
+        Mistake(means_added, "You add up the micro-batches' means, so the gradient "
                 "grows with their number. Weigh each mean by its share of the local batch."),
-        Mistake(_accumulate(weigh="equal"), "You divide by the number of micro-batches, as if all "
+        Mistake(means_averaged, "You divide by the number of micro-batches, as if all "
                 "were equally large. The last one is smaller, so its samples count too much: weigh "
                 "each mean by its share of the samples."),
-        Mistake(_accumulate(weigh="full ones"), "You divide by the number of *full* micro-batches, "
+        Mistake(divided_by_full_ones, "You divide by the number of *full* micro-batches, "
                 "and add the smaller one as well. Weigh each mean by its share of the samples."),
-        Mistake(_accumulate(weigh="twice"), "You weigh each mean by its share, and divide by the "
+        Mistake(share_and_count, "You weigh each mean by its share, and divide by the "
                 "number of micro-batches too. The shares add up to 1 already."),
-        Mistake(_accumulate(weigh="full size"), "Every micro-batch is weighed as a full one. The "
+        Mistake(all_weighed_as_full, "Every micro-batch is weighed as a full one. The "
                 "last one is smaller, and so is its share: its own samples over the local batch."),
-        Mistake(_accumulate(weigh="sum"), "You summed the losses of all samples and never divided: "
+        Mistake(losses_summed, "You summed the losses of all samples and never divided: "
                 "the mean over the local batch divides by its size."),
-        Mistake(_accumulate(weigh="by micro-batch"), "You divided by the size of a micro-batch. "
+        Mistake(sum_over_micro_batch, "You divided by the size of a micro-batch. "
                 "The mean is over the whole local batch: divide by its size."),
-        Mistake(_accumulate(zero=True), "The gradients are cleared before each micro-batch, so "
+        Mistake(cleared_each_time, "The gradients are cleared before each micro-batch, so "
                 "only the last one counts. Let `backward()` add them up."),
-        Mistake(_accumulate(weigh="mean by micro-batch"), _MEAN_ALREADY),
-        Mistake(_accumulate(weigh="mean by local batch"), _MEAN_ALREADY),
-        Mistake(_accumulate(keep_last=False), _LEFT_OUT),
-        Mistake(_accumulate(keep_last=False, weigh="equal"), _LEFT_OUT),
-        Mistake(_accumulate(cut=lambda tensor, size: [tensor]), "The whole local batch went "
+        Mistake(mean_over_micro_batch, _MEAN_ALREADY),
+        Mistake(mean_over_local_batch, _MEAN_ALREADY),
+        Mistake(last_one_left_out, _LEFT_OUT),
+        Mistake(mean_of_the_full_ones, _LEFT_OUT),
+        Mistake(not_cut, "The whole local batch went "
                 "through the model at once. The gradient is right, but the activations of all "
                 "samples were in memory together."),
-        Mistake(_accumulate(cut=torch.chunk), "`chunk(n)` makes n slices, of whatever size. You "
+        Mistake(cut_by_chunk, "`chunk(n)` makes n slices, of whatever size. You "
                 "want slices of at most n samples: `split(n)`."),
-        Mistake(_accumulate(at_once=True), "You add up the losses and call `backward` at the end. "
+        Mistake(one_backward, "You add up the losses and call `backward` at the end. "
                 "Until then autograd keeps every micro-batch's activations: call it for each."),
-        Mistake(_accumulate(reduce="each time"), "You all-reduce after every micro-batch. What was "
+        Mistake(averaged_each_time, "You all-reduce after every micro-batch. What was "
                 "averaged before is averaged again, which changes nothing but costs a message each "
                 "time: all-reduce once, after the last one."),
-        Mistake(_accumulate(reduce="each time", divisor=lambda: 1), "You all-reduce after every "
+        Mistake(summed_each_time, "You all-reduce after every "
                 "micro-batch, what was summed before too. All-reduce once, and divide."),
-        Mistake(_accumulate(reduce="never"), "Each rank has accumulated its own local batch, and "
+        Mistake(_own, "Each rank has accumulated its own local batch, and "
                 "the ranks were never averaged: their gradients still differ."),
-        Mistake(_all_reduced_loss, "The ranks exchange something, but not gradients: each rank "
+        Mistake(loss_all_reduced, "The ranks exchange something, but not gradients: each rank "
                 "keeps those of its own local batch. (An all-reduce of the *loss* changes the "
                 "number that you log, and no gradient.)"),
-        Mistake(_accumulate(divisor=lambda: 1), "You summed over the ranks and did not divide by "
+        Mistake(never_divided, "You summed over the ranks and did not divide by "
                 "the world size."),
-        Mistake(_accumulate(divisor=lambda: dist.get_world_size() ** 2), "You divided by the world "
+        Mistake(divided_by_ranks_twice, "You divided by the world "
                 "size twice (`ReduceOp.AVG` and `average_gradients` divide already)."),
-        *(Mistake(_accumulate(weigh=weigh, divisor=lambda: 1), _TWO_THINGS)
-          for weigh in ("none", "equal", "sum")),
-        Mistake(lambda model, *batch: _accumulate(reduce="never")(DistributedDataParallel(model),
-                *batch), "DDP all-reduces in every `backward`. Put all micro-batches but the last "
-                "into `with ddp.no_sync():`, forward pass and all."),
-        Mistake(_accumulate(of="data"), "You averaged the weights, which are equal on all ranks. "
+        *(Mistake(attempt, _TWO_THINGS) for attempt in (
+            means_added_and_summed, means_averaged_and_summed, losses_summed_and_summed)),
+        Mistake(under_ddp, "DDP all-reduces in every `backward`. Put all micro-batches but the "
+                "last into `with ddp.no_sync():`, forward pass and all."),
+        Mistake(weights_averaged, "You averaged the weights, which are equal on all ranks. "
                 "What has to be averaged is each parameter's `.grad`."),
-        Mistake(lambda model, *batch: (accumulate_gradients(model, *batch), model.zero_grad()),
-                "At the end `.grad` is None: there the gradients have to be, neither cleared nor "
-                "returned."),
-        Mistake(lambda model, *batch: (accumulate_gradients(model, *batch), torch.optim.SGD(
-                model.parameters(), 0.1).step()), "You took an optimizer's step, which changes "
-                "the weights: stop at the gradients."),
+        Mistake(cleared_at_the_end, "At the end `.grad` is None. The gradients have to be there: "
+                "do not clear them, and do not return them instead."),
+        Mistake(stepped, "You took an optimizer's step, which changes the weights: stop "
+                "at the gradients."),
     )
     micro_batch = 3
 
@@ -369,4 +1057,4 @@ def _labelled(rank):
     return images, (torch.arange(13) * (rank + 2)) % 3
 
 
-EXERCISES = (LocalPart, AccumulateGradients)
+EXERCISES = (DataParallelBackward, RowsToHide, BytesPerParameter, AccumulateGradients)

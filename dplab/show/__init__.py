@@ -21,6 +21,7 @@ _MODULE_OF = {
     "time_shares": "shares",
     "timeline": "timelines",
     "ring_step": "ring",
+    "row_limits": "limits",
     "memory_over_step": "memory_areas",
     "heat_maps": "gradient_maps",
     "Bar": "predictions",

@@ -12,7 +12,7 @@ from sandbox import ROOT
 
 PATHS = sorted((ROOT / "chapters").glob("*.ipynb"))
 TO_BE_REWRITTEN = {
-    "01_split_the_batch", "03_all_reduce", "04_ddp_by_hand",
+    "03_all_reduce", "04_ddp_by_hand",
     "05_buckets_and_overlap", "06_where_the_time_goes", "07_training_at_large_batch",
     "08_zero_by_hand", "09_fsdp", "10_choosing_and_scaling",
 }
@@ -68,8 +68,8 @@ print(number, limit)
 #! %%ranks 2
 print(drawn)
 
-# %% id=stub tags=exercise exercise=local-part
-def local_part():
+# %% id=stub tags=exercise exercise=rows-to-hide
+def rows_to_hide():
     raise NotImplementedError
 '''
 
@@ -119,7 +119,7 @@ def test_what_a_chapter_asks_of_its_reader_is_counted(chapter):
     sample = chapter("# draws\n\nshow(number)\nshow(number)")
     assert sample.counts() == {"words": 8, "shown cells": 3, "shown lines": 7, "guesses": 0,
                                "drill cells": 0, "folded lines": 2}
-    assert sample.minutes({"local-part": 10}) == 12
+    assert sample.minutes({"rows-to-hide": 10}) == 12
     sample.cells[0].source += " word" * aims.AIMS["words"]
     assert set(sample.over()) == {"words"}
     sample.cells[2].source += "\nprint(number)" * aims.LONGEST_CELL

@@ -219,7 +219,7 @@ SAMPLE = """\
 import os
 from IPython.display import display
 
-outcomes = {"global-mean": ["not attempted", "passed"], "local-part": ["wrong", "passed"],
+outcomes = {"global-mean": ["not attempted", "passed"], "rows-to-hide": ["wrong", "passed"],
             "token-loss": ["not attempted", "wrong"]}
 homes = [os.environ["DPLAB_HOME"]]
 
@@ -238,8 +238,8 @@ check("global-mean", global_mean)
 assert "NotImplementedError" not in global_mean.__code__.co_names
 assert homes[0] == homes[1] != homes[2] and os.environ["DPLAB_HOME"] == homes[0]
 
-# %% id=check-local-part tags=check
-check("local-part", None)
+# %% id=check-rows-to-hide tags=check
+check("rows-to-hide", None)
 
 # %% id=check-token-loss tags=check
 check("token-loss", None)
@@ -258,8 +258,8 @@ def test_the_run_of_a_notebook_puts_each_solution_behind_its_check(tmp_path):
     assert ran == {
         "Cell 0": "PASSED", "Cell 1": "PASSED", "global-mean not attempted": "PASSED",
         "global-mean solution": "PASSED", "global-mean solved": "PASSED", "Cell 3": "PASSED",
-        "local-part not attempted": "FAILED", "local-part solution": "PASSED",
-        "local-part solved": "PASSED", "token-loss not attempted": "PASSED",
+        "rows-to-hide not attempted": "FAILED", "rows-to-hide solution": "PASSED",
+        "rows-to-hide solved": "PASSED", "token-loss not attempted": "PASSED",
         "token-loss solution": "PASSED", "token-loss solved": "FAILED"}
     assert "should say 'not attempted', and shows Exercise 0.1: wrong" in done.stdout
     assert "should say 'passed', and shows Exercise 0.1: wrong" in done.stdout
@@ -301,7 +301,7 @@ DRAFT = '''\
 #! #! neither is this lost
 print("one")
 
-# %% id=stub tags=exercise,slow exercise=local-part
+# %% id=stub tags=exercise,slow exercise=rows-to-hide
 def answer():
     """Up to you."""
 
@@ -316,7 +316,7 @@ def test_percent_format_and_notebook_turn_into_each_other():
     assert question.source == "# Title\n\n#hashes, ![a picture](x.svg)\n%% is no header here"
     assert magics.source.splitlines()[:2] == ["%load_ext autoreload", "!true"]
     assert magics.source.splitlines()[2:4] == ["# %% is no header here", "#! neither is this lost"]
-    assert stub.metadata == {"tags": ["exercise", "slow"], "dplab": {"exercise": "local-part"}}
+    assert stub.metadata == {"tags": ["exercise", "slow"], "dplab": {"exercise": "rows-to-hide"}}
     assert notebooks.to_percent(notebook) == DRAFT
 
 
@@ -365,7 +365,7 @@ def test_refresh_gives_the_same_bytes_twice_and_swap_puts_solutions_in(tmp_path)
     sample = notebooks.read(path)
     assert list(texts(sample.cells[-1])) == ["Exercise 4.1: None\n"]
 
-    solutions = {"local-part": "def answer():\n    return 'passed'\n"}
+    solutions = {"rows-to-hide": "def answer():\n    return 'passed'\n"}
     solved = notebooks.execute(notebooks.swap(sample, solutions.get), tmp_path)
     assert list(texts(solved.cells[-1])) == ["Exercise 4.1: passed\n"]
 

@@ -1,0 +1,41 @@
+"""Two limits of a local batch in one figure: rows that hide the all-reduce, and rows that fit."""
+
+from collections.abc import Mapping
+
+from dplab.show.palette import MUTED, rank_color
+from dplab.show.theme import CourseFigure, subplots
+
+ROWS = (500, 1000, 2000, 5000, 10000, 20000, 50000)
+
+
+def row_limits(needed: Mapping[str, float], fitting: Mapping[str, float], *,
+               title: str) -> CourseFigure:
+    """Draws the time of the all-reduce over that of backward for each link, over the local batch.
+
+    ``needed``: by link, the rows at which both take as long; ``fitting``: by model, the rows at
+    which memory is full, each a dashed wall. The title states what the figure finds.
+    """
+    figure, axes = subplots(
+        title=title, xlabel="local batch, in rows (tokens) of each rank", height=4.4,
+        ylabel="all-reduce ÷ backward, in time",
+        alt="The time of the all-reduce over that of backward falls with the rows. It reaches 1 at "
+        + ", ".join(f"{rows:,.0f} rows over {link}" for link, rows in needed.items())
+        + ". Memory is full at "
+        + ", ".join(f"{rows:,.0f} rows for {model}" for model, rows in fitting.items()) + ".")
+    middle = sorted(needed, key=needed.__getitem__)[-2:][0] if len(needed) > 2 else ""
+    for number, (link, rows) in enumerate(needed.items()):
+        ratios = [rows / end for end in (ROWS[0], ROWS[-1])]
+        axes.loglog((ROWS[0], ROWS[-1]), ratios, color=rank_color(number))
+        axes.annotate(link, (ROWS[0], ratios[0]), (4, -20 if link == middle else 6),
+                      textcoords="offset points", color=rank_color(number))
+    axes.axhline(1, color=MUTED, linewidth=1)
+    axes.annotate("below: hidden", (ROWS[0], 1), (4, -14), textcoords="offset points")
+    for model, rows in fitting.items():
+        axes.axvline(rows, color=MUTED, linewidth=1, linestyle="--")
+        axes.annotate(f"full:\n{model}", (rows, 60), (-4, -4), ha="right", va="top",
+                      textcoords="offset points")
+    axes.set(xlim=(ROWS[0], ROWS[-1]), ylim=(0.03, 60))
+    axes.set_xticks(ROWS, [f"{rows:,}" for rows in ROWS])
+    axes.set_yticks([0.1, 1, 10], ["0.1", "1", "10"])
+    axes.minorticks_off()
+    return figure
