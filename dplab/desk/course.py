@@ -21,6 +21,7 @@ TITLES: dict[int, str] = {
 # The slugs of each chapter's guesses, in its order; a test compares.
 GUESSES: dict[int, tuple[str, ...]] = {
     0: ("counter-after-ranks", "four-fresh-ranks", "two-halves"),
+    3: ("rank-0-receives-first", "bytes-of-a-ring", "messages-of-a-tree", "the-real-crossover"),
     4: ("ddp-child-processes", "leave-outs-that-agree", "padded-draws",
         "accuracy-with-repeats", "forgotten-in-a-checkpoint"),
 }
