@@ -342,7 +342,7 @@ def starts_two_chunks_back(flat, group=None):
 
 
 def passes_on_without_adding(flat, group=None):
-    rank, ranks, right, left = _ring(group)
+    _, ranks, right, left = _ring(group)
     total = flat.view(ranks, -1)[left].clone()
     for _ in range(ranks - 1):
         total = exchange(total, right, left, group)
@@ -446,7 +446,7 @@ def adds_float32(flat, group=None):
 
 
 def sends_each_chunk_to_its_rank(flat, group=None):
-    rank, ranks, right, left = _ring(group)
+    rank, ranks, *_ = _ring(group)
     chunks = flat.view(ranks, -1)
     total = chunks[rank].clone()
     for distance in range(1, ranks):
@@ -577,7 +577,7 @@ def sends_its_own_chunk_each_time(chunk, group=None):
 
 
 def keeps_the_order_of_arrival(chunk, group=None):
-    rank, ranks, right, left = _ring(group)
+    _, ranks, right, left = _ring(group)
     found = [chunk]
     for _ in range(ranks - 1):
         found.append(exchange(found[-1], right, left, group))
@@ -585,7 +585,7 @@ def keeps_the_order_of_arrival(chunk, group=None):
 
 
 def puts_them_before_its_own(chunk, group=None):
-    rank, ranks, right, left = _ring(group)
+    _, ranks, right, left = _ring(group)
     found = [chunk]
     for _ in range(ranks - 1):
         found.insert(0, exchange(found[0], right, left, group))
@@ -643,7 +643,7 @@ def sends_all_that_it_has(chunk, group=None):
 
 
 def sends_to_every_rank(chunk, group=None):
-    rank, ranks, right, left = _ring(group)
+    rank, ranks, *_ = _ring(group)
     chunks = chunk.repeat(ranks, 1)
     for distance in range(1, ranks):
         source = (rank - distance) % ranks
