@@ -4,6 +4,7 @@ from fractions import Fraction
 
 from dplab.show import Canvas, rank_color, save_beside, style
 from dplab.show.palette import FAINT, MUTED
+from dplab.show.ring import sent_chunk
 
 RANKS = 4
 ROUND = [(rank, (rank + 1) % RANKS) for rank in range(RANKS)]
@@ -30,10 +31,11 @@ ALT = (
     "Three ways to all-reduce M bytes on four ranks. Naive, 3 steps: in each, every rank sends "
     "everything, M, to another rank; each sends 3 M. Tree, 5 steps: sums go up from rank 3 to 1, "
     "1 to 0 and 2 to 0, the total goes down from 0 to 1, 0 to 2 and 1 to 3, in messages of M; "
-    "ranks 0 and 1 send 2 M, ranks 2 and 3 send M, 1.5 M on average. Ring, 6 steps: in each, every "
-    "rank sends a quarter of M to the next rank; each sends 1.5 M. For N ranks the totals are "
-    "N(N−1) M, 2(N−1) M and 2(N−1) M; the messages that follow one another are N−1 of M, at most "
-    "4 log₂N of M, and 2(N−1) of M/N."
+    "ranks 0 and 1 send 2 M, ranks 2 and 3 send M, 1.5 M on average. Ring, 6 steps: in each, "
+    "every rank sends one chunk, a quarter of M, to the next rank: in step 1 rank r sends chunk "
+    "r−1, and in each later step the chunk before that one; each sends 1.5 M. For N ranks the "
+    "totals are N(N−1) M, 2(N−1) M and 2(N−1) M; the messages that follow one another are N−1 of "
+    "M, at most 4 log₂N of M, and 2(N−1) of M/N."
 )
 
 WIDTH, HEIGHT, STEP_WIDTH, STEP_HEIGHT = 276, 724, 130, 142
@@ -44,8 +46,8 @@ BYTES = 58
 @style()
 def draw() -> Canvas:
     canvas = Canvas(900, 846, TITLE, ALT)
-    canvas.text(24, 72, "Four ranks, a tensor of M bytes each. Thick arrows carry M, thin ones "
-                "M/4, in the colour of the sender.", color=MUTED)
+    canvas.text(24, 72, "Four ranks, M bytes each. A thick arrow carries M, a thin one the chunk "
+                "with that number, M/4.", color=MUTED)
     for index, algorithm in enumerate(ALGORITHMS):
         draw_algorithm(canvas, 24 + index * (WIDTH + 12), 98, *algorithm)
     return canvas
@@ -87,9 +89,21 @@ def draw_step(canvas: Canvas, x: float, y: float, step: int, messages, size: Fra
     for source, to in messages:
         draw_message(canvas, x, y, places[source], places[to], rank_color(source),
                      4 if size == 1 else 1.6, both_ways=(to, source) in messages)
+        if size != 1:
+            draw_chunk(canvas, x, y, places[source], places[to],
+                       sent_chunk(source, step + 1, RANKS))
     for rank, (across, down) in enumerate(places):
         canvas.disc(x + across, y + down, 11, rank_color(rank))
         canvas.text(x + across, y + down, str(rank), weight="bold", color="white", ha="center")
+
+
+def draw_chunk(canvas: Canvas, x: float, y: float, source, to, chunk: int) -> None:
+    """The chunk's number, on the outer side of its arrow."""
+    across, down = to[0] - source[0], to[1] - source[1]
+    length = (across**2 + down**2) ** 0.5
+    canvas.text(x + (source[0] + to[0]) / 2 + 10 * down / length,
+                y + (source[1] + to[1]) / 2 - 10 * across / length, str(chunk), size=13,
+                ha="center")
 
 
 def draw_message(canvas: Canvas, x: float, y: float, source, to, color: str, width: float, *,

@@ -1,4 +1,4 @@
-"""Draws ring_steps.svg: all steps of a ring all-reduce on four ranks, chunk by chunk."""
+"""Draws ring_steps.svg: the way of one chunk through a ring all-reduce on four ranks."""
 
 from dplab.show import Canvas, rank_color, save_beside, style
 from dplab.show.palette import FAINT, INK, MUTED
@@ -21,18 +21,21 @@ def states_of_ring(size: int) -> list[list[list[frozenset]]]:
 
 
 STATES = states_of_ring(RANKS)
-HEADS = (("start", "each rank has its own"),
-         *((f"step {step}", "send on and add") for step in (1, 2, 3)),
-         *((f"step {step}", "send on") for step in (4, 5, 6)))
+FOLLOWED = 2
+"""The chunk whose way is drawn."""
 
-TITLE = "Three steps add up every chunk somewhere, three more bring it everywhere"
+WAY = [next(rank for rank in range(RANKS) if sent_chunk(rank, step, RANKS) == FOLLOWED)
+       for step in range(1, len(STATES))]
+"""Who sends it in each step."""
+
+TITLE = "Chunk 2 grows on its way to rank 2, and is then copied to all others"
 ALT = (
-    "A ring all-reduce on four ranks, each with four chunks, in seven small pictures. At the start "
-    "each rank has its own four chunks. Reduce-scatter, steps 1 to 3: each rank sends one chunk to "
-    "the next rank, which adds it to its own, and rank 3 sends to rank 0. Chunk c starts at "
-    "rank c+1, grows by one rank's part in each step and is complete at rank c. All-gather, steps "
-    "4 to 6: each rank passes on the complete chunk that it got last, until all ranks have all "
-    "four."
+    "A ring all-reduce on four ranks, each with four chunks, in seven small pictures that follow "
+    "chunk 2. At the start each rank has its own. Reduce-scatter: in step 1, rank 3 sends it to "
+    "rank 0, which adds its own part; in step 2, rank 0 sends the sum to rank 1; in step 3, rank 1 "
+    "sends the sum to rank 2, where it is complete. All-gather: in step 4, rank 2 sends the "
+    "complete chunk to rank 3, in step 5 rank 3 to rank 0, in step 6 rank 0 to rank 1. Now all "
+    "four have it. The other three chunks travel in the same steps and are not drawn."
 )
 
 CELL, PITCH, GAP, PART = 36, 43, 20, 12
@@ -58,20 +61,21 @@ def corner(place: int) -> tuple[float, float]:
 
 
 def draw_panel(canvas: Canvas, x: float, y: float, step: int) -> None:
-    canvas.text(x, y, HEADS[step][0], weight="bold")
-    canvas.text(x + 54, y, HEADS[step][1], size=13, color=MUTED)
+    canvas.text(x, y, f"step {step}" if step else "start", weight="bold")
+    canvas.text(x + 54, y, f"from rank {WAY[step - 1]} to rank {(WAY[step - 1] + 1) % RANKS}"
+                if step else "each rank has its own", size=13, color=MUTED)
     left, top = x + 16, y + 60
     for chunk in range(RANKS):
         canvas.text(left + chunk * PITCH + CELL / 2, top - 31, str(chunk), size=13, color=MUTED,
-                    ha="center")
+                    ha="center", weight="bold" if chunk == FOLLOWED else "normal")
     for rank in range(RANKS):
         row = top + rank * (CELL + GAP)
         canvas.text(x, row + CELL / 2, str(rank), weight="bold", color=rank_color(rank))
         for chunk in range(RANKS):
-            draw_cell(canvas, left + chunk * PITCH, row, STATES[step][rank][chunk])
-    for rank in range(RANKS if step else 0):
-        chunk = sent_chunk(rank, step, RANKS)
-        draw_hop(canvas, left + chunk * PITCH + CELL / 2, top, CELL, GAP, rank, RANKS)
+            draw_cell(canvas, left + chunk * PITCH, row,
+                      STATES[step][rank][chunk] if chunk == FOLLOWED else frozenset())
+    if step:
+        draw_hop(canvas, left + FOLLOWED * PITCH + CELL / 2, top, CELL, GAP, WAY[step - 1], RANKS)
 
 
 def draw_cell(canvas: Canvas, x: float, y: float, parts: frozenset) -> None:

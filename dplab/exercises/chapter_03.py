@@ -1,29 +1,44 @@
-"""Exercises of chapter 03: the two halves of a ring, and what a ring costs."""
+"""Exercises of chapter 03: the ring, from one exchange to an all-reduce, and what it costs.
 
-import functools
+The solutions of the first five stand in `dplab.exercises.stack.parts`, since later parts call them.
+"""
+
 import math
+import time
 
+import numpy
 import torch
 import torch.distributed as dist
 
 from dplab import parallel
 from dplab.exercises.compare import AtMost
 from dplab.exercises.exercise import WRONG, Calculation, Exercise, Mistake
+from dplab.exercises.stack.parts import (
+    exchange,
+    ring_all_gather,
+    ring_all_reduce,
+    ring_reduce_scatter,
+    ring_seconds,
+)
+from dplab.exercises.trials import of_cases
 from dplab.measure import CallLog
 
-# Lengths that no world size above 2 divides, and one that is shorter than the world size.
-INPUTS = {"10 float32": (10, torch.float32), "2 float64": (2, torch.float64),
-          "7 int64": (7, torch.int64)}
+# Elements of a chunk, by dtype.
+CHUNKS = {"float32": (6, torch.float32), "float64": (2, torch.float64), "int64": (4, torch.int64)}
 
 
 class OnARing(Exercise):
-    """Base of the two halves: every input is summed, and its sends are counted."""
+    """Base of the three rings: several dtypes, the input left alone, and every send counted.
+
+    On four ranks, ranks 0 and 2 are also a group, and 1 and 3 another one, both at once.
+    """
 
     seconds = 5.0
-    halves: int
+    steps = 1  # times N−1
+    fact: str
 
-    def judge(self, *objects):
-        verdict = super().judge(*objects)
+    def judge(self, *objects, **options):
+        verdict = super().judge(*objects, **options)
         if "(SIGABRT)" in verdict.detail:  # gloo's way out
             verdict.outcome, verdict.why = WRONG, _TOO_LONG
             # which a check does not show: they are gloo's
@@ -31,472 +46,1232 @@ class OnARing(Exercise):
         return verdict
 
     def parts(self, world_size, rank):
-        of_ranks = {name: [_input(length, dtype, other) for other in range(world_size)]
-                    for name, (length, dtype) in INPUTS.items()}
-        if self.halves == 1:
-            of_ranks = {name: [tensor.tensor_split(world_size)[rank] for tensor in tensors]
-                        for name, tensors in of_ranks.items()}
-        return {f"{self.fact} of {name} numbers": parts for name, parts in of_ranks.items()}
+        return {f"{self.fact}, {name}": self.parts_of(_inputs(name, range(world_size)), rank)
+                for name in CHUNKS}
 
     def trial(self, attempt):
+        rank, ranks = dist.get_rank(), dist.get_world_size()
         facts = {}
-        for name, (length, dtype) in INPUTS.items():
-            tensor = _input(length, dtype, dist.get_rank())
-            with CallLog() as log:
-                returned = attempt(tensor)
-            sent = [call for call in log.calls if call.operation == "send"]
-            others = len(log.calls) - len(sent) - log.count("recv")
-            facts |= self._named(name, returned if self.halves == 1 else tensor, log.bytes("send"),
-                                 len(sent), len({call.peer for call in sent}), others)
+        for name in CHUNKS:
+            facts |= self._facts(f", {name}", attempt, self.given_to(name, rank, rank, ranks),
+                                 None)
+        if ranks == 4:
+            pair = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
+            facts |= self._facts(_IN_A_PAIR, attempt,
+                                 self.given_to("float32", rank, rank // 2, 2), pair)
         return facts
 
     def expected(self, world_size):
-        ranks = [{} for _ in range(world_size)]
-        steps = self.halves * (world_size - 1)
-        for name, (length, dtype) in INPUTS.items():
-            total = _sum(length, dtype, world_size)
-            limits = (
-                AtMost(steps * math.ceil(length / world_size) * dtype.itemsize,
-                       "one chunk in each step is enough"),
-                # Exact, to tell a step too few; but a ring may leave out empty messages.
-                steps if length >= world_size else AtMost(steps, "a ring has N-1 steps per half"),
-                AtMost(1, "on a ring, a rank sends to one neighbour only"),
-                AtMost(0, "build it from send and receive"))
-            for rank, chunk in enumerate(total.tensor_split(world_size)):
-                ranks[rank] |= self._named(name, total if self.halves == 2 else chunk, *limits)
-        return ranks
+        every, facts = range(world_size), [{} for _ in range(world_size)]
+        for name, (length, dtype) in CHUNKS.items():
+            for rank in every:
+                facts[rank] |= self._limits(
+                    f", {name}", self.result_of(_inputs(name, every), rank),
+                    length * dtype.itemsize, world_size)
+        if world_size == 4:
+            for rank in every:
+                pair = _inputs("float32", [rank % 2, rank % 2 + 2], 2)
+                facts[rank] |= self._limits(_IN_A_PAIR, self.result_of(pair, rank // 2), 24, 2)
+        return facts
 
-    def _named(self, name, tensor, nbytes, messages, peers, others):
-        return {f"{self.fact} of {name} numbers": tensor,
-                f"the number of bytes sent for {name} numbers": nbytes,
-                f"the number of messages sent for {name} numbers": messages,
-                f"the number of ranks sent to for {name} numbers": peers,
-                f"the number of collectives for {name} numbers": others}
+    def given_to(self, name, rank, place, ranks):
+        """What rank ``rank`` brings as number ``place`` of a group of so many ranks."""
+        return _inputs(name, [rank], ranks)[0]
+
+    def _facts(self, where, attempt, tensor, group):
+        before = tensor.clone()
+        with CallLog() as log:
+            returned = attempt(tensor, group)
+        sent = [call for call in log.calls if call.operation == "send"]
+        others = len(log.calls) - len(sent) - log.count("recv")
+        is_tensor = isinstance(returned, torch.Tensor)
+        return self._named(
+            where, returned.clone() if is_tensor else returned, torch.equal(tensor, before),
+            is_tensor and returned.untyped_storage().data_ptr()
+            != tensor.untyped_storage().data_ptr(),
+            log.bytes("send"), len(sent), len({call.peer for call in sent}), others)
+
+    def _limits(self, where, result, chunk_bytes, ranks):
+        steps = self.steps * (ranks - 1)
+        return self._named(
+            where, result, True, True,
+            AtMost(steps * chunk_bytes, "you sent more than one chunk in each step"),
+            steps, AtMost(1, "on a ring, a rank sends to one neighbour only"),
+            AtMost(0, "build it from send and receive"))
+
+    def _named(self, where, result, same, own, nbytes, messages, peers, others):
+        return {f"{self.fact}{where}": result,
+                f"that the input is as it was{where}": same,
+                f"that the result has memory of its own{where}": own,
+                f"the number of bytes sent{where}": nbytes,
+                f"the number of messages sent{where}": messages,
+                f"the number of ranks sent to{where}": peers,
+                f"the number of collectives{where}": others}
 
 
-def _input(length, dtype, rank):
-    numbers = torch.arange(length, dtype=torch.float64)
+_IN_A_PAIR = ", float32, in a group of two ranks"
+
+
+def _inputs(name, ranks, world_size=None):
+    """The whole tensors of these ranks, N equal chunks each; no two elements are equal."""
+    ranks = list(ranks)
+    length, dtype = CHUNKS[name]
+    numbers = torch.arange(length * (world_size or len(ranks)), dtype=torch.float64)
     if dtype == torch.int64:  # odd, and too large for a float32
-        return (2**25 + 100 * numbers + 7**rank).to(dtype)
-    return torch.sin(1.7 * numbers + 5 * rank + 1).to(dtype)
+        return [(2**25 + 100 * numbers + 7**rank).to(dtype) for rank in ranks]
+    return [torch.sin(1.7 * numbers + 5 * rank + 1).to(dtype) for rank in ranks]
 
 
-def _sum(length, dtype, world_size):
-    return torch.stack([_input(length, dtype, rank) for rank in range(world_size)]).sum(dim=0)
+def _ring(group):
+    """This rank, the number of ranks, and the neighbours right and left."""
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    return rank, ranks, (rank + 1) % ranks, (rank - 1) % ranks
 
 
-_ONE_STEP_MORE = ("You go around once too often: N-1 steps are enough for one half. In the first, "
-                  "another step adds a part a second time.")
+_ONE_STEP_MORE = ("You go around once too often: N-1 steps are enough. After those, a chunk has "
+                  "been at every rank.")
+_ONE_STEP_LESS = ("You stop one step too early: with N ranks, a chunk has to make N-1 hops to "
+                  "have been at every rank.")
 _NO_SUCH_RANK = ("There is no rank N, nor a rank -1: the neighbours are (rank + 1) % N and "
                  "(rank - 1) % N.")
 _TOO_LONG = ("A message is longer than the tensor that receives it, and gloo gives up. Both must "
              "be the same chunk: receive into a tensor with the length and dtype of the chunk that "
-             "your neighbour sends in this step. The one that you send may be shorter.")
+             "your neighbour sends in this step.")
+_CIRCLE = ("Every rank sends before it receives, and each send waits until its neighbour "
+           "receives: all wait in a circle. `exchange` does both at once.")
+_EMPTY_CIRCLE = ("Every rank waits to receive before it sends, so nobody ever sends, around the "
+                 "whole circle. `exchange` does both at once.")
+_WRONG_SIDE = ("You receive from the neighbour that you send to. On a ring, what you send goes to "
+               "one side, and what arrives comes from the other.")
+_FINISHED = ("You called a finished collective. Here, you build one: from send and receive alone.")
+_FLOAT32 = ("What travels is float32, which rounds large integers and float64. `exchange` keeps "
+            "the dtype of what you hand it.")
+_WITHOUT_GROUP = ("You left out the group. Pass it on to `dist.get_rank`, `dist.get_world_size` "
+                  "and `exchange`: where only some of the ranks call, they are all that there are.")
+_SHARES_MEMORY = ("On one rank you return a view of the input: who changes the result changes the "
+                  "input too. Copy it (`clone`).")
+_STRAIGHT = ("The result is right, and the bytes are as few as can be; but you send to every rank "
+             "directly. On a ring, each rank needs one link only, to its neighbour: pass the "
+             "chunks on.")
+_DIVIDED = "You divided by the world size: this exercise asks for the sum."
+_NOTHING = "You return nothing: return the result as a new tensor."
 
 
-# 3.1
+# --- 3.1: exchange -------------------------------------------------------------------------------
+
+def send_first(outgoing, to, source, group=None):
+    arriving = torch.empty_like(outgoing)
+    dist.send(outgoing, group_dst=to, group=group)
+    dist.recv(arriving, group_src=source, group=group)
+    return arriving
 
 
-def exchange(outgoing, to, incoming, source):
-    pair = [dist.P2POp(dist.isend, outgoing, to), dist.P2POp(dist.irecv, incoming, source)]
-    for work in dist.batch_isend_irecv(pair):
-        work.wait()
+def receive_first(outgoing, to, source, group=None):
+    arriving = torch.empty_like(outgoing)
+    dist.recv(arriving, group_src=source, group=group)
+    dist.send(outgoing, group_dst=to, group=group)
+    return arriving
 
 
-def ring_reduce_scatter(tensor):
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    right, left = (rank + 1) % world_size, (rank - 1) % world_size
-    chunks = tensor.tensor_split(world_size)
-    for step in range(world_size - 1):
-        outgoing = chunks[(rank - 1 - step) % world_size]
-        growing = chunks[(rank - 2 - step) % world_size]
-        arriving = torch.empty_like(growing)
-        exchange(outgoing, right, arriving, left)
-        growing += arriving
-    return chunks[rank]
+def in_the_order_of_ranks(outgoing, to, source, group=None):
+    if dist.get_rank(group) % 2 == 0:
+        return send_first(outgoing, to, source, group)
+    return receive_first(outgoing, to, source, group)
 
 
-def _send_first(outgoing, to, incoming, source):
-    dist.send(outgoing, to)
-    dist.recv(incoming, source)
+def rank_0_receives_first(outgoing, to, source, group=None):
+    if dist.get_rank(group) == 0:
+        return receive_first(outgoing, to, source, group)
+    return send_first(outgoing, to, source, group)
 
 
-def _receive_first(outgoing, to, incoming, source):
-    dist.recv(incoming, source)
-    dist.send(outgoing, to)
+def waits_before_it_receives(outgoing, to, source, group=None):
+    arriving = torch.empty_like(outgoing)
+    dist.isend(outgoing, group_dst=to, group=group).wait()
+    dist.recv(arriving, group_src=source, group=group)
+    return arriving
 
 
-def _from_the_wrong_side(outgoing, to, incoming, source):
-    exchange(outgoing, to, incoming, to)
+def receives_from_where_it_sends(outgoing, to, source, group=None):
+    return exchange(outgoing, to, to, group)
 
 
-def _without_modulo(outgoing, to, incoming, source):
-    exchange(outgoing, dist.get_rank() + 1, incoming, dist.get_rank() - 1)
+def returns_what_it_sent(outgoing, to, source, group=None):
+    exchange(outgoing, to, source, group)
+    return outgoing
 
 
-def _as_float32(outgoing, to, incoming, source):
-    arriving = torch.empty(len(incoming))
-    exchange(outgoing.float(), to, arriving, source)
-    incoming.copy_(arriving)
+def returns_no_tensor(outgoing, to, source, group=None):
+    exchange(outgoing, to, source, group)
 
 
-_add, _overwrite, _forget = torch.Tensor.add_, torch.Tensor.copy_, torch.add
+def receives_into_what_it_sends(outgoing, to, source, group=None):
+    sending = dist.isend(outgoing.clone(), group_dst=to, group=group)
+    dist.recv(outgoing, group_src=source, group=group)
+    sending.wait()
+    return outgoing
 
 
-def _without_remainder(tensor, parts):
-    size = len(tensor) // parts
-    return tensor[: size * parts].view(parts, size)
+def keeps_what_it_sends(outgoing, to, source, group=None):
+    outgoing.copy_(exchange(outgoing, to, source, group))
+    return outgoing.clone()
 
 
-def _half(*, start=-1, steps=-1, way=1, move=1, combine=_add, swap=exchange, keep=0,
-          cut=torch.tensor_split):
-    """One half of a ring: N + ``steps`` steps; a rank first sends chunk rank + ``start``."""
-
-    def attempt(tensor):
-        rank, world_size = dist.get_rank(), dist.get_world_size()
-        chunks = cut(tensor, world_size)
-        for step in range(world_size + steps):
-            first = rank + way * (start - move * step)
-            outgoing, growing = chunks[first % world_size], chunks[(first - way) % world_size]
-            arriving = torch.zeros_like(growing)
-            swap(outgoing, (rank + way) % world_size, arriving, (rank - way) % world_size)
-            combine(growing, arriving)
-        return chunks[(rank + keep) % world_size]
-
-    return attempt
+def exchanges_floats(outgoing, to, source, group=None):
+    return exchange(outgoing.float(), to, source, group)
 
 
-def _whole_tensor(tensor, sums=False):
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    passing = tensor if sums else tensor.clone()
-    for _ in range(world_size - 1):
-        arriving = torch.empty_like(tensor)
-        exchange(passing, (rank + 1) % world_size, arriving, (rank - 1) % world_size)
-        tensor += arriving
-        passing = tensor if sums else arriving
+def ranks_of_everybody(outgoing, to, source, group=None):
+    arriving = torch.empty_like(outgoing)
+    sending = dist.isend(outgoing, dst=to, group=group)
+    dist.recv(arriving, src=source, group=group)
+    sending.wait()
+    return arriving
 
 
-def _into_the_tuple(tensor):
-    chunks = tensor.tensor_split(dist.get_world_size())
-    for arriving in chunks[1:]:
-        chunks[0] += arriving
+def exchange_among_all(outgoing, to, source, group=None):
+    return exchange(outgoing, to, source)
 
 
-def _common(ring, whole):
-    """In either exercise. ``whole`` makes an attempt from an all-reduce."""
-    return (
-        Mistake(_into_the_tuple, "`chunks[i] += …` adds, and then assigns to an item of the tuple "
-                "that `tensor_split` returns, which fails. Write `chunks[i].add_(…)`."),
-        Mistake(ring(steps=0), _ONE_STEP_MORE),
-        Mistake(ring(steps=-2), "You stop one step early: to collect the parts of N ranks, a chunk "
-                "has to travel N-1 times."),
-        Mistake(ring(move=0), "You send the same chunk in every step. The chunk to send moves on "
-                "with the step: it is the one that you added to last."),
-        Mistake(ring(cut=_without_remainder), "You drop the remainder: where N does not divide the "
-                "length, the last elements are in no chunk. `tensor_split(N)` makes chunks that "
-                "differ by at most one."),
-        Mistake(ring(cut=torch.chunk), "`torch.chunk` may make fewer than N chunks, or cut "
-                "elsewhere. `tensor_split(N)` always makes N."),
-        Mistake(ring(swap=_as_float32), "What travels is float32, which rounds large integers and "
-                "float64. Receive in the tensor's own dtype: `torch.empty_like(chunk)`."),
-        Mistake(whole(_whole_tensor), "You pass the whole tensor around. In each step, send only "
-                "one of the N chunks: that is where a ring saves its bytes."),
-        Mistake(whole(lambda tensor: _whole_tensor(tensor, sums=True)), "You send your sum so "
-                "far, whole, and add the sum that arrives: parts are added more than once. Send "
-                "one chunk in each step, another one each time."),
-        Mistake(whole(lambda tensor: dist.all_reduce(tensor)), "You called a finished collective. "
-                "Here, you build one: from send and receive alone."),
-        Mistake(ring(swap=_send_first), "Every rank sends before it receives, and each send waits "
-                "until its neighbour receives: all wait in a circle. Hand both over as a pair, as "
-                "`exchange` does.", hangs=True),
-        Mistake(ring(swap=_receive_first), "Everybody waits to receive, and nobody comes to send, "
-                "around the whole circle. Hand both over as a pair, as `exchange` does.",
-                hangs=True),
-        Mistake(ring(swap=_from_the_wrong_side), "You receive from the neighbour that you send "
-                "to. On a ring, what you send goes to one side, and what arrives comes from the "
-                "other.", hangs=True),
-        Mistake(ring(swap=_without_modulo), _NO_SUCH_RANK),
+class Exchange(Exercise):
+    slug = "exchange"
+    number = "3.1"
+    title = "Send and receive at the same time"
+    name = "exchange"
+    minutes = 5
+    world_sizes = (2, 3, 4)
+    seconds = 5.0
+    hints = (
+        "Which of the two calls has to return before anything has arrived, so that nobody waits "
+        "in the circle?",
+        "Start the send with `dist.isend`, and receive while it is under way. When may the caller "
+        "change `outgoing` again?",
+        "`arriving = torch.empty_like(outgoing)`; start the send; `dist.recv(arriving, "
+        "group_src=source, group=group)`; then wait on the send's handle and return `arriving`.",
+    )
+    solution = staticmethod(exchange)
+    mistakes = (
+        *(Mistake(attempt, "Every rank waits in its send until somebody receives: all wait in a "
+                  "circle. Start the send without waiting, receive, and wait for the send last.",
+                  hangs=True) for attempt in (send_first, waits_before_it_receives)),
+        Mistake(receive_first, "Every rank waits to receive before it sends, so nobody ever sends. "
+                "Start the send first, without waiting for it.", hangs=True),
+        *(Mistake(attempt, "An order of the ranks helps only where one partner sends first and "
+                  "the other receives first. Here two ranks do the same thing first, and wait for "
+                  "each other. Let no rank wait: `isend`.", hangs=True)
+          for attempt in (in_the_order_of_ranks, rank_0_receives_first)),
+        Mistake(receives_from_where_it_sends, "You receive from the rank that you send to. What "
+                "arrives comes from `source`, which may be another rank.", hangs=True),
+        Mistake(returns_what_it_sent, "You return what you sent. Receive into a new tensor, and "
+                "return that one."),
+        Mistake(returns_no_tensor, "You return nothing: return the tensor that has arrived."),
+        *(Mistake(attempt, "The caller's tensor is overwritten with what arrived. Leave `outgoing` "
+                  "as it is, and receive into a new tensor: `torch.empty_like`.")
+          for attempt in (receives_into_what_it_sends, keeps_what_it_sends)),
+        Mistake(exchanges_floats, "What you receive into is not of the dtype that arrives. "
+                "`torch.empty_like(outgoing)` has its size and its dtype."),
+        Mistake(ranks_of_everybody, "`to` and `source` count within the group, and `dst=` and "
+                "`src=` take the numbers of all ranks. Use `group_dst=` and `group_src=`."),
+        Mistake(exchange_among_all, "You left out the group: `to` and `source` are ranks of that "
+                "group. Pass it to both calls.", hangs=True),
     )
 
+    def trial(self, attempt):
+        rank, ranks = dist.get_rank(), dist.get_world_size()
+        facts = {}
+        for distance in range(1, ranks):
+            if rank == 1:  # late, so what another rank has sent to it is still under way
+                time.sleep(0.1)
+            facts |= _exchanged(f"{distance} to the right", attempt, rank, ranks, distance, None)
+        if ranks == 4:
+            group = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
+            facts |= _exchanged(_TO_THE_OTHER, attempt, rank % 2, 2, 1, group)
+        return facts
 
-def _own_chunk_after(all_reduce):
-    def attempt(tensor):
-        all_reduce(tensor)
-        return tensor.tensor_split(dist.get_world_size())[dist.get_rank()]
+    def expected(self, world_size):
+        facts = [{} for _ in range(world_size)]
+        for rank in range(world_size):
+            for distance in range(1, world_size):
+                facts[rank] |= _exchange_facts(f"{distance} to the right",
+                                               _message((rank - distance) % world_size), True)
+            if world_size == 4:
+                facts[rank] |= _exchange_facts(_TO_THE_OTHER, _message(1 - rank % 2), True)
+        return facts
 
-    return attempt
+
+_TO_THE_OTHER = "to the other rank of a group of two"
 
 
-def _straight_to_its_rank(tensor):
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    chunks = tensor.tensor_split(world_size)
+def _exchanged(where, attempt, rank, ranks, distance, group):
+    outgoing = _message(rank)
+    got = attempt(outgoing, (rank + distance) % ranks, (rank - distance) % ranks, group)
+    got = got.clone() if isinstance(got, torch.Tensor) else got
+    same = torch.equal(outgoing, _message(rank))
+    outgoing.fill_(-1)  # the caller may: the exchange is over
+    return _exchange_facts(where, got, same)
+
+
+def _exchange_facts(where, arrived, same):
+    return {f"what arrives when each rank sends {where}": arrived,
+            f"that `outgoing` is as it was when each rank sends {where}": same}
+
+
+def _message(rank):
+    """Odd, and too large for a float32."""
+    return 2**25 + 1 + 10 * torch.arange(3) + 1000 * rank
+
+
+# --- 3.2: the ring's first half ------------------------------------------------------------------
+
+def starts_with_its_own_chunk(flat, group=None):
+    rank, ranks, right, left = _ring(group)
+    chunks = flat.view(ranks, -1)
     total = chunks[rank].clone()
-    for distance in range(1, world_size):
-        arriving, to = torch.empty_like(total), (rank + distance) % world_size
-        exchange(chunks[to], to, arriving, (rank - distance) % world_size)
-        total += arriving
+    for step in range(1, ranks):
+        total = exchange(total, right, left, group) + chunks[(rank - step) % ranks]
     return total
 
 
-def _returns_everything(tensor):
-    ring_reduce_scatter(tensor)
-    return tensor
+def starts_two_chunks_back(flat, group=None):
+    rank, ranks, right, left = _ring(group)
+    chunks = flat.view(ranks, -1)
+    total = chunks[rank - 2].clone() if ranks > 1 else flat.clone()
+    for step in range(1, ranks):
+        total = exchange(total, right, left, group) + chunks[(rank - 2 - step) % ranks]
+    return total
 
 
-def _reduce_scatter_in_place(tensor):
-    ring_reduce_scatter(tensor)
+def passes_on_without_adding(flat, group=None):
+    _, ranks, right, left = _ring(group)
+    total = flat.view(ranks, -1)[left].clone()
+    for _ in range(ranks - 1):
+        total = exchange(total, right, left, group)
+    return total
+
+
+def returns_its_own_chunk(flat, group=None):
+    rank, ranks, right, left = _ring(group)
+    chunks = flat.clone().view(ranks, -1)
+    for step in range(ranks - 1):
+        arriving = exchange(chunks[(rank - 1 - step) % ranks], right, left, group)
+        arriving += chunks[(rank - 2 - step) % ranks]
+    return chunks[rank]
+
+
+def adds_the_same_chunk_each_time(flat, group=None):
+    rank, ranks, right, left = _ring(group)
+    chunks = flat.view(ranks, -1)
+    total = chunks[left].clone()
+    for _ in range(ranks - 1):
+        total = exchange(total, right, left, group) + chunks[rank]
+    return total
+
+
+def counts_the_chunks_upwards(flat, group=None):
+    rank, ranks, right, left = _ring(group)
+    chunks = flat.view(ranks, -1)
+    total = chunks[left].clone()
+    for step in range(1, ranks):
+        total = exchange(total, right, left, group) + chunks[(rank - 1 + step) % ranks]
+    return total
+
+
+def sends_its_own_part_each_time(flat, group=None):
+    rank, ranks, right, left = _ring(group)
+    chunks = flat.view(ranks, -1)
+    total = chunks[rank].clone()
+    for step in range(1, ranks):
+        arriving = exchange(chunks[(rank - step) % ranks], right, left, group)
+        if step == ranks - 1:
+            total = total + arriving
+    return total
+
+
+def reduces_one_step_more(flat, group=None):
+    rank, ranks, right, left = _ring(group)
+    chunks = flat.view(ranks, -1)
+    total = chunks[rank].clone()
+    for step in range(1, ranks + 1):
+        total = exchange(total, right, left, group) if ranks > 1 else total
+        total = total + chunks[(rank - step) % ranks]
+    return total
+
+
+def reduces_one_step_less(flat, group=None):
+    rank, ranks, right, left = _ring(group)
+    chunks = flat.view(ranks, -1)
+    total = chunks[left].clone()
+    for step in range(1, ranks - 1):
+        total = exchange(total, right, left, group) + chunks[(rank - 1 - step) % ranks]
+    return total
+
+
+def passes_the_whole_tensor(flat, group=None):
+    rank, ranks, right, left = _ring(group)
+    total, passing = flat.clone(), flat
+    for _ in range(ranks - 1):
+        passing = exchange(passing, right, left, group)
+        total += passing
+    return total.view(ranks, -1)[rank].clone()
+
+
+def passes_its_whole_sum(flat, group=None):
+    rank, ranks, right, left = _ring(group)
+    total = flat.clone()
+    for _ in range(ranks - 1):
+        total = total + exchange(total, right, left, group)
+    return total.view(ranks, -1)[rank].clone()
+
+
+def adds_in_place(flat, group=None):
+    rank, ranks, right, left = _ring(group)
+    chunks = flat.view(ranks, -1)
+    for step in range(ranks - 1):
+        arriving = exchange(chunks[(rank - 1 - step) % ranks], right, left, group)
+        chunks[(rank - 2 - step) % ranks] += arriving
+    return chunks[rank].clone()
+
+
+def does_not_copy_the_first_chunk(flat, group=None):
+    rank, ranks, right, left = _ring(group)
+    chunks = flat.view(ranks, -1)
+    total = chunks[left]
+    for step in range(1, ranks):
+        total = exchange(total, right, left, group) + chunks[(rank - 1 - step) % ranks]
+    return total
+
+
+def adds_float32(flat, group=None):
+    return ring_reduce_scatter(flat.float(), group).to(flat.dtype)
+
+
+def sends_each_chunk_to_its_rank(flat, group=None):
+    rank, ranks, *_ = _ring(group)
+    chunks = flat.view(ranks, -1)
+    total = chunks[rank].clone()
+    for distance in range(1, ranks):
+        to, source = (rank + distance) % ranks, (rank - distance) % ranks
+        total += exchange(chunks[to], to, source, group)
+    return total
+
+
+def calls_the_collective(flat, group=None):
+    total = flat.clone()
+    dist.all_reduce(total, group=group)
+    return total.chunk(dist.get_world_size(group))[dist.get_rank(group)].clone()
+
+
+def reduces_without_the_group(flat, group=None):
+    return ring_reduce_scatter(flat)
+
+
+def _by(swap):
+    """The first half, by another exchange."""
+    def attempt(flat, group=None):
+        rank, ranks, right, left = _ring(group)
+        chunks = flat.view(ranks, -1)
+        total = chunks[left].clone()
+        for step in range(1, ranks):
+            total = swap(total, right, left, group) + chunks[(rank - 1 - step) % ranks]
+        return total
+
+    return attempt
+
+
+def reduces_without_modulo(flat, group=None):
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    chunks = flat.view(ranks, -1)
+    total = chunks[rank - 1].clone()
+    for step in range(1, ranks):
+        total = exchange(total, rank + 1, rank - 1, group) + chunks[rank - 1 - step]
+    return total
+
+
+def mean_of_its_chunk(flat, group=None):
+    return ring_reduce_scatter(flat, group) / dist.get_world_size(group)
+
+
+def returns_all_chunks(flat, group=None):
+    rank = dist.get_rank(group)
+    whole = flat.clone()
+    whole.view(dist.get_world_size(group), -1)[rank] = ring_reduce_scatter(flat, group)
+    return whole
+
+
+def returns_no_chunk(flat, group=None):
+    ring_reduce_scatter(flat, group)
 
 
 class RingReduceScatter(OnARing):
     slug = "ring-reduce-scatter"
-    number = "3.1"
+    number = "3.2"
     title = "The first half of the ring: reduce-scatter"
     name = "ring_reduce_scatter"
     minutes = 25
     fact = "this rank's chunk of the sum"
-    halves = 1
     hints = (
         "Take one chunk and follow it: it visits every rank once, each adds its own part, and its "
         "way must end at the rank that is to keep it. Where does chunk c have to start?",
         "Going right, chunk c starts at rank c+1. So rank r first sends chunk r-1; in the next "
         "step it sends the one that has just arrived from the left, with its own part added.",
-        "In each of N-1 steps: `exchange(outgoing, right, arriving, left)`, then add `arriving` to "
-        "this rank's part. In step s, chunk (r-1-s) mod N goes out, and the one before it arrives.",
+        "Keep one tensor, `total`: first chunk r-1. In step s of N-1, `exchange(total, right, "
+        "left, group)` brings a partial sum of chunk (r-1-s) mod N: add your own part of it.",
     )
     solution = staticmethod(ring_reduce_scatter)
     mistakes = (
-        *_common(_half, _own_chunk_after),
-        Mistake(_half(combine=_overwrite), "The chunk that arrives overwrites yours. It holds the "
+        Mistake(starts_with_its_own_chunk, "The chunk is complete, but it is a neighbour's. Rank r "
+                "has to end with chunk r: start with another chunk, so that its way ends there."),
+        Mistake(starts_two_chunks_back, "The chunk is complete, but it is a neighbour's. Rank r "
+                "has to end with chunk r: you start one chunk too far back."),
+        Mistake(passes_on_without_adding, "The chunk that arrives overwrites yours. It holds the "
                 "sum of the ranks that it has passed: add it to your own part."),
-        *(Mistake(attempt, "You return chunk r as it was. Either you sent it first: to complete it "
-                  "on rank r, start one chunk further back. Or what arrives is added elsewhere, to "
-                  "another chunk or a new tensor: `chunk.add_(…)`, with the same chunk.")
-          for attempt in (_half(start=0), _half(combine=_forget))),
-        *(Mistake(_half(start=0, way=way, keep=way), "The chunk is complete, but it is a "
-                  "neighbour's. Rank r has to end with chunk r: start with another chunk, so that "
-                  "its way ends there.") for way in (1, -1)),
-        Mistake(_straight_to_its_rank, "The sums are right, and the bytes as few as can be; but "
-                "you send to every rank directly. On a ring, each rank needs one link only, to "
-                "its neighbour: pass the chunks on."),
-        Mistake(lambda tensor: ring_reduce_scatter(tensor) / dist.get_world_size(), "You divided "
-                "by the world size: this exercise asks for the sum."),
-        Mistake(_returns_everything, "You return the whole tensor, and only chunk r of it is "
+        Mistake(returns_its_own_chunk, "You return chunk r as it was. What arrives is added to a "
+                "tensor that you do not send on: in each step, send the sum of the step before."),
+        Mistake(adds_the_same_chunk_each_time, "You add the same chunk in every step, so parts of "
+                "different chunks come together. Another chunk arrives each time: add your own "
+                "part of that one."),
+        Mistake(counts_the_chunks_upwards, "You add a part of the wrong chunk. What arrives from "
+                "the left is one chunk further back in each step, not one further on."),
+        Mistake(sends_its_own_part_each_time, "You send your own parts, and not the sums: only "
+                "one other rank's part gets into your chunk. Send what has arrived, with your "
+                "part added."),
+        Mistake(reduces_one_step_more, _ONE_STEP_MORE + " Another step adds a part a second time."),
+        Mistake(reduces_one_step_less, _ONE_STEP_LESS),
+        Mistake(passes_the_whole_tensor, "You pass the whole tensor around. In each step, send "
+                "only one of the N chunks: that is where a ring saves its bytes."),
+        Mistake(passes_its_whole_sum, "You send your sum so far, whole, and add the sum that "
+                "arrives: parts are added more than once. Send one chunk in each step, another "
+                "one each time."),
+        Mistake(adds_in_place, "The sum is right, and the caller's tensor is changed: its chunks "
+                "hold partial sums now. Add into a tensor of your own."),
+        Mistake(does_not_copy_the_first_chunk, _SHARES_MEMORY),
+        Mistake(adds_float32, _FLOAT32),
+        Mistake(sends_each_chunk_to_its_rank, _STRAIGHT),
+        Mistake(calls_the_collective, _FINISHED),
+        Mistake(reduces_without_the_group, _WITHOUT_GROUP),
+        Mistake(_by(send_first), _CIRCLE, hangs=True),
+        Mistake(_by(receive_first), _EMPTY_CIRCLE, hangs=True),
+        Mistake(_by(receives_from_where_it_sends), _WRONG_SIDE, hangs=True),
+        Mistake(reduces_without_modulo, _NO_SUCH_RANK),
+        Mistake(mean_of_its_chunk, _DIVIDED),
+        Mistake(returns_all_chunks, "You return the whole tensor, and only chunk r of it is "
                 "complete on rank r: return that one."),
-        Mistake(_reduce_scatter_in_place, "You return nothing: return chunk r of the sum."),
+        Mistake(returns_no_chunk, _NOTHING),
     )
 
+    def parts_of(self, tensors, rank):
+        return [tensor.chunk(len(tensors))[rank] for tensor in tensors]
 
-# 3.2
-
-
-def ring_all_reduce(tensor):
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    right, left = (rank + 1) % world_size, (rank - 1) % world_size
-    chunks = tensor.tensor_split(world_size)
-    chunks[rank].copy_(ring_reduce_scatter(tensor))
-    for step in range(world_size - 1):
-        outgoing = chunks[(rank - step) % world_size]
-        arriving = chunks[(rank - 1 - step) % world_size]
-        exchange(outgoing, right, arriving, left)
+    def result_of(self, tensors, rank):
+        return torch.stack(self.parts_of(tensors, rank)).sum(dim=0)
 
 
-def _ring(start=-1, second=None, **first):
-    """Both halves with something wrong: options of `_half`; both cut and exchange alike."""
-    both = {name: first[name] for name in ("cut", "swap") if name in first}
-    second = {"start": start + 1, "combine": _overwrite, **both, **(second or {})}
+# --- 3.3: the ring's second half -----------------------------------------------------------------
 
-    def attempt(tensor):
-        _half(start=start, **first)(tensor)
-        _half(**second)(tensor)
+def sends_its_own_chunk_each_time(chunk, group=None):
+    rank, ranks, right, left = _ring(group)
+    chunks = chunk.repeat(ranks, 1)
+    for step in range(1, ranks):
+        chunks[(rank - step) % ranks] = exchange(chunk, right, left, group)
+    return chunks.view(-1)
+
+
+def keeps_the_order_of_arrival(chunk, group=None):
+    _, ranks, right, left = _ring(group)
+    found = [chunk]
+    for _ in range(ranks - 1):
+        found.append(exchange(found[-1], right, left, group))
+    return torch.cat(found)
+
+
+def puts_them_before_its_own(chunk, group=None):
+    _, ranks, right, left = _ring(group)
+    found = [chunk]
+    for _ in range(ranks - 1):
+        found.insert(0, exchange(found[0], right, left, group))
+    return torch.cat(found)
+
+
+def puts_them_one_place_further(chunk, group=None):
+    rank, ranks, right, left = _ring(group)
+    chunks = chunk.repeat(ranks, 1)
+    passing = chunk
+    for step in range(1, ranks):
+        passing = exchange(passing, right, left, group)
+        chunks[(rank + step) % ranks] = passing
+    return chunks.view(-1)
+
+
+def gathers_one_step_more(chunk, group=None):
+    rank, ranks, right, left = _ring(group)
+    chunks = chunk.repeat(ranks, 1)
+    for step in range(ranks if ranks > 1 else 0):
+        arriving = exchange(chunks[(rank - step) % ranks], right, left, group)
+        chunks[(rank - 1 - step) % ranks] = arriving
+    return chunks.view(-1)
+
+
+def gathers_one_step_less(chunk, group=None):
+    rank, ranks, right, left = _ring(group)
+    chunks = chunk.new_zeros(ranks, len(chunk))
+    chunks[rank] = chunk
+    for step in range(ranks - 2):
+        arriving = exchange(chunks[(rank - step) % ranks], right, left, group)
+        chunks[(rank - 1 - step) % ranks] = arriving
+    return chunks.view(-1)
+
+
+def adds_what_arrives(chunk, group=None):
+    rank, ranks, right, left = _ring(group)
+    chunks = chunk.new_zeros(ranks, len(chunk))
+    passing = chunks[rank] = chunk
+    for step in range(1, ranks):
+        passing = passing + exchange(passing, right, left, group)
+        chunks[(rank - step) % ranks] = passing
+    return chunks.view(-1)
+
+
+def sends_all_that_it_has(chunk, group=None):
+    rank, ranks, right, left = _ring(group)
+    whole = chunk.new_zeros(ranks, len(chunk))
+    whole[rank] = chunk
+    passing = whole
+    for _ in range(ranks - 1):
+        passing = exchange(passing, right, left, group)
+        whole = whole + passing
+    return whole.view(-1)
+
+
+def sends_to_every_rank(chunk, group=None):
+    rank, ranks, *_ = _ring(group)
+    chunks = chunk.repeat(ranks, 1)
+    for distance in range(1, ranks):
+        source = (rank - distance) % ranks
+        chunks[source] = exchange(chunk, (rank + distance) % ranks, source, group)
+    return chunks.view(-1)
+
+
+def gathers_float32(chunk, group=None):
+    return ring_all_gather(chunk.float(), group).to(chunk.dtype)
+
+
+def returns_rows(chunk, group=None):
+    return ring_all_gather(chunk, group).view(-1, len(chunk))
+
+
+def returns_the_input_on_one_rank(chunk, group=None):
+    return chunk if dist.get_world_size(group) == 1 else ring_all_gather(chunk, group)
+
+
+def calls_all_gather(chunk, group=None):
+    whole = chunk.new_empty(dist.get_world_size(group) * len(chunk))
+    dist.all_gather_single(whole, chunk, group=group)
+    return whole
+
+
+def gathers_without_the_group(chunk, group=None):
+    return ring_all_gather(chunk)
+
+
+def _gather_by(swap):
+    """The second half, by another exchange."""
+    def attempt(chunk, group=None):
+        rank, ranks, right, left = _ring(group)
+        chunks = chunk.repeat(ranks, 1)
+        for step in range(1, ranks):
+            arriving = swap(chunks[(rank - step + 1) % ranks].clone(), right, left, group)
+            chunks[(rank - step) % ranks] = arriving
+        return chunks.view(-1)
 
     return attempt
 
 
-def _beginning_with(start):
-    """In rings whose ranks first send chunk rank + ``start``."""
-    ring = functools.partial(_ring, start)
-    return (
-        Mistake(ring({"combine": _add}), "You add in the second half, too. The chunks that travel "
-                "there are finished: overwrite."),
-        Mistake(ring({"start": start + 2}), "The second half starts with the wrong chunk. Pass "
-                "on the one first that this rank has completed: the last that it added to."),
-        Mistake(ring({"steps": -2}), "The second half stops one step early: a finished chunk has "
-                "to travel N-1 times to be on all ranks."),
-        Mistake(ring({"combine": _forget}), "What arrives in the second half does not get into the "
-                "tensor. Assigning to its name, or to an item of a list, leaves the caller's as it "
-                "was: receive into its chunks, or `copy_`."),
+def gathers_without_modulo(chunk, group=None):
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    chunks = chunk.repeat(ranks, 1)
+    for step in range(1, ranks):
+        chunks[rank - step] = exchange(chunks[rank - step + 1], rank + 1, rank - 1, group)
+    return chunks.view(-1)
+
+
+def gathers_and_divides(chunk, group=None):
+    return ring_all_gather(chunk, group) / dist.get_world_size(group)
+
+
+def returns_nothing_gathered(chunk, group=None):
+    ring_all_gather(chunk, group)
+
+
+class RingAllGather(OnARing):
+    slug = "ring-all-gather"
+    number = "3.3"
+    title = "The second half of the ring: all-gather"
+    name = "ring_all_gather"
+    minutes = 15
+    fact = "all chunks"
+    hints = (
+        "In the first step a rank has one chunk to send. Which new one does it have to send in "
+        "the second?",
+        "Pass on what has just arrived. What arrives first is the left neighbour's chunk; whose is "
+        "the next one? Put each in its place, in the order of ranks.",
+        "Make `chunks` of shape (N, len(chunk)), with your own in row r. In step s of N-1, what "
+        "arrives is chunk (r-s) mod N, and what you send is the one from the step before.",
+    )
+    solution = staticmethod(ring_all_gather)
+    mistakes = (
+        Mistake(sends_its_own_chunk_each_time, "You send your own chunk in every step, so your "
+                "neighbour gets it N-1 times and nothing else. Pass on the one that has just "
+                "arrived."),
+        Mistake(keeps_the_order_of_arrival, "All chunks are there, in the order in which they "
+                "arrived, which is another one on each rank. Put chunk c in place c."),
+        Mistake(puts_them_before_its_own, "All chunks are there, and this rank's own is the last "
+                "one. They have to lie in the order of ranks: chunk c in place c."),
+        Mistake(puts_them_one_place_further, "A chunk lies in the wrong place. What arrives from "
+                "the left belongs to a rank further and further to the left."),
+        Mistake(gathers_one_step_more, _ONE_STEP_MORE),
+        Mistake(gathers_one_step_less, _ONE_STEP_LESS),
+        Mistake(adds_what_arrives, "You add in the second half, too. The chunks that travel here "
+                "are finished: copy them."),
+        Mistake(sends_all_that_it_has, "You send room for all chunks in each step. One chunk is "
+                "enough: the one that your neighbour does not have yet."),
+        Mistake(sends_to_every_rank, _STRAIGHT),
+        Mistake(gathers_float32, _FLOAT32),
+        Mistake(returns_rows, "The numbers are right, in rows. Return them flat, in one "
+                "dimension: `view(-1)`."),
+        Mistake(returns_the_input_on_one_rank, _SHARES_MEMORY),
+        Mistake(calls_all_gather, _FINISHED),
+        Mistake(gathers_without_the_group, _WITHOUT_GROUP),
+        Mistake(_gather_by(send_first), _CIRCLE, hangs=True),
+        Mistake(_gather_by(receive_first), _EMPTY_CIRCLE, hangs=True),
+        Mistake(_gather_by(receives_from_where_it_sends), _WRONG_SIDE, hangs=True),
+        Mistake(gathers_without_modulo, _NO_SUCH_RANK),
+        Mistake(gathers_and_divides, "You divided by the world size. An all-gather computes "
+                "nothing: every chunk arrives as it was."),
+        Mistake(returns_nothing_gathered, _NOTHING),
     )
 
+    def given_to(self, name, rank, place, ranks):
+        return _inputs(name, [rank], ranks)[0].chunk(ranks)[place].clone()
 
-def _divided(divide):
-    def attempt(tensor):
-        ring_all_reduce(tensor)
-        divide(tensor, dist.get_world_size())
+    def parts_of(self, tensors, rank):
+        return ()
 
-    return attempt
+    def result_of(self, tensors, rank):
+        return torch.cat([tensor.chunk(len(tensors))[each] for each, tensor in enumerate(tensors)])
 
 
-def _into_a_new_tensor(tensor):
-    ring_all_reduce(tensor.clone())
+# --- 3.4: the whole ring -------------------------------------------------------------------------
+
+def first_half_only(flat, group=None):
+    return ring_reduce_scatter(flat, group)
+
+
+def gathers_what_was_not_summed(flat, group=None):
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    ring_reduce_scatter(flat, group)
+    return ring_all_gather(flat.chunk(ranks)[rank].contiguous(), group)
+
+
+def gathers_first(flat, group=None):
+    return ring_reduce_scatter(ring_all_gather(flat, group), group)
+
+
+def gathers_everything(flat, group=None):
+    rows = ring_all_gather(flat, group).view(dist.get_world_size(group), -1)
+    return rows.sum(dim=0)
+
+
+def mean_of_all(flat, group=None):
+    return ring_all_reduce(flat, group) / dist.get_world_size(group)
+
+
+def writes_into_its_input(flat, group=None):
+    flat.copy_(ring_all_reduce(flat, group))
+    return flat.clone()
+
+
+def writes_into_its_input_only(flat, group=None):
+    flat.copy_(ring_all_reduce(flat, group))
+
+
+def sums_among_all(flat, group=None):
+    return ring_all_gather(ring_reduce_scatter(flat))
+
+
+def calls_all_reduce(flat, group=None):
+    total = flat.clone()
+    dist.all_reduce(total, group=group)
+    return total
+
+
+def sends_everything_to_everyone(flat, group=None):
+    total = flat.clone()
+    parallel.naive_all_reduce(total, group)
+    return total
 
 
 class RingAllReduce(OnARing):
     slug = "ring-all-reduce"
-    number = "3.2"
+    number = "3.4"
     title = "The whole ring: all-reduce"
     name = "ring_all_reduce"
-    minutes = 20
+    minutes = 3
+    steps = 2
     fact = "the sum"
-    halves = 2
     hints = (
-        "After your reduce-scatter, rank r holds chunk r of the sum. What is left is to bring each "
-        "finished chunk to the others: N-1 more steps on the same ring.",
-        "In the second half nothing is added: a finished chunk overwrites what lies in its place. "
-        "In each step, pass on the chunk that you got last.",
-        "Receive straight into `tensor.tensor_split(N)[...]`: the chunks are views of the tensor. "
-        "In step s of the second half, rank r sends chunk (r-s) mod N.",
+        "What does each rank hold after your reduce-scatter, and what do the others lack?",
+        "Your two halves are all that you need, one after the other.",
+        "Hand the chunk that `ring_reduce_scatter(flat, group)` returns to `ring_all_gather`, "
+        "with the same group.",
     )
     solution = staticmethod(ring_all_reduce)
     mistakes = (
-        *_common(_ring, lambda all_reduce: all_reduce),
-        *_beginning_with(-1),
-        *_beginning_with(0),
-        *(Mistake(_ring(combine=combine), "Nothing is added up: each chunk ends as that of a "
-                  "single rank. Either the first half overwrites, or its sum goes into a new "
-                  "tensor or a copy (`chunk.add_(…)` adds in place); or the second half "
-                  "starts with a chunk that this rank has not completed.")
-          for combine in (_overwrite, _forget)),
-        *(Mistake(_divided(divide), "You divided by the world size: this exercise asks for the "
-                  "sum.") for divide in (torch.Tensor.div_, torch.Tensor.floor_divide_,
-                                         lambda tensor, ranks: tensor.copy_(tensor / ranks))),
-        Mistake(_into_a_new_tensor, "The sum is in a new tensor: write it into the one that you "
-                "were given, as `dist.all_reduce` does."),
-        *(Mistake(half, "This is the first half alone: one chunk is complete on each rank. The "
-                  "all-gather is missing, which brings each chunk to all ranks.")
-          for half in (_reduce_scatter_in_place, _half(start=0), _half(start=0, way=-1))),
-        Mistake(_ring(second={"steps": 0}), _ONE_STEP_MORE),
-        Mistake(parallel.naive_all_reduce, "You send the whole tensor to every rank. On a ring, "
+        Mistake(first_half_only, "This is the first half alone: one chunk is complete on each "
+                "rank. The all-gather is missing, which brings each chunk to all ranks."),
+        Mistake(gathers_what_was_not_summed, "You gather this rank's chunk as it was. "
+                "`ring_reduce_scatter` leaves its input alone and returns the sum: gather that."),
+        Mistake(gathers_first, "You gather before you reduce, so every rank first gets all "
+                "tensors whole. Reduce and scatter first; then the parts are small."),
+        Mistake(gathers_everything, "The sum is right, and every rank has sent its whole tensor "
+                "N-1 times. Let the reduce-scatter add, and gather only finished chunks."),
+        Mistake(mean_of_all, _DIVIDED),
+        Mistake(writes_into_its_input, "The caller's tensor is overwritten with the sum. Leave "
+                "it as it is, and return a new one."),
+        Mistake(writes_into_its_input_only, "The sum is in the caller's tensor, as with "
+                "`dist.all_reduce`. Here the input is left alone, and the sum returned."),
+        Mistake(sums_among_all, _WITHOUT_GROUP),
+        Mistake(calls_all_reduce, _FINISHED),
+        Mistake(sends_everything_to_everyone, "You send the whole tensor to every rank. On a ring, "
                 "each rank sends one chunk in each step, to one neighbour."),
     )
 
+    def parts_of(self, tensors, rank):
+        return tensors
 
-# 3.3
-
-# Gradients, bytes of each, ranks, Gb/s, µs.
-CASES = ((7_000_000_000, 4, 8, 400, 14.0), (25_000_000, 2, 64, 100, 14.0),
-         (1000, 4, 1024, 3600, 3.4))
-
-
-def predict_all_reduce(gradients, bytes_each, world_size, gigabits, microseconds):
-    nbytes = gradients * bytes_each
-    messages = 2 * (world_size - 1)
-    bandwidth = gigabits * 1e9 / 8
-    seconds = messages * (microseconds * 1e-6 + nbytes / world_size / bandwidth)
-    bus_bandwidth = messages / world_size * nbytes / seconds
-    return seconds, bus_bandwidth / 1e9
+    def result_of(self, tensors, rank):
+        return torch.stack(tensors).sum(dim=0)
 
 
-def _predict(*, gigabit=1e9 / 8, microsecond=1e-6, latencies=lambda n: 2 * (n - 1),
-             moved=lambda n: 2 * (n - 1) / n, bus=lambda n: 2 * (n - 1) / n, giga=1e9, each=None):
-    def attempt(gradients, bytes_each, world_size, gigabits, microseconds):
-        nbytes = gradients * (each or bytes_each)
-        seconds = (latencies(world_size) * microseconds * microsecond
-                   + moved(world_size) * nbytes / (gigabits * gigabit))
-        return seconds, bus(world_size) * nbytes / seconds / giga
+# --- 3.5: what a ring costs ----------------------------------------------------------------------
 
-    return attempt
+def seconds_of_one_half(nbytes, ranks, bandwidth, latency):
+    return (ranks - 1) * (latency + nbytes / ranks / bandwidth)
 
 
-def _in_units(per_second):
-    def attempt(*case):
-        seconds, bus = predict_all_reduce(*case)
-        return per_second * seconds, bus
-
-    return attempt
+def seconds_of_whole_tensors(nbytes, ranks, bandwidth, latency):
+    return 2 * (ranks - 1) * (latency + nbytes / bandwidth)
 
 
-def _link_for_bus(*case):
-    return predict_all_reduce(*case)[0], case[3] / 8
+def latency_once(nbytes, ranks, bandwidth, latency):
+    return latency + 2 * (ranks - 1) / ranks * nbytes / bandwidth
 
 
-class PredictAllReduce(Calculation):
-    slug = "predict-all-reduce"
-    number = "3.3"
-    title = "Predict an all-reduce"
-    name = "predict_all_reduce"
-    minutes = 15
+def latency_left_out(nbytes, ranks, bandwidth, latency):
+    return 2 * (ranks - 1) / ranks * nbytes / bandwidth
+
+
+def one_chunk_in_all(nbytes, ranks, bandwidth, latency):
+    return 2 * (ranks - 1) * latency + nbytes / ranks / bandwidth
+
+
+def a_step_too_many(nbytes, ranks, bandwidth, latency):
+    return 2 * ranks * (latency + nbytes / ranks / bandwidth)
+
+
+def bytes_of_many_ranks(nbytes, ranks, bandwidth, latency):
+    return 2 * (ranks - 1) * latency + 2 * nbytes / bandwidth
+
+
+def bytes_of_the_tensor(nbytes, ranks, bandwidth, latency):
+    return 2 * (ranks - 1) * latency + nbytes / bandwidth
+
+
+def all_ranks_one_after_another(nbytes, ranks, bandwidth, latency):
+    return ranks * 2 * (ranks - 1) * (latency + nbytes / ranks / bandwidth)
+
+
+def steps_of_a_tree(nbytes, ranks, bandwidth, latency):
+    return 2 * math.log2(ranks) * (latency + nbytes / ranks / bandwidth)
+
+
+def times_bandwidth(nbytes, ranks, bandwidth, latency):
+    return 2 * (ranks - 1) * (latency + nbytes / ranks * bandwidth)
+
+
+def bits_for_bytes(nbytes, ranks, bandwidth, latency):
+    return 2 * (ranks - 1) * (latency + 8 * nbytes / ranks / bandwidth)
+
+
+def both_ways_at_once(nbytes, ranks, bandwidth, latency):
+    return 2 * (ranks - 1) * (latency + nbytes / ranks / (2 * bandwidth))
+
+
+class RingSeconds(Calculation):
+    slug = "ring-seconds"
+    number = "3.5"
+    title = "The seconds of a ring"
+    name = "ring_seconds"
+    minutes = 5
     hints = (
-        "First bring everything to bytes and seconds: 1 Gb/s is 1e9 / 8 bytes/s, 1 µs is 1e-6 s.",
-        "A ring all-reduce has 2(N-1) messages, one after the other, of M/N bytes each. A message "
-        "of n bytes takes the latency, and n over the bandwidth.",
-        "Bus bandwidth = 2(N-1)/N · M / seconds; divide by 1e9 for GB/s.",
+        "How many messages does a rank send, each of which waits for the one before it? How many "
+        "bytes does each of them carry?",
+        "Every rank sends in every step, at the same time. So the time of the ring is that of one "
+        "rank's messages, one after the other.",
+        "There are 2(N-1) messages of nbytes/N each. A message takes the latency, and its bytes "
+        "over the bandwidth.",
     )
-    solution = staticmethod(predict_all_reduce)
+    solution = staticmethod(ring_seconds)
     mistakes = (
-        *(Mistake(_predict(gigabit=unit), "Mind bits and bytes: links are sold in bits per second, "
-                  "tensors are counted in bytes. 400 Gb/s are 50 GB/s.") for unit in (1e9, 8e9)),
-        *(Mistake(_predict(microsecond=unit), f"A microsecond is 1e-6 s, and not {unit:g} s.")
-          for unit in (1e-3, 1)),
-        *(Mistake(attempt, "Links are sold in powers of ten: 1 Gb/s is 1e9 bits per second, and "
-                  "1 GB is 1e9 bytes, not 2**30.") for attempt in (
-              _predict(gigabit=2**30 / 8), _predict(giga=2**30),
-              _predict(gigabit=2**30 / 8, giga=2**30))),
-        *(Mistake(_in_units(factor), f"The seconds are asked, and you return {unit}: the number "
-                  "is too large.") for factor, unit in ((1e3, "milliseconds"),
-                                                        (1e6, "microseconds"))),
-        Mistake(_predict(microsecond=0), "The latency is missing; small tensors have little else."),
-        *(Mistake(_predict(latencies=count), "The latency counts once for each message that waits "
-                  "for the one before it, and a ring all-reduce has 2(N-1) of them.")
-          for count in (lambda n: 1, lambda n: 2, lambda n: n - 1, lambda n: n, math.log2,
-                        lambda n: 2 * math.log2(n))),
-        *(Mistake(_predict(moved=lambda n: 2 * (n - 1), bus=factor), "Here each message takes as "
-                  "long as the whole tensor. It carries one chunk, M/N bytes, and has the link for "
-                  "itself.")
-          for factor in (lambda n: 2 * (n - 1) / n, lambda n: 1, lambda n: 2 * (n - 1))),
-        Mistake(_predict(moved=lambda n: 1 / n), "Each of the 2(N-1) messages carries a chunk: "
-                "mind the brackets, both terms are multiplied."),
-        Mistake(_predict(latencies=lambda n: 2 * n, moved=lambda n: 2), "Each half of the ring has "
-                "N-1 steps, not N: nobody sends to itself."),
-        *(Mistake(_predict(latencies=lambda n: n - 1, moved=lambda n: (n - 1) / n, bus=factor),
-                  "This is one half of the ring. An all-reduce is a reduce-scatter and then an "
-                  "all-gather: twice as many messages and bytes.")
-          for factor in (lambda n: 2 * (n - 1) / n, lambda n: (n - 1) / n)),
-        *(Mistake(_predict(moved=factor), "A rank sends 2(N-1)/N M: neither M, nor 2 M, which it "
-                  "comes near to with many ranks.") for factor in (lambda n: 1, lambda n: 2)),
-        *(Mistake(_predict(bus=factor), "The seconds are right. The bus bandwidth of an all-reduce "
-                  "is 2(N-1)/N times the tensor's bytes over the seconds.")
-          for factor in (lambda n: 1, lambda n: (n - 1) / n)),
-        Mistake(_predict(bus=lambda n: 2 * (n - 1)), "The seconds are right. Bus bandwidth counts "
-                "the bytes that one rank sends, and these are those of all ranks."),
-        Mistake(_predict(gigabit=2e9 / 8), "You doubled the bandwidth. It is given for each "
-                "direction, and a rank sends in one while it receives in the other."),
-        Mistake(_predict(giga=1), "The seconds are right; the bus bandwidth is asked in GB/s."),
-        Mistake(_predict(giga=1e9 / 8), "The seconds are right. The bus bandwidth is asked in "
-                "gigabytes per second, and this is gigabits."),
-        Mistake(_link_for_bus, "The seconds are right. You return the link's bandwidth, which is "
-                "the most that can be; what is asked follows from the seconds, latency and all."),
-        Mistake(_predict(each=1), "You counted the gradients, and not their bytes: each has "
-                "`bytes_each` of them."),
+        Mistake(seconds_of_one_half, "This is one half of the ring. An all-reduce is a "
+                "reduce-scatter and then an all-gather: twice as many messages and bytes."),
+        Mistake(seconds_of_whole_tensors, "Here each message takes as long as the whole tensor. It "
+                "carries one chunk, a N-th of the bytes."),
+        Mistake(latency_once, "The latency counts once for each message that waits for the one "
+                "before it. Count the steps of both halves."),
+        Mistake(latency_left_out, "The latency is missing; small tensors have little else."),
+        Mistake(one_chunk_in_all, "Every message carries a chunk: mind the brackets, both terms "
+                "are multiplied by the number of messages."),
+        Mistake(a_step_too_many, "Each half of the ring has N-1 steps, not N: nobody sends to "
+                "itself."),
+        Mistake(bytes_of_many_ranks, "A rank sends less than twice the tensor. It comes near to "
+                "that with many ranks; count the chunks."),
+        Mistake(bytes_of_the_tensor, "A rank sends more than its tensor once. Count the chunks of "
+                "both halves."),
+        Mistake(all_ranks_one_after_another, "You counted the messages of all ranks one after "
+                "another. In each step all ranks send at the same time, each on its own link."),
+        Mistake(steps_of_a_tree, "The logarithm belongs to a tree. On a ring, a chunk makes one "
+                "hop in each step, past every rank."),
+        Mistake(times_bandwidth, "You multiplied by the bandwidth. Bytes over bytes per second "
+                "are seconds."),
+        Mistake(bits_for_bytes, "You turned bytes into bits. The bandwidth is in bytes per second "
+                "here."),
+        Mistake(both_ways_at_once, "You doubled the bandwidth. It is given for each direction, and "
+                "a rank sends in one while it receives in the other."),
     )
+    CASES = ((28_000_000_000, 8, 50e9, 14e-6), (4000, 1024, 450e9, 3.4e-6),
+             (50_000_000, 3, 12.5e9, 14e-6), (1000, 1, 1e9, 1e-6))
+
+    def trial(self, attempt):
+        return of_cases(_seconds_facts, self.CASES, attempt)
+
+    def expected(self, world_size):
+        return of_cases(_seconds_facts, self.CASES, ring_seconds)
+
+
+def _seconds_facts(case, seconds):
+    nbytes, ranks, bandwidth, latency = case
+    return {f"the seconds of {nbytes:g} bytes on {ranks} ranks, {bandwidth:g} bytes/s and "
+            f"{latency:g} s": _as_float(seconds)}
+
+
+def _as_float(value):
+    """A whole number as a float, so that 0 and 0.0 are the same answer."""
+    return float(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+# --- 3.6: α and β, fitted ------------------------------------------------------------------------
+
+def fit_alpha_beta(sizes, seconds):
+    sizes, seconds = numpy.array(sizes, float), numpy.array(seconds, float)
+    # α·(1/t) + (1/β)·(n/t) = 1 for each point: linear in α and 1/β.
+    rows = numpy.stack([1 / seconds, sizes / seconds], axis=1)
+    alpha, inverse_beta = numpy.linalg.lstsq(rows, numpy.ones(len(sizes)))[0]
+    return alpha, 1 / inverse_beta
+
+
+def fits_absolute_errors(sizes, seconds):
+    slope, intercept = numpy.polyfit(sizes, seconds, 1)
+    return intercept, 1 / slope
+
+
+def weighs_too_much(sizes, seconds):
+    slope, intercept = numpy.polyfit(sizes, seconds, 1, w=1 / numpy.array(seconds) ** 2)
+    return intercept, 1 / slope
+
+
+def weighs_too_little(sizes, seconds):
+    slope, intercept = numpy.polyfit(sizes, seconds, 1, w=1 / numpy.sqrt(seconds))
+    return intercept, 1 / slope
+
+
+def weighs_the_wrong_way(sizes, seconds):
+    slope, intercept = numpy.polyfit(sizes, seconds, 1, w=numpy.array(seconds))
+    return intercept, 1 / slope
+
+
+def weighs_by_size(sizes, seconds):
+    slope, intercept = numpy.polyfit(sizes, seconds, 1, w=1 / numpy.array(sizes))
+    return intercept, 1 / slope
+
+
+def inverse_of_beta(sizes, seconds):
+    alpha, beta = fit_alpha_beta(sizes, seconds)
+    return alpha, 1 / beta
+
+
+def beta_first(sizes, seconds):
+    return fit_alpha_beta(sizes, seconds)[::-1]
+
+
+def slope_for_alpha(sizes, seconds):
+    alpha, beta = fit_alpha_beta(sizes, seconds)
+    return 1 / beta, 1 / alpha
+
+
+def first_and_last_point(sizes, seconds):
+    beta = (sizes[-1] - sizes[0]) / (seconds[-1] - seconds[0])
+    return seconds[0] - sizes[0] / beta, beta
+
+
+def smallest_and_largest(sizes, seconds):
+    return seconds[0], sizes[-1] / seconds[-1]
+
+
+def mean_bandwidth(sizes, seconds):
+    return min(seconds), float(numpy.mean(numpy.array(sizes) / numpy.array(seconds)))
+
+
+def line_of_logarithms(sizes, seconds):
+    slope, intercept = numpy.polyfit(numpy.log(sizes), numpy.log(seconds), 1)
+    return math.exp(intercept), 1 / slope
+
+
+def without_alpha(sizes, seconds):
+    rows = numpy.array(sizes) / numpy.array(seconds)
+    return 0.0, (rows @ rows) / rows.sum()
+
+
+def relative_to_the_mean(sizes, seconds):
+    alpha, beta = fits_absolute_errors(sizes, seconds)
+    return alpha / numpy.mean(seconds), beta
+
+
+def in_microseconds(sizes, seconds):
+    alpha, beta = fit_alpha_beta(sizes, seconds)
+    return 1e6 * alpha, beta
+
+
+class FitAlphaBeta(Calculation):
+    slug = "fit-alpha-beta"
+    number = "3.6"
+    title = "Fit latency and bandwidth"
+    name = "fit_alpha_beta"
+    minutes = 15
+    tolerance = 1e-3
+    hints = (
+        "The relative error is (α + n/β)/t − 1. What do you have to take for the two unknowns, so "
+        "that it is linear in both?",
+        "With the unknowns α and 1/β: a point (n, t) asks for α·(1/t) + (1/β)·(n/t) = 1. That is "
+        "one row of a linear system, and there are more rows than unknowns.",
+        "`numpy.linalg.lstsq(rows, ones)` solves it, with a row [1/t, n/t] for each point; or "
+        "`numpy.polyfit(sizes, seconds, 1, w=1/t)`, which weighs each point with 1/t.",
+    )
+    solution = staticmethod(fit_alpha_beta)
+    mistakes = (
+        Mistake(fits_absolute_errors, "You made the errors in seconds small, and those of the "
+                "large messages drown the others. The relative errors count: divide each by the "
+                "time that was measured."),
+        Mistake(weighs_too_much, "You divide by the square of the time. The relative error is "
+                "divided by the time once; squaring comes after."),
+        Mistake(weighs_too_little, "You divide by the root of the time. `w` multiplies the errors "
+                "before they are squared, so it is 1/t."),
+        Mistake(weighs_the_wrong_way, "You multiply the errors by the time, so large messages "
+                "count still more. The relative error is divided by it."),
+        Mistake(weighs_by_size, "You divide the errors by the size. Relative is to the time that "
+                "was measured: small messages take hardly less than twice as large ones."),
+        Mistake(inverse_of_beta, "α is right. You return seconds per byte, and β is bytes per "
+                "second."),
+        Mistake(beta_first, "Both are right, in the wrong order: α comes first."),
+        Mistake(slope_for_alpha, "You took the slope for α. α is where the line meets zero bytes; "
+                "the slope is 1/β."),
+        Mistake(first_and_last_point, "You put a line through two points and leave out the others: "
+                "the noise of these two goes into α and β. Use all points."),
+        Mistake(smallest_and_largest, "You took the time of the smallest message for α, and n/t of "
+                "the largest for β. Each holds some of the other; fit both together."),
+        Mistake(mean_bandwidth, "You averaged n/t over all sizes. For a small message that is "
+                "nearly all latency, not bandwidth. Fit both together."),
+        Mistake(line_of_logarithms, "You fitted a line to the logarithms. α + n/β is a line in n "
+                "itself, and bends on logarithmic axes."),
+        Mistake(without_alpha, "You left out α: a message of no bytes takes time too."),
+        Mistake(relative_to_the_mean, "You divided by one time for all points. Each error is "
+                "relative to the time of its own point."),
+        Mistake(in_microseconds, "β is right. α is asked in seconds."),
+    )
+
+    def prepare(self):
+        """Known links, as points with noise: (sizes, seconds) of each."""
+        found = {}
+        for seed, (name, alpha, beta) in enumerate((("a slow link", 4e-4, 1.2e8),
+                                                    ("a fast link", 3e-6, 4e10))):
+            noise = numpy.random.default_rng(seed)
+            sizes = [1024 * 4**power for power in range(7)]
+            found[name] = sizes, [float((alpha + n / beta) * (1 + 0.1 * noise.standard_normal()))
+                                  for n in sizes]
+        return found
 
     def trial(self, attempt):
         facts = {}
-        for case in CASES:
-            answer = attempt(*case)
-            alone = not isinstance(answer, tuple | list) and getattr(answer, "ndim", 0) == 0
-            facts |= _named(case, *(answer, None) if alone else answer)
+        for name, (sizes, seconds) in self.given.items():
+            alpha, beta = attempt(list(sizes), list(seconds))
+            facts |= {f"α in seconds of {name}": _as_float(alpha),
+                      f"β in bytes/s of {name}": _as_float(beta)}
         return facts
 
     def expected(self, world_size):
-        return {fact: value for case in CASES
-                for fact, value in _named(case, *predict_all_reduce(*case)).items()}
+        facts = {}
+        for name, (sizes, seconds) in self.given.items():
+            alpha, beta = fit_alpha_beta(sizes, seconds)
+            facts |= {f"α in seconds of {name}": float(alpha),
+                      f"β in bytes/s of {name}": float(beta)}
+        return facts
 
 
-def _named(case, seconds, bus):
-    gradients, bytes_each, ranks, gigabits, microseconds = case
-    where = (f"for {gradients:g} gradients of {bytes_each} bytes on {ranks} ranks, {gigabits} Gb/s "
-             f"and {microseconds:g} µs")
-    return {f"the time in seconds {where}": seconds, f"the bus bandwidth in GB/s {where}": bus}
+# --- 3.7: where two algorithms take equally long -------------------------------------------------
+
+def crossover_bytes(one, other, alpha, beta):
+    # m₁·α + c₁·M/β = m₂·α + c₂·M/β, solved for M.
+    (messages, carried), (other_messages, other_carried) = one, other
+    if carried == other_carried:
+        return None
+    size = (other_messages - messages) * alpha * beta / (carried - other_carried)
+    return size if size > 0 else None
 
 
-EXERCISES = (RingReduceScatter, RingAllReduce, PredictAllReduce)
+def wrong_sign(one, other, alpha, beta):
+    size = _crossing(one, other, alpha, beta)
+    return None if size is None else -size
+
+
+def never_none(one, other, alpha, beta):
+    return _crossing(one, other, alpha, beta)
+
+
+def without_its_sign(one, other, alpha, beta):
+    size = _crossing(one, other, alpha, beta)
+    return None if size is None else abs(size)
+
+
+def divides_by_zero(one, other, alpha, beta):
+    return (other[0] - one[0]) * alpha * beta / (one[1] - other[1])
+
+
+def upside_down(one, other, alpha, beta):
+    size = crossover_bytes(one, other, alpha, beta)
+    return None if size is None else (alpha * beta) ** 2 / size
+
+
+def alpha_over_beta(one, other, alpha, beta):
+    size = crossover_bytes(one, other, alpha, beta)
+    return None if size is None else size / beta**2
+
+
+def without_beta(one, other, alpha, beta):
+    size = crossover_bytes(one, other, alpha, beta)
+    return None if size is None else size / beta
+
+
+def without_alpha_in_it(one, other, alpha, beta):
+    size = crossover_bytes(one, other, alpha, beta)
+    return None if size is None else size / alpha
+
+
+def seconds_for_bytes(one, other, alpha, beta):
+    size = crossover_bytes(one, other, alpha, beta)
+    return None if size is None else one[0] * alpha + one[1] * size / beta
+
+
+def counts_messages_alone(one, other, alpha, beta):
+    if one[1] == other[1] or (other[0] - one[0]) / (one[1] - other[1]) <= 0:
+        return None
+    return abs(other[0] - one[0]) * alpha * beta
+
+
+def counts_bytes_alone(one, other, alpha, beta):
+    if one[1] == other[1] or (other[0] - one[0]) / (one[1] - other[1]) <= 0:
+        return None
+    return alpha * beta / abs(one[1] - other[1])
+
+
+def sums_for_differences(one, other, alpha, beta):
+    if crossover_bytes(one, other, alpha, beta) is None:
+        return None
+    return (one[0] + other[0]) * alpha * beta / (one[1] + other[1])
+
+
+def bytes_of_each_message(one, other, alpha, beta):
+    return crossover_bytes((one[0], one[0] * one[1]), (other[0], other[0] * other[1]), alpha, beta)
+
+
+def zero_where_one_wins(one, other, alpha, beta):
+    return crossover_bytes(one, other, alpha, beta) or 0.0
+
+
+def _crossing(one, other, alpha, beta):
+    """Where the two lines meet, also where no tensor is."""
+    if one[1] == other[1]:
+        return None
+    return (other[0] - one[0]) * alpha * beta / (one[1] - other[1])
+
+
+class CrossoverBytes(Calculation):
+    slug = "crossover-bytes"
+    number = "3.7"
+    title = "Where two algorithms take equally long"
+    name = "crossover_bytes"
+    minutes = 10
+    hints = (
+        "Write down the seconds of each algorithm for a tensor of M bytes. Where are they equal?",
+        "With four ranks, a tree takes 5α + 5M/β and a ring 6α + 1.5M/β. Bring M to one side "
+        "first; then write letters for the numbers.",
+        "M = (difference of the messages) · α · β / (difference of the bytes), the second minus "
+        "the first above and the first minus the second below. No size where it is not above 0.",
+    )
+    solution = staticmethod(crossover_bytes)
+    mistakes = (
+        Mistake(wrong_sign, "The sign is wrong: where one difference is the first minus the "
+                "second, the other one is the second minus the first."),
+        Mistake(never_none, "Where the lines meet below 0 bytes or at 0, one algorithm is faster "
+                "for every tensor: return None."),
+        Mistake(without_its_sign, "A size below 0 is no size, and its absolute value is none "
+                "either: there one algorithm is faster for every tensor. Return None."),
+        Mistake(divides_by_zero, "You divide by zero where both send equally much. There is no "
+                "size then: return None."),
+        Mistake(upside_down, "The fraction is upside down. More messages make the size larger, a "
+                "larger difference in bytes makes it smaller."),
+        Mistake(alpha_over_beta, "You divide by β, and have to multiply: on a faster link more "
+                "bytes fit into one latency."),
+        Mistake(without_beta, "β is missing: what you return is in seconds. Multiply by bytes per "
+                "second."),
+        Mistake(without_alpha_in_it, "α is missing: without latency nobody would save messages."),
+        Mistake(seconds_for_bytes, "You return how long both take there. The size is asked, in "
+                "bytes."),
+        Mistake(counts_messages_alone, "You left out how many bytes the algorithms send. Divide "
+                "by the difference of these."),
+        Mistake(counts_bytes_alone, "You left out how many messages the algorithms have. Multiply "
+                "by the difference of these."),
+        Mistake(sums_for_differences, "You added, where each side is taken from the other: bring "
+                "α to one side of the equation and M to the other."),
+        Mistake(bytes_of_each_message, "The second number is what all messages in the sequence "
+                "carry together, not each of them. Do not multiply by the messages again."),
+        Mistake(zero_where_one_wins, "Where one algorithm is faster for every tensor there is no "
+                "size, not 0: return None."),
+    )
+    CASES = (((5, 5.0), (6, 1.5), 25e-3, 20e6), ((14, 1.75), (9, 9.0), 14e-6, 50e9),
+             ((2, 3.0), (5, 0.5), 3e-6, 1e11), ((3, 3.0), (6, 6.0), 1e-5, 1e9),
+             ((6, 1.5), (4, 1.5), 1e-5, 1e9), ((4, 2.0), (4, 1.0), 1e-5, 1e9))
+
+    def trial(self, attempt):
+        return of_cases(_crossover_facts, self.CASES, attempt)
+
+    def expected(self, world_size):
+        return of_cases(_crossover_facts, self.CASES, crossover_bytes)
+
+
+def _crossover_facts(case, size):
+    one, other, alpha, beta = case
+    return {f"the size for (messages, bytes) of {one} and {other}, α = {alpha:g} s and "
+            f"β = {beta:g} bytes/s": _as_float(size)}
+
+
+EXERCISES = (Exchange, RingReduceScatter, RingAllGather, RingAllReduce, RingSeconds, FitAlphaBeta,
+             CrossoverBytes)

@@ -1,9 +1,12 @@
 """Sums over all ranks, built from nothing but send and receive.
 
-An all-reduce leaves the sum of all ranks' tensors on every rank. How much each rank sends for it,
-and how many messages must follow one another, is the algorithm's choice: send everything to
-everyone, gather the sum along a tree, or pass parts of it around a ring. The ring sends the least
-that is possible where ranks do the adding, and nearly the same amount for any number of ranks.
+An all-reduce is a reduce-scatter and an all-gather. On a ring each rank passes one of N chunks to
+its right neighbour in each step: first the chunks grow by each rank's part on their way, then the
+finished ones go round once more. So each rank sends 2(N−1)/N of the tensor, and nobody can do with
+less where ranks do the adding.
+
+The first part of this file is that idea alone, beside two other ways to the same sum. The second
+part makes of it functions for tensors of any shape and length, in groups, without surprises.
 
 With N ranks and M bytes in the tensor:
 
@@ -18,11 +21,6 @@ With N ranks and M bytes in the tensor:
     ring_all_reduce       2(N−1)/N M                2(N−1) of M/N
     ====================  ========================  =========================================
 
-All take a ``group``, by default the one of all ranks. Every rank of it makes the same call, with
-the same number of elements and the same dtype; where these differ, ranks hang, fail or get garbage.
-Sums are made in the tensor's own dtype and are equal on all ranks to the last bit, because each
-element is summed in one place, or in one order.
-
 Sources: P. Patarasuk and X. Yuan, "Bandwidth optimal all-reduce algorithms for clusters of
 workstations", 2009 (the ring, and why none sends less); R. Thakur, R. Rabenseifner and W. Gropp,
 "Optimization of collective communication operations in MPICH", 2005 (trees, and which algorithm
@@ -32,6 +30,87 @@ for which size).
 import torch
 import torch.distributed as dist
 
+# --- the idea ------------------------------------------------------------------------------------
+# A message is a tensor of one dimension, changed in place; its chunks are views into it.
+
+
+def _pass_and_add(chunks, group):
+    """The ring's first half: afterwards, rank r's chunk r is the sum over the ranks."""
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    received = torch.empty_like(chunks[0])
+
+    # Chunk c starts at rank c+1 and collects each rank's part on its way round, to end at rank c.
+    for step in range(ranks - 1):
+        outgoing = chunks[(rank - 1 - step) % ranks]
+        growing = chunks[(rank - 2 - step) % ranks]
+        arriving = received[: len(growing)]
+        _exchange(outgoing, (rank + 1) % ranks, arriving, (rank - 1) % ranks, group)
+        growing += arriving
+
+
+def _pass_on(chunks, group):
+    """The ring's second half: afterwards, every rank has what rank r had in chunk r."""
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+
+    # Each rank first sends its own chunk, and then the one that has just arrived.
+    for step in range(ranks - 1):
+        outgoing = chunks[(rank - step) % ranks]
+        arriving = chunks[(rank - 1 - step) % ranks]
+        _exchange(outgoing, (rank + 1) % ranks, arriving, (rank - 1) % ranks, group)
+
+
+def _up_and_down_a_tree(message, group):
+    """Rank 0 is the root, and the children of rank r are 2r+1 and 2r+2, as far as there are any."""
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    parent = (rank - 1) // 2
+    children = [child for child in (2 * rank + 1, 2 * rank + 2) if child < ranks]
+    received = torch.empty_like(message)
+
+    # Plain sends are safe here, even where they block: a rank waits for those below it on the way
+    # up and for those above it on the way down, so nobody waits in a circle.
+    for child in children:
+        dist.recv(received, group_src=child, group=group)
+        message += received
+    if rank != 0:
+        dist.send(message, group_dst=parent, group=group)
+        dist.recv(message, group_src=parent, group=group)
+    for child in children:
+        dist.send(message, group_dst=child, group=group)
+
+
+def _everything_to_everyone(message, group):
+    """Each rank sends its tensor to each other rank, and adds up all of them."""
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    received = [torch.empty_like(message) for _ in range(ranks)]
+    received[rank].copy_(message)
+    for distance in range(1, ranks):
+        to, source = (rank + distance) % ranks, (rank - distance) % ranks
+        _exchange(message, to, received[source], source, group)
+
+    # In the order of ranks, not of arrival: floating-point sums depend on the order, and a
+    # different one on each rank would let the replicas drift apart.
+    message.copy_(received[0])
+    for other in received[1:]:
+        message += other
+
+
+def _exchange(outgoing, to, incoming, source, group):
+    """Sends one tensor and receives another at the same time; ranks count within the group.
+
+    If all ranks first sent and then received, all would wait where a send blocks until it is
+    received (gloo, and MPI for large messages). Handed over as a pair, both are under way at once.
+    """
+    pair = [dist.P2POp(dist.isend, outgoing, group=group, group_peer=to),
+            dist.P2POp(dist.irecv, incoming, group=group, group_peer=source)]
+    for work in dist.batch_isend_irecv(pair):
+        work.wait()
+
+
+# --- what production needs -----------------------------------------------------------------------
+# Every rank of the group makes the same call, with the same number of elements and the same dtype;
+# where these differ, ranks hang, fail or get garbage. Sums are made in the tensor's own dtype, and
+# are equal on all ranks to the last bit, since each element is summed in one place or one order.
+
 
 def naive_all_reduce(tensor: torch.Tensor, group=None) -> None:
     """Replaces ``tensor`` by its sum over the ranks: everyone sends everything to everyone.
@@ -39,47 +118,30 @@ def naive_all_reduce(tensor: torch.Tensor, group=None) -> None:
     ``tensor`` has any shape, strides and numeric dtype, and needs N times its memory besides.
     Raises ValueError if autograd would have to record the sum, or for a rank outside the group.
     """
-    rank, world_size = _place_in(group)
-    mine = _as_message(tensor)
-    received = [torch.empty_like(mine) for _ in range(world_size)]
-    received[rank].copy_(mine)
-
-    for distance in range(1, world_size):
-        to, source = (rank + distance) % world_size, (rank - distance) % world_size
-        _send_and_receive(mine, to, received[source], source, group)
-
-    # In the order of ranks, not of arrival: floating-point sums depend on the order, and a
-    # different one on each rank would let the replicas drift apart.
-    mine.copy_(received[0])
-    for other in received[1:]:
-        mine += other
-    _write_back(mine, tensor)
+    _all_reduce(tensor, group, _everything_to_everyone)
 
 
 def tree_all_reduce(tensor: torch.Tensor, group=None) -> None:
     """Replaces ``tensor`` by its sum over the ranks: up a binary tree, and down again.
 
-    Rank 0 is the root, and the children of rank r are 2r+1 and 2r+2, as far as there are any.
     ``tensor`` has any shape, strides and numeric dtype, and needs its own memory once more.
     Raises ValueError if autograd would have to record the sum, or for a rank outside the group.
     """
-    rank, world_size = _place_in(group)
-    parent = (rank - 1) // 2
-    children = [child for child in (2 * rank + 1, 2 * rank + 2) if child < world_size]
-    mine = _as_message(tensor)
-    received = torch.empty_like(mine)
+    _all_reduce(tensor, group, _up_and_down_a_tree)
 
-    # Plain sends are safe here, even where they block: a rank waits for those below it on the way
-    # up and for those above it on the way down, so nobody waits in a circle.
-    for child in children:
-        dist.recv(received, group_src=child, group=group)
-        mine += received
-    if rank != 0:
-        dist.send(mine, group_dst=parent, group=group)
-        dist.recv(mine, group_src=parent, group=group)
-    for child in children:
-        dist.send(mine, group_dst=child, group=group)
-    _write_back(mine, tensor)
+
+def ring_all_reduce(tensor: torch.Tensor, group=None) -> None:
+    """Replaces ``tensor`` by its sum over the ranks: reduce-scatter, then all-gather.
+
+    ``tensor`` has any shape, strides and numeric dtype, and needs 1/N of its memory besides.
+    Raises ValueError if autograd would have to record the sum, or for a rank outside the group.
+    """
+    def around_the_ring(message, group):
+        chunks = message.tensor_split(dist.get_world_size(group))
+        _pass_and_add(chunks, group)
+        _pass_on(chunks, group)
+
+    _all_reduce(tensor, group, around_the_ring)
 
 
 def ring_reduce_scatter(tensor: torch.Tensor, group=None) -> torch.Tensor:
@@ -95,30 +157,20 @@ def ring_reduce_scatter(tensor: torch.Tensor, group=None) -> torch.Tensor:
     have to record the sum, or for a rank outside the group.
     """
     rank, world_size = _place_in(group)
-    right, left = (rank + 1) % world_size, (rank - 1) % world_size
     chunks = _as_message(tensor).tensor_split(world_size)
-    received = torch.empty_like(chunks[0])
-
-    # Chunk c starts at rank c+1 and collects each rank's part on its way round, to end at rank c.
-    for step in range(world_size - 1):
-        outgoing = chunks[(rank - 1 - step) % world_size]
-        growing = chunks[(rank - 2 - step) % world_size]
-        arriving = received[: len(growing)]
-        _send_and_receive(outgoing, right, arriving, left, group)
-        growing += arriving
+    _pass_and_add(chunks, group)
     return chunks[rank]
 
 
 def ring_all_gather(chunk: torch.Tensor, output: torch.Tensor, group=None) -> None:
-    """Fills ``output`` on every rank with all ranks' chunks, in the order of ranks.
+    """Fills ``output`` with the chunks of all ranks, in the order of ranks.
 
     The reverse of `ring_reduce_scatter`: ``output`` has any shape and strides, its elements are
-    cut in the same way, and rank r brings chunk r, in any shape. ``chunk`` may already lie at its
+    cut in the same way, and rank r brings chunk r, of any shape. It may already lie in its
     place in ``output``. Raises ValueError if the chunk's size or dtype is not that of this rank's
     part of ``output``, if autograd would have to record it, or for a rank outside the group.
     """
     rank, world_size = _place_in(group)
-    right, left = (rank + 1) % world_size, (rank - 1) % world_size
     message = _as_message(output)
     chunks = message.tensor_split(world_size)
     if chunk.numel() != len(chunks[rank]) or chunk.dtype != output.dtype:
@@ -126,36 +178,16 @@ def ring_all_gather(chunk: torch.Tensor, output: torch.Tensor, group=None) -> No
             f"rank {rank}'s chunk of {output.numel()} elements of {output.dtype} on {world_size} "
             f"ranks has {len(chunks[rank])}; this one has {chunk.numel()} of {chunk.dtype}")
     chunks[rank].copy_(_as_message(chunk))
-
-    for step in range(world_size - 1):
-        outgoing = chunks[(rank - step) % world_size]
-        arriving = chunks[(rank - 1 - step) % world_size]
-        _send_and_receive(outgoing, right, arriving, left, group)
+    _pass_on(chunks, group)
     _write_back(message, output)
 
 
-def ring_all_reduce(tensor: torch.Tensor, group=None) -> None:
-    """Replaces ``tensor`` by its sum over the ranks: reduce-scatter, then all-gather.
-
-    ``tensor`` has any shape, strides and numeric dtype, and needs 1/N of its memory besides.
-    Raises ValueError if autograd would have to record the sum, or for a rank outside the group.
-    """
+def _all_reduce(tensor, group, sum_up):
+    """Replaces a tensor of any shape by its sum, which ``sum_up(message, group)`` makes."""
+    _place_in(group)
     message = _as_message(tensor)
-    chunk = ring_reduce_scatter(message, group)
-    ring_all_gather(chunk, message, group)
+    sum_up(message, group)
     _write_back(message, tensor)
-
-
-def _send_and_receive(outgoing, to, incoming, source, group) -> None:
-    """Sends one tensor and receives another at the same time; ranks count within the group.
-
-    If all ranks first sent and then received, all would wait where a send blocks until it is
-    received (NCCL, and MPI for large messages). Handed over as a pair, both are under way at once.
-    """
-    pair = [dist.P2POp(dist.isend, outgoing, group=group, group_peer=to),
-            dist.P2POp(dist.irecv, incoming, group=group, group_peer=source)]
-    for work in dist.batch_isend_irecv(pair):
-        work.wait()
 
 
 def _place_in(group) -> tuple[int, int]:

@@ -339,6 +339,11 @@ def published_tables() -> list[dict]:
     return _published()["tables"]
 
 
+def published_points() -> list[dict]:
+    """The single measurements of ``collectives.json``, each with its size and its source."""
+    return _published()["points"]
+
+
 def table_cluster(row: dict, pace: str = "typical") -> Cluster:
     """The cluster on which a table or a point of ``collectives.json`` was measured."""
     gpu = Gpu(row["gpu"], math.inf, math.inf, math.inf)

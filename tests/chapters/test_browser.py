@@ -204,8 +204,7 @@ def test_a_restart_of_the_kernel_ends_hung_ranks(ranks, tmp_path):
 
 
 @pytest.mark.parametrize(("path", "cells", "keys"), [
-    ("03_all_reduce", ["setup", "your-numbers", "guess-complete", "record-the-ring",
-                       "states-of-the-ring", "step-through"], STEPS),
+    ("03_all_reduce", ["setup", "your-numbers", "record-the-ring", "step-through"], STEPS),
     ("08_zero_by_hand", ["setup", "setup-of-the-course", "guess-stage", "budget-of-a-stage", "bars",
                          "draw-the-wall", "calculator"], WALL),
     ("10_choosing_and_scaling", ["setup", "setup-of-the-course", "a-node", "draw-a-choice",
