@@ -28,8 +28,8 @@ PUBLIC_NAMES = {
         ShardedOptimizer SynchronizedBatchNorm tree_all_reduce""",
     "dplab.show": """Bar batch_sweep Beside calculator Canvas choices CourseFigure gap_between
         given heat_maps loss_curves memory_over_step over_ranks predicted_beside_published
-        rank_color RANK_COLORS ring_step save_beside stepper style subplots table time_shares
-        timeline to_png to_svg""",
+        rank_color RANK_COLORS ring_step row_limits save_beside stepper style subplots table
+        time_shares timeline to_png to_svg""",
 }
 MODULES_OF_PREDICT = """activations catalogue checks choose cluster cost kernels memory moments
     network pace published rates reliability settings shards step traffic transformer_config"""
