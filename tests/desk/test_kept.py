@@ -295,7 +295,7 @@ def test_in_a_notebook_and_in_the_next(home):
         assert "It is kept" in reply.text
         assert "<code>dplab.mine(&quot;global-mean&quot;)</code>" in str(reply.displays)
     with Kernel(DPLAB_HOME=str(home)) as kernel:
-        reply = cells(kernel, start, "mean = dplab.mine('0.1')")
+        reply = cells(kernel, start, "mean = dplab.mine('global-mean')")
         assert reply.text.startswith("global_mean: yours") and reply.text.count("\n") <= 2
         reply = cells(kernel, """
             %%ranks 3
