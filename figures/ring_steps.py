@@ -62,7 +62,7 @@ def corner(place: int) -> tuple[float, float]:
 
 def draw_panel(canvas: Canvas, x: float, y: float, step: int) -> None:
     canvas.text(x, y, f"step {step}" if step else "start", weight="bold")
-    canvas.text(x + 54, y, f"from rank {WAY[step - 1]} to rank {(WAY[step - 1] + 1) % RANKS}"
+    canvas.text(x + 54, y, f"rank {WAY[step - 1]} to rank {(WAY[step - 1] + 1) % RANKS}"
                 if step else "each rank has its own", size=13, color=MUTED)
     left, top = x + 16, y + 60
     for chunk in range(RANKS):
