@@ -226,7 +226,7 @@ import os
 from IPython.display import display
 
 outcomes = {"global-mean": ["not attempted", "passed"], "rows-to-hide": ["wrong", "passed"],
-            "token-loss": ["not attempted", "wrong"]}
+            "weighted-mean": ["not attempted", "wrong"]}
 homes = [os.environ["DPLAB_HOME"]]
 
 def check(id, attempt):
@@ -247,8 +247,8 @@ assert homes[0] == homes[1] != homes[2] and os.environ["DPLAB_HOME"] == homes[0]
 # %% id=check-rows-to-hide tags=check
 check("rows-to-hide", None)
 
-# %% id=check-token-loss tags=check
-check("token-loss", None)
+# %% id=check-weighted-mean tags=check
+check("weighted-mean", None)
 """
 
 
@@ -265,8 +265,8 @@ def test_the_run_of_a_notebook_puts_each_solution_behind_its_check(tmp_path):
         "Cell 0": "PASSED", "Cell 1": "PASSED", "global-mean not attempted": "PASSED",
         "global-mean solution": "PASSED", "global-mean solved": "PASSED", "Cell 3": "PASSED",
         "rows-to-hide not attempted": "FAILED", "rows-to-hide solution": "PASSED",
-        "rows-to-hide solved": "PASSED", "token-loss not attempted": "PASSED",
-        "token-loss solution": "PASSED", "token-loss solved": "FAILED"}
+        "rows-to-hide solved": "PASSED", "weighted-mean not attempted": "PASSED",
+        "weighted-mean solution": "PASSED", "weighted-mean solved": "FAILED"}
     assert "should say 'not attempted', and shows Exercise 0.1: wrong" in done.stdout
     assert "should say 'passed', and shows Exercise 0.1: wrong" in done.stdout
 

@@ -306,7 +306,7 @@ def test_in_a_notebook_and_in_the_next(home):
         reply = cells(kernel, "def global_mean(values):\n    return mean(values)",
                       "def f():\n    return mean(torch.ones(2)).item()\n\ndplab.run(f, 2)")
         assert reply.value == "[1.0, 1.0]"
-        reply = cells(kernel, "dplab.solution('0.1')")
+        reply = cells(kernel, "dplab.solution('global-mean')")
         [data] = reply.displays.values()
         html = data["text/html"]
         assert html.count("<details") == 2 and "<details open" not in html

@@ -286,11 +286,6 @@ class WithoutGenerator:
         return step
 
 
-def by_float(samples, rank, world_size):
-    each = samples / world_size
-    return int(rank * each), int((rank + 1) * each)
-
-
 def with_a_barrier(tensor):
     dist.barrier()
     partner = dist.get_rank() ^ 1
@@ -354,7 +349,6 @@ def cuts_what_all_have(puzzle, x, y):
     ("0.3", waits_for_nothing, "a call returns at once"),
     ("0.3", swaps_in_a_batch_in_place, "while it is still being sent"),
     ("0.3", assigns_the_name, "only gives the name"),
-    ("1.1", by_float, "a float, which is rounded"),
     ("3.2", ends_with_the_next_chunk, "it is a neighbour's"),
     ("10.2", padded_for_all_ranks, "dist.get_world_size(inside)"),
     ("9.1", gathers_all_first, "you gather all layers before"),
