@@ -176,8 +176,8 @@ class OneCallEach(Exercise):
                 "side by side, and that is sixteen. On the right stand four numbers of one rank."),
         Mistake(otherwise("A", summed_and_dealt), "Puzzle A: a reduce-scatter adds numbers up. On "
                 "the right stand the numbers of one rank alone."),
-        Mistake(otherwise("A", unfilled), "Puzzle A: `broadcast` fills the tensor that it gets, "
-                "`x`. You returned `y`, which is still all zeros."),
+        Mistake(otherwise("A", unfilled), "Puzzle A: you returned zeros. A call with one tensor "
+                "overwrites that tensor, `x`, and leaves `y` as it is."),
         Mistake(otherwise("A", nothing), "Puzzle A: each rank still has its own numbers. Nothing "
                 "was sent."),
         Mistake(otherwise("B", summed), "Puzzle B: you added the four numbers. On the right they "
@@ -219,8 +219,9 @@ class OneCallEach(Exercise):
         Mistake(otherwise("D", gathered_and_cut), "Puzzle D: the numbers are right. But you gave "
                 "every rank all sixteen numbers, and each rank threw twelve of them away. One call "
                 "leaves only the four, in `y`."),
-        Mistake(otherwise("D", received_into_x), "Puzzle D: you sent `y`, which is all zeros. The "
-                "tensor to be filled comes first, and the tensor that this rank gives second."),
+        Mistake(otherwise("D", received_into_x), "Puzzle D: you returned zeros. Either your call "
+                "did not fill `y`, or it sent `y`. The tensor to be filled comes first, and the "
+                "tensor that this rank gives second."),
         Mistake(otherwise("D", summed), "Puzzle D: you added the numbers. On the right no number "
                 "is a sum."),
         Mistake(otherwise("D", gathered), "Puzzle D: an all-gather gives every rank the same "
@@ -228,7 +229,6 @@ class OneCallEach(Exercise):
                 "four."),
         Mistake(otherwise("D", summed_and_dealt), "Puzzle D: a reduce-scatter adds numbers up. On "
                 "the right no number is a sum."),
-        Mistake(otherwise("D", summed_and_returned_y), _UNFILLED.format("D")),
     )
 
     def trial(self, attempt):
