@@ -33,7 +33,7 @@ TITLES: dict[Key, str] = {
 # The slugs of each chapter's guesses, in its order; a test compares.
 GUESSES: dict[Key, tuple[str, ...]] = {
     0: ("counter-after-ranks", "sum-on-rank-3", "two-halves", "longest-in-the-call",
-        "both-send-first"),
+        "rank-to-blame", "both-send-first"),
     1: ("collectives-in-forward", "bytes-with-more-rows", "rows-of-wider-layers",
         "what-shrinks-with-ranks", "links-that-can-hide"),
     2: ("heaviest-token", "sum-loss", "plain-all-reduce", "two-ranks-by-hand", "sum-in-float16"),

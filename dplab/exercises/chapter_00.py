@@ -2,12 +2,15 @@
 ranks that wait for each other.
 """
 
+import dis
 import time
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 
-from dplab.exercises.compare import AtMost
+from dplab import RankError
+from dplab.exercises.compare import AtMost, agree
 from dplab.exercises.exercise import Exercise, Mistake
 from dplab.measure import CallLog
 
@@ -57,14 +60,37 @@ def unfilled(x, y):
     return y
 
 
-def from_rank_0(x, y):
-    dist.broadcast(x, src=0)
-    return x
+def broadcast_from(rank):
+    def call(x, y):
+        dist.broadcast(x, src=rank)
+        return x
+
+    return call
 
 
 def summed(x, y):
     dist.all_reduce(x)
     return x
+
+
+def summed_and_returned_y(x, y):
+    dist.all_reduce(x)
+    return y
+
+
+def gathered(x, y):
+    dist.all_gather_single(y, x)
+    return y
+
+
+def summed_and_dealt(x, y):
+    dist.reduce_scatter_single(y, x)
+    return y
+
+
+def dealt_by_all(x, y):
+    dist.all_to_all_single(y, x)
+    return y
 
 
 def gathered_on_rank_0(x, y):
@@ -115,6 +141,12 @@ def received_into_x(x, y):
     return x
 
 
+_OTHER_SOURCE = ("Puzzle A: you sent rank {}'s numbers to everyone. The numbers on the right are "
+                 "tens. Whose are those? `src` names that rank.")
+_UNFILLED = ("Puzzle {}: `y` is still all zeros, so your call did not fill it. A call with one "
+             "tensor overwrites that tensor; a call with two fills the first.")
+
+
 class OneCallEach(Exercise):
     slug = "one-call-each"
     number = "0.1"
@@ -125,30 +157,47 @@ class OneCallEach(Exercise):
     hints = (
         "Read the digits on the right. Does each rank have numbers of one rank, of all ranks, or "
         "sums? Is it the same on every rank?",
-        "The names say it. `all_`: every rank gets a result. `gather`: put the parts side by side. "
-        "`reduce`: add them up. `scatter`: each rank keeps one part.",
+        "Start with C. Which of the four sums does each rank keep, and which word in the six names "
+        "says that a tensor is cut up, one part for each rank?",
         "A: `broadcast`, and `src` is the rank whose numbers all have. B: `all_gather_single`. "
         "C: `reduce_scatter_single`. D: `all_to_all_single`. The last three fill `y`.",
     )
     solution = staticmethod(one_call_each)
     stub = staticmethod(one_call_each_stub)
     mistakes = (
-        Mistake(otherwise("A", from_rank_0), "Puzzle A: you sent rank 0's numbers to everyone. The "
-                "numbers on the right are tens. Whose are those? `src` names that rank."),
+        Mistake(otherwise("A", broadcast_from(0)), _OTHER_SOURCE.format(0)),
+        Mistake(otherwise("A", broadcast_from(1)), _OTHER_SOURCE.format(1)),
+        Mistake(otherwise("A", broadcast_from(3)), _OTHER_SOURCE.format(3)),
         Mistake(otherwise("A", summed), "Puzzle A: you added the numbers of all ranks. On the "
                 "right stand the numbers of one rank alone."),
-        Mistake(otherwise("A", unfilled), "Puzzle A: `broadcast` fills the tensor that it gets, "
-                "`x`. You returned `y`, which is still all zeros."),
+        Mistake(otherwise("A", dealt_by_all), "Puzzle A: each rank has one number of every rank. "
+                "On the right stand four numbers of one rank."),
+        Mistake(otherwise("A", gathered), "Puzzle A: an all-gather puts the numbers of all ranks "
+                "side by side, and that is sixteen. On the right stand four numbers of one rank."),
+        Mistake(otherwise("A", summed_and_dealt), "Puzzle A: a reduce-scatter adds numbers up. On "
+                "the right stand the numbers of one rank alone."),
+        Mistake(otherwise("A", unfilled), "Puzzle A: you returned zeros. A call with one tensor "
+                "overwrites that tensor, `x`, and leaves `y` as it is."),
         Mistake(otherwise("A", nothing), "Puzzle A: each rank still has its own numbers. Nothing "
                 "was sent."),
         Mistake(otherwise("B", summed), "Puzzle B: you added the four numbers. On the right they "
                 "stand side by side."),
+        Mistake(otherwise("B", broadcast_from(0)), "Puzzle B: every rank has rank 0's number. On "
+                "the right every rank has the numbers of all four."),
+        Mistake(otherwise("B", summed_and_dealt), "Puzzle B: a reduce-scatter adds tensors up and "
+                "cuts the sum into parts. On the right nothing is added and nothing is cut."),
+        Mistake(otherwise("B", dealt_by_all), "Puzzle B: an all-to-all cuts each rank's tensor "
+                "into four parts, one for each rank. Here a rank has one number, and all ranks "
+                "get it."),
         Mistake(otherwise("B", gathered_on_rank_0), "Puzzle B: only rank 0 has all four numbers. "
                 "On the right every rank has them."),
         Mistake(otherwise("B", gathered_the_wrong_way_round), "Puzzle B: the tensor to be filled "
                 "comes first, and the tensor that this rank gives comes second."),
         Mistake(otherwise("B", gathered_and_returned_x), "Puzzle B: you returned `x`, which still "
                 "holds this rank's own number. The call fills `y`."),
+        Mistake(otherwise("B", summed_and_returned_y), _UNFILLED.format("B")),
+        Mistake(otherwise("C", summed), "Puzzle C: every rank has all four sums. On the right each "
+                "rank has one of them."),
         Mistake(otherwise("C", summed_and_cut), "Puzzle C: the number is right. But you gave every "
                 "rank all four sums, and each rank threw three of them away. One call leaves only "
                 "the one sum, in `y`."),
@@ -158,15 +207,28 @@ class OneCallEach(Exercise):
                 "the right each rank has one of them."),
         Mistake(otherwise("C", reduced_the_wrong_way_round), "Puzzle C: the tensor to be filled "
                 "comes first, and the tensor that this rank gives comes second."),
+        Mistake(otherwise("C", gathered), "Puzzle C: an all-gather adds nothing. On the right each "
+                "number is a sum over all ranks."),
+        Mistake(otherwise("C", dealt_by_all), "Puzzle C: an all-to-all adds nothing. On the right "
+                "each number is a sum over all ranks."),
+        Mistake(otherwise("C", summed_and_returned_y), _UNFILLED.format("C")),
+        Mistake(otherwise("C", nothing), "Puzzle C: you returned `x`, which still holds this "
+                "rank's own numbers."),
         Mistake(otherwise("D", nothing), "Puzzle D: you returned this rank's own numbers. Either "
                 "nothing was sent, or the call has filled `y` and you returned `x`."),
         Mistake(otherwise("D", gathered_and_cut), "Puzzle D: the numbers are right. But you gave "
                 "every rank all sixteen numbers, and each rank threw twelve of them away. One call "
                 "leaves only the four, in `y`."),
-        Mistake(otherwise("D", received_into_x), "Puzzle D: you sent `y`, which is all zeros. The "
-                "tensor to be filled comes first, and the tensor that this rank gives second."),
+        Mistake(otherwise("D", received_into_x), "Puzzle D: you returned zeros. Either your call "
+                "did not fill `y`, or it sent `y`. The tensor to be filled comes first, and the "
+                "tensor that this rank gives second."),
         Mistake(otherwise("D", summed), "Puzzle D: you added the numbers. On the right no number "
                 "is a sum."),
+        Mistake(otherwise("D", gathered), "Puzzle D: an all-gather gives every rank the same "
+                "sixteen numbers. On the right each rank has four, and no two ranks have the same "
+                "four."),
+        Mistake(otherwise("D", summed_and_dealt), "Puzzle D: a reduce-scatter adds numbers up. On "
+                "the right no number is a sum."),
     )
 
     def trial(self, attempt):
@@ -175,8 +237,14 @@ class OneCallEach(Exercise):
             x, after = _before(puzzle, dist.get_rank()), _after(puzzle, dist.get_rank())
             y = torch.zeros_like(after)
             with CallLog() as log:
-                answer = attempt(puzzle, x, y)
+                try:
+                    answer = attempt(puzzle, x, y)
+                except (RuntimeError, ValueError) as error:
+                    # The same error in another puzzle is another mistake.
+                    error.args = (f"in puzzle {puzzle}: {error}",)
+                    raise
             facts |= {f"what puzzle {puzzle} leaves": answer,
+                      f"that puzzle {puzzle} makes a call": log.count() > 0,
                       f"that puzzle {puzzle} returns `x` or `y` itself":
                           answer is None or answer is x or answer is y,
                       f"the number of calls in puzzle {puzzle}": log.count()}
@@ -185,9 +253,27 @@ class OneCallEach(Exercise):
     def expected(self, world_size):
         return [{fact: right for puzzle in "ABCD" for fact, right in (
             (f"what puzzle {puzzle} leaves", _after(puzzle, rank)),
+            (f"that puzzle {puzzle} makes a call", True),
             (f"that puzzle {puzzle} returns `x` or `y` itself", True),
             (f"the number of calls in puzzle {puzzle}", AtMost(1, "one call is enough")))}
             for rank in range(world_size)]
+
+    def _explanation(self, attempt, got, world_size):
+        """Which puzzles are right and which are open, where the first wrong one is open."""
+        if isinstance(got, RankError):
+            return super()._explanation(attempt, got, world_size)
+        wrong = [puzzle for puzzle in "ABCD" if not all(
+            agree(right, found[fact], self.tolerance)
+            for facts, found in zip(self._expected(world_size), got, strict=True)
+            for fact, right in facts.items() if f"puzzle {puzzle} " in f"{fact} ")]
+        still_open = [puzzle for puzzle in wrong if all(
+            facts[f"what puzzle {puzzle} leaves"] is None
+            and not facts[f"that puzzle {puzzle} makes a call"] for facts in got)]
+        if not still_open or still_open[0] != wrong[0]:
+            return super()._explanation(attempt, got, world_size)
+        right = [puzzle for puzzle in "ABCD" if puzzle not in wrong]
+        return (f"Right: {', '.join(right)}. " if right else "") + (
+            f"Still open: {', '.join(still_open)}.")
 
 
 def _numbers(rank):
@@ -205,7 +291,7 @@ def _after(puzzle, rank):
             "D": numbers[:, rank]}[puzzle].contiguous()
 
 
-# 0.2: the mean of numbers that lie on different ranks
+# 0.2: one mean for all ranks
 
 
 def global_mean(values):
@@ -323,7 +409,7 @@ def all_reduced_parts(values):
 class GlobalMean(Exercise):
     slug = "global-mean"
     number = "0.2"
-    title = "The mean of numbers that lie on different ranks"
+    title = "One mean for all ranks"
     name = "global_mean"
     minutes = 5
     hints = (
@@ -384,8 +470,8 @@ class GlobalMean(Exercise):
 
 
 def _values(rank):
-    """Rank r holds r + 2 values, all different."""
-    return torch.arange(1.0, rank + 3) ** 2 + 7 * rank
+    """Two values on rank 0, one on rank 1, then four and three, all different."""
+    return torch.arange(1.0, (2, 1, 4, 3)[rank] + 1) ** 2 + 7 * rank
 
 
 # 0.3: two ranks that wait for each other
@@ -425,6 +511,11 @@ def both_receive_first(tensor):
         dist.recv(theirs, partner)
         dist.send(tensor, partner)
         tensor.copy_(theirs)
+
+
+def barrier_and_swap(tensor):
+    dist.barrier()
+    swap(tensor)
 
 
 def barrier_first(tensor):
@@ -527,6 +618,12 @@ def among_all(tensor):
 
 _OVERWRITES = ("A rank receives into `tensor` before it has sent what was there, so it sends its "
                "partner's own numbers back. Receive into another tensor, and copy at the end.")
+_REBOUND = ("The partner's numbers have come, but `tensor` still holds this rank's own. Write them "
+            "into it with `tensor.copy_(…)`: an assignment `tensor = …` only gives the name to "
+            "another tensor.")
+_OTHER_DTYPE = ("The tensor that you receive into is float32, and `tensor` has another dtype here. "
+                "gloo aborts a process that gets more bytes than its tensor has room for. "
+                "`torch.empty_like(tensor)` makes one that fits.")
 _ONE_PAIR = ("You made an exception for rank 0, which mends the pair of ranks 0 and 1 alone. In "
              "every other pair, both ranks still begin with the same call.")
 
@@ -555,9 +652,7 @@ class RepairDeadlock(Exercise):
                 "tensor, wait for the send, and copy at the end."),
         Mistake(one_way, "Even ranks send and odd ranks receive, and that is half of a swap. The "
                 "numbers of the odd ranks have to come back."),
-        Mistake(in_a_new_tensor, "The partner's numbers have come, but `tensor` still holds this "
-                "rank's own. Write them into it with `tensor.copy_(…)`: an assignment "
-                "`tensor = …` only gives the name to another tensor."),
+        Mistake(in_a_new_tensor, _REBOUND),
         Mistake(with_the_next_rank, "You send to the next rank and receive from the one before, "
                 "round in a circle. Here ranks swap in pairs: 0 with 1, 2 with 3."),
         Mistake(without_asking_for_a_partner, "With an odd number of ranks, the last has no "
@@ -565,6 +660,9 @@ class RepairDeadlock(Exercise):
         Mistake(among_all, "The result is right, but you call a collective of all ranks: it "
                 "sends each tensor to ranks that do not need it. Use sends and receives between "
                 "partners alone."),
+        Mistake(barrier_and_swap, "The result is right, and it is right without the barrier too. "
+                "A barrier is a call of all ranks: it makes partners wait for ranks that have "
+                "nothing to do with their swap."),
         Mistake(barrier_first, "Both ranks of a pair still begin with a send, and wait for a "
                 "receive. A barrier, a pause or `isend` with `wait()` right after it changes "
                 "nothing about that: one of the two has to receive while the other sends.",
@@ -579,12 +677,12 @@ class RepairDeadlock(Exercise):
     def trial(self, attempt):
         rank, facts = dist.get_rank(), {}
         with CallLog() as log:
-            for late, tensors in enumerate((_squares, _whole)):
+            for swap_name, late, tensors in ((EVEN_LATE, 0, _squares), (ODD_LATE, 1, _whole)):
                 tensor = tensors(rank)
                 if rank % 2 == late:
                     time.sleep(_LATE)
                 attempt(tensor)
-                facts[f"`tensor`, where {'even' if late == 0 else 'odd'} ranks come late"] = tensor
+                facts[swap_name] = tensor
         among_all = sum(not call.is_point_to_point for call in log.calls)
         return {**facts, OF_ALL: among_all, BOTH_WAYS: log.count() - among_all}
 
@@ -592,14 +690,54 @@ class RepairDeadlock(Exercise):
         def facts(rank):
             partner = rank ^ 1 if rank ^ 1 < world_size else rank
             of_all = {OF_ALL: AtMost(0, "only partners talk to each other")}
-            return {"`tensor`, where even ranks come late": _squares(partner),
-                    "`tensor`, where odd ranks come late": _whole(partner),
+            return {EVEN_LATE: _squares(partner), ODD_LATE: _whole(partner),
                     **(of_all if world_size > 1 else {}),
                     BOTH_WAYS: 0 if partner == rank else 4}
 
         return [facts(rank) for rank in range(world_size)]
 
+    def _described(self, difference, world_size):
+        """Whose numbers a rank holds, instead of what can be said of any tensor."""
+        tensors = {EVEN_LATE: _squares, ODD_LATE: _whole}.get(difference.fact)
+        if tensors is None:
+            return super()._described(difference, world_size)
+        own = difference.rank
+        whose = next((rank for rank in range(4)
+                      if agree(tensors(rank), difference.got, self.tolerance)), None)
+        note = ("" if whose is None else "it is still this rank's own" if whose == own
+                else f"it is rank {whose}'s")
+        ranks = f"on {world_size} rank{'s' * (world_size > 1)}"
+        return f"{ranks}, rank {own}: {replace(difference, note=note)}"
 
+    def _explanation(self, attempt, got, world_size):
+        if isinstance(got, RankError):
+            # The tensors of this shape are whole numbers.
+            is_float = got.kind == "died" and "recv of float32[2, 3]" in str(got)
+            return _OTHER_DTYPE if is_float else super()._explanation(attempt, got, world_size)
+        own = all(agree(tensors(rank), found[fact], self.tolerance)
+                  for rank, (right, found) in enumerate(
+                      zip(self._expected(world_size), got, strict=True))
+                  for fact, tensors in ((EVEN_LATE, _squares), (ODD_LATE, _whole))
+                  if not agree(right[fact], found[fact], self.tolerance))
+        is_wrong = any(not agree(right[fact], found[fact], self.tolerance)
+                       for right, found in zip(self._expected(world_size), got, strict=True)
+                       for fact in (EVEN_LATE, ODD_LATE))
+        # A rank that sends its partner's numbers back leaves the same: the code tells them apart.
+        if is_wrong and own and _rebinds_its_argument(attempt):
+            return _REBOUND
+        return super()._explanation(attempt, got, world_size)
+
+
+def _rebinds_its_argument(function):
+    """Whether it assigns to the name of its first argument."""
+    code = getattr(function, "__code__", None)
+    return code is not None and any(
+        step.opname == "STORE_FAST" and step.argval == code.co_varnames[0]
+        for step in dis.get_instructions(code))
+
+
+EVEN_LATE = "`tensor` after a swap to which even ranks come late"
+ODD_LATE = "`tensor` after a swap to which odd ranks come late"
 OF_ALL = "the number of collectives of all ranks"
 BOTH_WAYS = "the number of sends and receives in two swaps"
 _LATE = 0.05  # seconds: so that the other rank is already waiting

@@ -6,6 +6,7 @@ the same inputs, and one with the same outcome, at this world size and the large
 diagnosis; or else one that has the same first wrong fact, and that no other fact speaks against.
 """
 
+import ast
 import dis
 import inspect
 import re
@@ -26,11 +27,16 @@ from dplab.exercises.compare import COMMUNICATED, explained, first_difference, o
 from dplab.spawn.parent.output import headed
 
 NOT_ATTEMPTED, PASSED, WRONG, CRASHED = "not attempted", "passed", "wrong", "crashed"
-AT_LEAST = "At least: "  # before a mistake that explains the first wrong fact, and not all
+AT_LEAST = "First: "  # before a mistake that explains the first wrong fact, and not all
 
 
 # Of calls that return at once, whatever the operation.
 ASYNCHRONOUS = {"async_op", "isend", "irecv", "batch_isend_irecv"}
+# Calls that return None, and leave their result in a tensor that they get.
+RETURN_NOTHING = {
+    "all_gather", "all_gather_into_tensor", "all_gather_single", "all_reduce", "all_to_all",
+    "all_to_all_single", "broadcast", "gather", "reduce", "reduce_scatter", "reduce_scatter_single",
+    "reduce_scatter_tensor", "scatter"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -243,6 +249,11 @@ class Exercise:
                                   "and `wait()` on it before you use or change the tensor.",
                            verdict.detail)
         why = self._explanation(attempt, got, world_size)
+        nothing = ("NoneType" in verdict.detail or "it is None" in verdict.detail)
+        if nothing and (not why or why.startswith(AT_LEAST)) and (name := _used_result(attempt)):
+            return Verdict(WRONG, f"`dist.{name}` returns None. It leaves its result in a tensor "
+                                  f"that it gets: give that tensor a name, call `dist.{name}` on a "
+                                  "line of its own, and go on with the tensor.", verdict.detail)
         silent = (not crashed and self.stub is None and self.communicates and world_size > 1
                   and not any(facts[COMMUNICATED] for facts in got))
         if silent and (not why or why.startswith(AT_LEAST)):
@@ -252,7 +263,7 @@ class Exercise:
     def _explanation(self, attempt, got, world_size) -> str:
         """The sentence of the known mistake that explains most of what is wrong; empty if none.
 
-        One that explains the first wrong fact, and not all others, is given as "at least". One
+        One that explains the first wrong fact, and not all others, begins with "First:". One
         that gets something wrong which the attempt gets right is not the attempt's mistake.
         """
         crashed = isinstance(got, RankError)
@@ -374,6 +385,22 @@ def _names_in(attempt) -> set[str]:
         for constant in code.co_consts:
             names.update(constant if isinstance(constant, tuple) else ())
     return names
+
+
+def _used_result(attempt) -> str:
+    """The name of a call in RETURN_NOTHING whose result the code uses; empty if there is none."""
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(attempt)))
+    except (OSError, SyntaxError, TypeError):  # no source, or a part of a line
+        return ""
+    lines = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if (isinstance(node, ast.Call) and id(node) not in lines
+                and isinstance(node.func, ast.Attribute) and node.func.attr in RETURN_NOTHING
+                and ast.unparse(node.func.value) in ("dist", "torch.distributed")
+                and not any(keyword.arg == "async_op" for keyword in node.keywords)):
+            return node.func.attr
+    return ""
 
 
 def _words_of(attempt):

@@ -342,8 +342,110 @@ def cuts_what_all_have(puzzle, x, y):
     return None
 
 
+def solves(a=None, b=None, c=None, d=None):
+    """0.1, right but for these puzzles; each takes x and y."""
+    def attempt(puzzle, x, y):
+        call = {"A": a, "B": b, "C": c, "D": d}[puzzle]
+        return call(x, y) if call else find("0.1").solution(puzzle, x, y)
+
+    return attempt
+
+
+def is_open(x, y):
+    return None
+
+
+def adds_and_cuts(x, y):
+    dist.reduce_scatter_single(y, x)
+    return y
+
+
+def adds_up(x, y):
+    dist.all_reduce(x)
+    return x
+
+
+def puts_side_by_side(x, y):
+    dist.all_gather_single(y, x)
+    return y
+
+
+def transposes(x, y):
+    dist.all_to_all_single(y, x)
+    return y
+
+
+def returns_the_call(puzzle, x, y):
+    if puzzle == "A":
+        return dist.broadcast(x, src=2)
+    return None
+
+
+def keeps_what_the_call_returns(values):
+    total = dist.all_reduce(values.sum())
+    count = dist.all_reduce(torch.tensor(float(len(values))))
+    return total / count
+
+
+def divides_the_call(values):
+    return dist.all_reduce(values.sum()) / dist.get_world_size()
+
+
+def assigns_the_name_on_odd_ranks(tensor):
+    partner = dist.get_rank() ^ 1
+    if partner < dist.get_world_size():
+        if dist.get_rank() % 2 == 0:
+            dist.send(tensor, partner)
+            dist.recv(tensor, partner)
+        else:
+            tensor2 = torch.empty_like(tensor)
+            dist.recv(tensor2, partner)
+            dist.send(tensor, partner)
+            tensor = tensor2
+
+
+def sends_back_on_odd_ranks(tensor):
+    partner = dist.get_rank() ^ 1
+    if partner < dist.get_world_size():
+        theirs = tensor
+        if dist.get_rank() % 2:
+            dist.send(tensor, partner)
+            dist.recv(theirs, partner)
+        else:
+            dist.recv(theirs, partner)
+            dist.send(tensor, partner)
+
+
+def has_a_barrier_too_many(tensor):
+    dist.barrier()
+    sends_in_a_batch(tensor)
+
+
+def receives_floats(tensor):
+    partner = dist.get_rank() ^ 1
+    if partner < dist.get_world_size():
+        theirs = torch.empty(tensor.shape)
+        sending = dist.isend(tensor, partner)
+        dist.recv(theirs, partner)
+        sending.wait()
+        tensor.copy_(theirs)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "answer", "said"), [
+    ("0.1", solves(d=adds_and_cuts), "Puzzle D: a reduce-scatter adds"),
+    ("0.1", solves(d=puts_side_by_side), "Puzzle D: an all-gather"),
+    ("0.1", solves(c=adds_up), "Puzzle C: every rank has all four sums"),
+    ("0.1", solves(c=transposes), "Puzzle C: an all-to-all adds nothing"),
+    ("0.1", solves(c=is_open, d=is_open), "Right: A, B. Still open: C, D."),
+    ("0.1", solves(b=is_open), "Right: A, C, D. Still open: B."),
+    ("0.1", returns_the_call, "`dist.broadcast` returns None"),
+    ("0.2", keeps_what_the_call_returns, "`dist.all_reduce` returns None"),
+    ("0.2", divides_the_call, "`dist.all_reduce` returns None"),
+    ("0.3", assigns_the_name_on_odd_ranks, "only gives the name"),
+    ("0.3", sends_back_on_odd_ranks, "before it has sent"),
+    ("0.3", has_a_barrier_too_many, "right without the barrier"),
+    ("0.3", receives_floats, "is float32"),
     ("0.3", with_a_barrier, "oth ranks of a pair still begin with a send"),
     ("0.3", waits_at_once, "oth ranks of a pair still begin with a send"),
     ("0.3", waits_for_nothing, "a call returns at once"),
@@ -439,6 +541,58 @@ def test_of_an_answer_that_is_begun_the_first_puzzle_that_is_wrong_is_named():
     verdict = find("0.1").judge(cuts_what_all_have)
     assert verdict.outcome == WRONG
     assert verdict.why.startswith(AT_LEAST) and "threw three of them away" in verdict.why, verdict
+
+
+def needs_two_values(values):
+    values = values.squeeze()
+    total = torch.stack([values.sum(), torch.tensor(float(len(values)))])
+    dist.all_reduce(total)
+    return total[0] / total[1]
+
+
+def test_a_rank_may_hold_a_single_value():
+    verdict = find("0.2").judge(needs_two_values)
+    assert verdict.outcome == CRASHED and "0-d tensor" in verdict.detail, verdict
+
+
+def receives_twice(tensor):
+    partner = dist.get_rank() ^ 1
+    if partner < dist.get_world_size():
+        theirs = torch.empty_like(tensor)
+        sending = dist.isend(tensor, partner)
+        dist.recv(theirs, partner)
+        if dist.get_rank() == 0:
+            dist.recv(theirs, partner)
+        sending.wait()
+
+
+@pytest.mark.slow
+def test_a_receive_too_many_is_no_matter_of_dtypes():
+    verdict = find("0.3").judge(receives_twice)
+    assert verdict.outcome in (CRASHED, WRONG)
+    assert "float32, and" not in verdict.why, verdict
+
+
+def forgets_its_send(tensor):
+    partner = dist.get_rank() ^ 1
+    if partner < dist.get_world_size():
+        theirs = torch.empty_like(tensor)
+        dist.isend(tensor, partner)
+        dist.recv(theirs, partner)
+        tensor.copy_(theirs)
+
+
+@pytest.mark.slow
+def test_ranks_that_only_send_and_receive_are_advised_on_no_collective():
+    verdict = find("0.3").judge(forgets_its_send)
+    assert verdict.outcome == WRONG and "With `isend` a call returns at once" in verdict.why
+    assert "gave no answer" in verdict.detail and "collectives" not in verdict.detail, verdict
+
+
+def test_what_a_swap_left_is_said_by_its_owner():
+    verdict = find("0.3").judge(assigns_the_name_on_odd_ranks)
+    assert "it is still this rank's own" in verdict.detail
+    assert "should have" not in verdict.detail and "rank 0 alone" not in verdict.detail
 
 
 def always(value):

@@ -132,6 +132,8 @@ def of_stuck(states, seconds) -> RankError:
         head = f"{_names(busy)} gave no answer within {seconds:g} s"
         if computing:
             advice = "Do they run a loop that does not end?"
+        elif all(state.last_call and state.last_call.is_point_to_point for state in busy):
+            advice = _PAIRS
         advice += f" A run that needs longer: {timeout_option.get()}."
     return _error(head, "", states, rank=rank, kind="stuck", after=advice)
 
