@@ -203,8 +203,9 @@ def leaves_without_tokens(logits, targets):
 
 OWN_MEAN = ("This is the mean over this rank's tokens, and DDP's average gives every rank the same "
             "say, however few tokens it has. Divide the sum by the tokens of *all* ranks.")
-NO_FACTOR = ("The gradients come out N times too small. The tokens of all ranks are the only divisor "
-             "of the mean. Your loss has it. Who else divides, and what in your loss undoes that?")
+NO_FACTOR = ("The gradients come out N times too small. The tokens of all ranks are the only "
+             "divisor of the mean. Your loss has it. Who else divides, and what in your loss "
+             "undoes that?")
 N_OWN_MEANS = ("This is N times the mean over this rank's own tokens: all ranks still have the "
                "same weight, and the gradients are about N times too large. Divide the sum by the "
                "tokens of *all* ranks. (If you did: an all-reduce overwrites its tensor. Is this "
@@ -296,8 +297,8 @@ class WeightedMean(Exercise):
         Mistake(leaves_without_tokens, "A rank without tokens leaves before the all-reduce of the "
                 "counts, and the others wait for it. It has a count, which is 0, and makes every "
                 "call all the same."),
-        Mistake(zero_that_is_not_of_the_model, "The rank without tokens returns a zero that does not "
-                "come from its model. DDP averages from inside `backward`, and this rank's "
+        Mistake(zero_that_is_not_of_the_model, "The rank without tokens returns a zero that does "
+                "not come from its model. DDP averages from inside `backward`, and this rank's "
                 "`backward` never reaches the model: the others wait for its gradients. Return "
                 "a zero that comes from the logits. Their sum over no tokens is one."),
     )
@@ -555,10 +556,10 @@ class SumOverRanksExercise(Exercise):
                 "missing: its loss depends on its x, too."),
         Mistake(GivesTheSum, "`backward` returns what `forward` returned. It is handed the "
                 "gradient of the total, and has to return the gradient of x, not a value."),
-        Mistake(GivesZeros, "`backward` returns zeros: no loss reaches x. Every rank's loss depends on "
-                "the total, and the total on x."),
-        Mistake(SumsTheElements, "You added up the elements of this rank's gradient. Element i of the "
-                "total depends on element i of each rank's x, and on no other element."),
+        Mistake(GivesZeros, "`backward` returns zeros: no loss reaches x. Every rank's loss "
+                "depends on the total, and the total on x."),
+        Mistake(SumsTheElements, "You added up the elements of this rank's gradient. Element i of "
+                "the total depends on element i of each rank's x, and on no other element."),
         Mistake(GivesOnes, "`backward` returns ones, which is the derivative of the total by x. By "
                 "the chain rule this is multiplied by what arrives: the gradients of the losses by "
                 "the total."),
@@ -630,22 +631,26 @@ def _facts(own, total, untouched):
 # 2.3: own queries against all keys; what others do to a key comes back through the gather
 
 
-def gather(rows):
-    """All ranks' rows in rank order: each rank has its rows at their place among zeros."""
-    parts = [torch.zeros_like(rows)] * dist.get_world_size()
-    parts[dist.get_rank()] = rows
-    return SumOverRanks.apply(torch.cat(parts))
+MySum = SumOverRanks  # the chapter's name for it
 
 
 def contrastive_loss(queries, keys, temperature):
-    logits = queries @ gather(keys).T / temperature
-    first = dist.get_rank() * len(keys)
-    labels = first + torch.arange(len(keys), device=keys.device)
-    return F.cross_entropy(logits, labels)
+    rank, b = dist.get_rank(), len(keys)
+    parts = [torch.zeros_like(keys)] * dist.get_world_size()
+    parts[rank] = keys  # (k₀, 0, 0) + (0, k₁, 0) + (0, 0, k₂) = (k₀, k₁, k₂)
+    all_keys = MySum.apply(torch.cat(parts))
+    labels = rank * b + torch.arange(b, device=keys.device)
+    return F.cross_entropy(queries @ all_keys.T / temperature, labels)
 
 
-# What learners write. ``own_labels`` are the right ones, and ``with_own_put_back`` is the gather of
-# those who use `dist.all_gather`, which has no gradient.
+# What learners write. First, the words that they need: the gather alone, the right labels, and the
+# gather of those who use `dist.all_gather`, which has no gradient.
+
+
+def gather(rows):
+    parts = [torch.zeros_like(rows)] * dist.get_world_size()
+    parts[dist.get_rank()] = rows
+    return SumOverRanks.apply(torch.cat(parts))
 
 
 def own_labels(keys):
@@ -801,8 +806,8 @@ class ContrastiveLoss(Exercise):
     name = "contrastive_loss"
     minutes = 20
     hints = (
-        "Take two ranks with three samples each. What is the shape of rank 1's logits, and in which "
-        "columns stand the right keys of its queries?",
+        "Take two ranks with three samples each. What is the shape of rank 1's logits, and in "
+        "which columns stand the right keys of its queries?",
         "Two ranks have one key each. Which two tensors, one from each rank, add up to a tensor "
         "with both keys in rows of their own?",
         "Rank 0 brings (k₀, 0) and rank 1 brings (0, k₁): begin with one part of zeros for each "
@@ -819,15 +824,15 @@ class ContrastiveLoss(Exercise):
         *(Mistake(attempt, "The labels are shifted, and not by the right number. In front of rank "
                   "r's keys stand those of r ranks, b of each: the first right key is in column "
                   "r·b.") for attempt in (labels_shifted_by_the_rank, labels_shifted_by_ranks)),
-        *(Mistake(attempt, "All ranks put their keys into the same rows, where they are added up, and "
-                  "the other rows stay zero. Each rank's keys need rows of their own.")
+        *(Mistake(attempt, "All ranks put their keys into the same rows, where they are added up, "
+                  "and the other rows stay zero. Each rank's keys need rows of their own.")
           for attempt in (all_keys_in_front, all_keys_in_front_not_shifted)),
-        *(Mistake(attempt, "The keys stand in another order than your labels say: query i's own key "
-                  "is not in the column of its label. Look where you put rank r's key i.")
+        *(Mistake(attempt, "The keys stand in another order than your labels say: query i's own "
+                  "key is not in the column of its label. Look where you put rank r's key i.")
           for attempt in (placed_from_behind, placed_in_turn)),
-        Mistake(gathered_keys_averaged, "The products are N times too small, as if the gathered keys "
-                "were averaged. Every row has one owner and zeros from all others: their sum is "
-                "the key itself."),
+        Mistake(gathered_keys_averaged, "The products are N times too small, as if the gathered "
+                "keys were averaged. Every row has one owner and zeros from all others: their sum "
+                "is the key itself."),
         Mistake(queries_among_queries, "You compare the queries with the queries of all ranks. "
                 "Gather the keys."),
         Mistake(keys_without_gradient, "The keys were gathered without their gradients, this "
@@ -841,10 +846,10 @@ class ContrastiveLoss(Exercise):
                 "are the own."),
         Mistake(without_the_right_key, "The right key is missing from the sum below: all keys of "
                 "the batch stand there, the query's own included, as in a cross-entropy."),
-        *(Mistake(attempt, "Only this rank's own keys carry a gradient; those of other ranks count as "
-                  "constants. (A plain collective has no backward of its own.) But a key takes part "
-                  "in *every* rank's loss as a negative, and these gradients are lost: gather in a "
-                  "way that autograd sees.")
+        *(Mistake(attempt, "Only this rank's own keys carry a gradient; those of other ranks "
+                  "count as constants. (A plain collective has no backward of its own.) But a key "
+                  "takes part in *every* rank's loss as a negative, and these gradients are lost: "
+                  "gather in a way that autograd sees.")
           for attempt in (other_keys_are_constants, placed_with_a_plain_all_reduce)),
         Mistake(everyones_loss, "Every rank computes the whole loss, with only its own rows "
                 "carrying a gradient. These are right, but each rank brings its own part only, so "
@@ -855,18 +860,19 @@ class ContrastiveLoss(Exercise):
                 "alone, against all keys, with a gather that autograd sees."),
         Mistake(summed_over_queries, "You summed over the queries. The loss is their mean: the "
                 "gradients are as many times too large as a rank has queries."),
-        Mistake(times_ranks, "The loss is N times too large, by a factor or by a sum over the ranks. "
-                "The global loss is the plain mean of the ranks' means, and DDP takes that mean."),
+        Mistake(times_ranks, "The loss is N times too large, by a factor or by a sum over the "
+                "ranks. The global loss is the plain mean of the ranks' means, and DDP takes that "
+                "mean."),
         Mistake(divided_by_ranks, "You divided by the number of ranks, and DDP does so again: the "
                 "gradients are N times too small."),
         Mistake(without_temperature, "The products are not divided by the temperature."),
         Mistake(times_temperature, "You multiplied the products by the temperature. Divide them by "
                 "it."),
-        *(Mistake(attempt, "You compare each key with all queries. Here each query looks for its key: "
-                  "this rank's queries, all ranks' keys.")
+        *(Mistake(attempt, "You compare each key with all queries. Here each query looks for its "
+                  "key: this rank's queries, all ranks' keys.")
           for attempt in (of_keys, normalised_over_queries)),
-        Mistake(all_queries_among_own_keys, "You gathered the queries. Every query needs the keys of "
-                "all ranks, and you compare it with this rank's alone: gather the keys."),
+        Mistake(all_queries_among_own_keys, "You gathered the queries. Every query needs the keys "
+                "of all ranks, and you compare it with this rank's alone: gather the keys."),
         Mistake(symmetric, "This is the mean of both directions, as for images and their texts. "
                 "Here queries look for keys, and no more."),
     )
