@@ -137,6 +137,19 @@ def largest_count_for_all(logits, targets):
     return own_sum(logits, targets) / largest
 
 
+def largest_count_as_the_total(logits, targets):
+    return dist.get_world_size() * largest_count_for_all(logits, targets)
+
+
+def whole_mean_count(logits, targets):
+    mean_count = of_all_ranks(tokens(targets)) // dist.get_world_size()
+    return own_sum(logits, targets) / mean_count
+
+
+def own_sum_times_ranks(logits, targets):
+    return dist.get_world_size() * own_sum(logits, targets)
+
+
 def count_on_rank_0_only(logits, targets):
     total = tokens(targets)
     dist.reduce(total, dst=0)
@@ -177,6 +190,11 @@ def all_reduced_mean(logits, targets):
     return loss / dist.get_world_size()
 
 
+def zero_that_is_not_of_the_model(logits, targets):
+    loss = loss_for_ddp(logits, targets)
+    return loss if tokens(targets) else torch.zeros((), requires_grad=True)
+
+
 def leaves_without_tokens(logits, targets):
     if tokens(targets) == 0:
         return 0 * logits.sum()
@@ -185,8 +203,9 @@ def leaves_without_tokens(logits, targets):
 
 OWN_MEAN = ("This is the mean over this rank's tokens, and DDP's average gives every rank the same "
             "say, however few tokens it has. Divide the sum by the tokens of *all* ranks.")
-NO_FACTOR = ("The gradients come out N times too small: DDP divides the sum over ranks by N. "
-             "Multiply the loss by `dist.get_world_size()`.")
+NO_FACTOR = ("The gradients come out N times too small. The tokens of all ranks are the only "
+             "divisor of the mean. Your loss has it. Who else divides, and what in your loss "
+             "undoes that?")
 N_OWN_MEANS = ("This is N times the mean over this rank's own tokens: all ranks still have the "
                "same weight, and the gradients are about N times too large. Divide the sum by the "
                "tokens of *all* ranks. (If you did: an all-reduce overwrites its tensor. Is this "
@@ -234,8 +253,8 @@ class WeightedMean(Exercise):
         Mistake(padding_counted, "You counted padding too. The loss leaves out targets of -100, so "
                 "count those that are not -100."),
         Mistake(padding_counted_without_the_factor, "Two things: you counted padding too, so count "
-                "the targets that are not -100. And DDP divides the sum over ranks by N, so "
-                "multiply the loss by `dist.get_world_size()`."),
+                "the targets that are not -100. And DDP's average divides once more: what in your "
+                "loss undoes that?"),
         Mistake(divided_by_own_positions, "You divided by the number of positions, padding too, "
                 "and by this rank's alone. Count the targets that are not -100, on all ranks."),
         Mistake(share_of_positions, "You weighted the ranks by their numbers of positions, padding "
@@ -248,14 +267,19 @@ class WeightedMean(Exercise):
         Mistake(a_number, CUT_OFF),
         Mistake(own_sum, "You return the sum over this rank's tokens. DDP's average divides by "
                 "the number of ranks, and nobody divides by the number of tokens."),
+        Mistake(own_sum_times_ranks, "You undid DDP's division by N, so this is the sum over the "
+                "tokens of all ranks. A mean also divides by their number."),
         Mistake(share_of_sequences, "You weighted the ranks by their numbers of sequences. The "
                 "mean is over tokens: the weight is the share of the *tokens*."),
         Mistake(share_of_the_sum, "You gave the *sum* over this rank's tokens the weight of its "
                 "share. The share is for the mean; of the sum, divide by the tokens of all ranks."),
         Mistake(mean_of_sequence_means, SEQUENCE_MEANS),
         Mistake(share_of_sequences_and_their_means, SEQUENCE_MEANS),
-        Mistake(largest_count_for_all, "You divided as if every rank had as many tokens as the one "
-                "with the most. Sum the ranks' own counts."),
+        *(Mistake(attempt, "You divided as if every rank had as many tokens as the one with the "
+                  "most, or by that count alone. Sum the ranks' own counts.")
+          for attempt in (largest_count_for_all, largest_count_as_the_total)),
+        Mistake(whole_mean_count, "You divide by a mean count that was rounded to a whole number. "
+                "Divide by the exact one: `/` in place of `//`."),
         Mistake(count_on_rank_0_only, "`reduce` gives the total to rank 0 alone; the others divide "
                 "by something else. Every rank needs it: `all_reduce`."),
         Mistake(all_reduced_loss, "Your loss has the value of all ranks' tokens, but autograd "
@@ -273,6 +297,10 @@ class WeightedMean(Exercise):
         Mistake(leaves_without_tokens, "A rank without tokens leaves before the all-reduce of the "
                 "counts, and the others wait for it. It has a count, which is 0, and makes every "
                 "call all the same."),
+        Mistake(zero_that_is_not_of_the_model, "The rank without tokens returns a zero that does "
+                "not come from its model. DDP averages from inside `backward`, and this rank's "
+                "`backward` never reaches the model: the others wait for its gradients. Return "
+                "a zero that comes from the logits. Their sum over no tokens is one."),
     )
 
     def quantities(self, world_size, rank):
@@ -307,7 +335,7 @@ def _text(rank):
 
     All of rank 3's are empty.
     """
-    lengths = ((7, 3), (2, 4, 1), (9,), (0, 0))[rank]
+    lengths = ((8, 5), (2, 4, 1), (9,), (0, 0))[rank]
     generator = torch.Generator().manual_seed(rank)
     ids = torch.randint(1, 11, (len(lengths), max(lengths) + 3), generator=generator)
     ids[:, 0] = 0  # a start that all share, so that no gradient begins with zeros
@@ -389,6 +417,18 @@ class GivesTheSum(SumOverRanks):
     @staticmethod
     def backward(context, gradient):
         return context.total
+
+
+class GivesZeros(SumOverRanks):
+    @staticmethod
+    def backward(context, gradient):
+        return torch.zeros_like(gradient)
+
+
+class SumsTheElements(SumOverRanks):
+    @staticmethod
+    def backward(context, gradient):
+        return gradient.sum().expand_as(gradient)
 
 
 class GivesOnes(SumOverRanks):
@@ -516,6 +556,10 @@ class SumOverRanksExercise(Exercise):
                 "missing: its loss depends on its x, too."),
         Mistake(GivesTheSum, "`backward` returns what `forward` returned. It is handed the "
                 "gradient of the total, and has to return the gradient of x, not a value."),
+        Mistake(GivesZeros, "`backward` returns zeros: no loss reaches x. Every rank's loss "
+                "depends on the total, and the total on x."),
+        Mistake(SumsTheElements, "You added up the elements of this rank's gradient. Element i of "
+                "the total depends on element i of each rank's x, and on no other element."),
         Mistake(GivesOnes, "`backward` returns ones, which is the derivative of the total by x. By "
                 "the chain rule this is multiplied by what arrives: the gradients of the losses by "
                 "the total."),
@@ -587,22 +631,26 @@ def _facts(own, total, untouched):
 # 2.3: own queries against all keys; what others do to a key comes back through the gather
 
 
-def gather(rows):
-    """The chapter's: all ranks' rows in rank order, as a sum with rows of zeros."""
-    before = dist.get_rank() * len(rows)
-    behind = (dist.get_world_size() - 1) * len(rows) - before
-    return SumOverRanks.apply(F.pad(rows, (0, 0, before, behind)))
+MySum = SumOverRanks  # the chapter's name for it
 
 
 def contrastive_loss(queries, keys, temperature):
-    logits = queries @ gather(keys).T / temperature
-    first = dist.get_rank() * len(keys)
-    labels = first + torch.arange(len(keys), device=keys.device)
-    return F.cross_entropy(logits, labels)
+    rank, b = dist.get_rank(), len(keys)
+    parts = [torch.zeros_like(keys)] * dist.get_world_size()
+    parts[rank] = keys  # (k₀, 0, 0) + (0, k₁, 0) + (0, 0, k₂) = (k₀, k₁, k₂)
+    all_keys = MySum.apply(torch.cat(parts))
+    labels = rank * b + torch.arange(b, device=keys.device)
+    return F.cross_entropy(queries @ all_keys.T / temperature, labels)
 
 
-# What learners write. ``own_labels`` are the right ones, and ``with_own_put_back`` is the gather of
-# those who use `dist.all_gather`, which has no gradient.
+# What learners write. First, the words that they need: the gather alone, the right labels, and the
+# gather of those who use `dist.all_gather`, which has no gradient.
+
+
+def gather(rows):
+    parts = [torch.zeros_like(rows)] * dist.get_world_size()
+    parts[dist.get_rank()] = rows
+    return SumOverRanks.apply(torch.cat(parts))
 
 
 def own_labels(keys):
@@ -645,6 +693,43 @@ def keys_without_gradient(queries, keys, temperature):
 def keys_added_up(queries, keys, temperature):
     logits = queries @ SumOverRanks.apply(keys).T / temperature
     return F.cross_entropy(logits, torch.arange(len(keys)))
+
+
+def all_keys_in_front(queries, keys, temperature):
+    nothing = [torch.zeros_like(keys)] * (dist.get_world_size() - 1)
+    all_keys = SumOverRanks.apply(torch.cat([keys, *nothing]))
+    return F.cross_entropy(queries @ all_keys.T / temperature, own_labels(keys))
+
+
+def all_keys_in_front_not_shifted(queries, keys, temperature):
+    nothing = [torch.zeros_like(keys)] * (dist.get_world_size() - 1)
+    all_keys = SumOverRanks.apply(torch.cat([keys, *nothing]))
+    return F.cross_entropy(queries @ all_keys.T / temperature, torch.arange(len(keys)))
+
+
+def placed_from_behind(queries, keys, temperature):
+    parts = [torch.zeros_like(keys)] * dist.get_world_size()
+    parts[-1 - dist.get_rank()] = keys
+    all_keys = SumOverRanks.apply(torch.cat(parts))
+    return F.cross_entropy(queries @ all_keys.T / temperature, own_labels(keys))
+
+
+def placed_in_turn(queries, keys, temperature):
+    placed = torch.zeros(dist.get_world_size() * len(keys), keys.shape[1])
+    placed[dist.get_rank()::dist.get_world_size()] = keys
+    logits = queries @ SumOverRanks.apply(placed).T / temperature
+    return F.cross_entropy(logits, own_labels(keys))
+
+
+def gathered_keys_averaged(queries, keys, temperature):
+    return contrastive_loss(queries, keys, temperature * dist.get_world_size())
+
+
+def placed_with_a_plain_all_reduce(queries, keys, temperature):
+    placed = torch.zeros(dist.get_world_size() * len(keys), keys.shape[1])
+    placed[own_labels(keys)] = keys
+    dist.all_reduce(placed)
+    return F.cross_entropy(queries @ placed.T / temperature, own_labels(keys))
 
 
 def own_keys_twice(queries, keys, temperature):
@@ -698,6 +783,11 @@ def of_keys(queries, keys, temperature):
     return contrastive_loss(keys, queries, temperature)
 
 
+def all_queries_among_own_keys(queries, keys, temperature):
+    logits = gather(queries) @ keys.T / temperature
+    return F.cross_entropy(logits, torch.arange(len(keys)).repeat(dist.get_world_size()))
+
+
 def symmetric(queries, keys, temperature):
     there = contrastive_loss(queries, keys, temperature)
     return (there + contrastive_loss(keys, queries, temperature)) / 2
@@ -714,15 +804,16 @@ class ContrastiveLoss(Exercise):
     number = "2.3"
     title = "A contrastive loss over the global batch"
     name = "contrastive_loss"
-    minutes = 15
+    minutes = 20
     hints = (
-        "Each of this rank's queries is compared with the keys of *all* ranks: b rows of logits, "
-        "N·b columns. In which column stands the right key of this rank's first query?",
-        "The global loss is the mean over N·b queries. Which of them are this rank's part, and "
-        "which division is left to DDP?",
-        "`gather(keys)` has the keys of all ranks. The labels are `rank * b + torch.arange(b)`; "
-        "`F.cross_entropy` of the logits divided by the temperature is the mean over this rank's "
-        "queries, and DDP's average does the rest.",
+        "Take two ranks with three samples each. What is the shape of rank 1's logits, and in "
+        "which columns stand the right keys of its queries?",
+        "Two ranks have one key each. Which two tensors, one from each rank, add up to a tensor "
+        "with both keys in rows of their own?",
+        "Rank 0 brings (k₀, 0) and rank 1 brings (0, k₁): begin with one part of zeros for each "
+        "rank, put the own keys in place of part `rank`, concatenate, and sum with `MySum.apply`. "
+        "The labels are `rank * b + torch.arange(b)`. `F.cross_entropy` of the logits divided by "
+        "the temperature is the mean over this rank's queries, and DDP's average does the rest.",
     )
     solution = staticmethod(contrastive_loss)
     mistakes = (
@@ -733,6 +824,15 @@ class ContrastiveLoss(Exercise):
         *(Mistake(attempt, "The labels are shifted, and not by the right number. In front of rank "
                   "r's keys stand those of r ranks, b of each: the first right key is in column "
                   "r·b.") for attempt in (labels_shifted_by_the_rank, labels_shifted_by_ranks)),
+        *(Mistake(attempt, "All ranks put their keys into the same rows, where they are added up, "
+                  "and the other rows stay zero. Each rank's keys need rows of their own.")
+          for attempt in (all_keys_in_front, all_keys_in_front_not_shifted)),
+        *(Mistake(attempt, "The keys stand in another order than your labels say: query i's own "
+                  "key is not in the column of its label. Look where you put rank r's key i.")
+          for attempt in (placed_from_behind, placed_in_turn)),
+        Mistake(gathered_keys_averaged, "The products are N times too small, as if the gathered "
+                "keys were averaged. Every row has one owner and zeros from all others: their sum "
+                "is the key itself."),
         Mistake(queries_among_queries, "You compare the queries with the queries of all ranks. "
                 "Gather the keys."),
         Mistake(keys_without_gradient, "The keys were gathered without their gradients, this "
@@ -746,9 +846,11 @@ class ContrastiveLoss(Exercise):
                 "are the own."),
         Mistake(without_the_right_key, "The right key is missing from the sum below: all keys of "
                 "the batch stand there, the query's own included, as in a cross-entropy."),
-        Mistake(other_keys_are_constants, "Only this rank's own keys carry a gradient; those of "
-                "other ranks count as constants. But a key takes part in *every* rank's loss as a "
-                "negative, and these gradients are lost: gather in a way that autograd sees."),
+        *(Mistake(attempt, "Only this rank's own keys carry a gradient; those of other ranks "
+                  "count as constants. (A plain collective has no backward of its own.) But a key "
+                  "takes part in *every* rank's loss as a negative, and these gradients are lost: "
+                  "gather in a way that autograd sees.")
+          for attempt in (other_keys_are_constants, placed_with_a_plain_all_reduce)),
         Mistake(everyones_loss, "Every rank computes the whole loss, with only its own rows "
                 "carrying a gradient. These are right, but each rank brings its own part only, so "
                 "DDP's average makes the gradients N times too small. Compute this rank's queries "
@@ -758,17 +860,19 @@ class ContrastiveLoss(Exercise):
                 "alone, against all keys, with a gather that autograd sees."),
         Mistake(summed_over_queries, "You summed over the queries. The loss is their mean: the "
                 "gradients are as many times too large as a rank has queries."),
-        Mistake(times_ranks, "You multiplied by the number of ranks. The global loss is the plain "
-                "mean of the ranks' means, and DDP takes that mean."),
+        Mistake(times_ranks, "The loss is N times too large, by a factor or by a sum over the "
+                "ranks. The global loss is the plain mean of the ranks' means, and DDP takes that "
+                "mean."),
         Mistake(divided_by_ranks, "You divided by the number of ranks, and DDP does so again: the "
                 "gradients are N times too small."),
         Mistake(without_temperature, "The products are not divided by the temperature."),
         Mistake(times_temperature, "You multiplied the products by the temperature. Divide them by "
                 "it."),
-        Mistake(of_keys, "You compare each key with all queries. Here each query looks for its "
-                "key: own queries, gathered keys, `queries @ gather(keys).T`."),
-        Mistake(normalised_over_queries, "You compare each key with all queries. Here each query "
-                "looks for its key: own queries, gathered keys, `queries @ gather(keys).T`."),
+        *(Mistake(attempt, "You compare each key with all queries. Here each query looks for its "
+                  "key: this rank's queries, all ranks' keys.")
+          for attempt in (of_keys, normalised_over_queries)),
+        Mistake(all_queries_among_own_keys, "You gathered the queries. Every query needs the keys "
+                "of all ranks, and you compare it with this rank's alone: gather the keys."),
         Mistake(symmetric, "This is the mean of both directions, as for images and their texts. "
                 "Here queries look for keys, and no more."),
     )

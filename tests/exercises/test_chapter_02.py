@@ -64,6 +64,19 @@ def all_queries_with_gradient(queries, keys, temperature):
     return F.cross_entropy(logits, torch.arange(len(logits)))
 
 
+def with_keys_in_turn(queries, keys, temperature):
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    placed = F.one_hot(torch.tensor(rank), ranks)[None, :, None] * keys[:, None]
+    all_keys = find("sum-over-ranks").solution.apply(placed).flatten(0, 1)
+    labels = ranks * torch.arange(len(keys)) + rank
+    return F.cross_entropy(queries @ all_keys.T / temperature, labels)
+
+
+def with_the_loss_of_all_ranks(queries, keys, temperature):
+    own = find("contrastive-loss").solution(queries, keys, temperature)
+    return find("sum-over-ranks").solution.apply(own) / dist.get_world_size()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("slug", "answer"), [
     ("weighted-mean", masked_by_hand),
@@ -71,6 +84,8 @@ def all_queries_with_gradient(queries, keys, temperature):
     ("weighted-mean", divided_by_the_mean_count),
     ("sum-over-ranks", FromAllGather),
     ("contrastive-loss", all_queries_with_gradient),
+    ("contrastive-loss", with_keys_in_turn),
+    ("contrastive-loss", with_the_loss_of_all_ranks),
 ])
 def test_a_right_answer_in_another_form_passes(slug, answer):
     verdict = find(slug).judge(answer)
@@ -105,11 +120,28 @@ def really_gathered(queries, keys, temperature):
     return F.cross_entropy(queries @ torch.cat(parts).T / temperature, labels)
 
 
+def loss_added_up(queries, keys, temperature):
+    own = find("contrastive-loss").solution(queries, keys, temperature)
+    return find("sum-over-ranks").solution.apply(own)
+
+
+def graph_left_where_there_is_no_token(logits, targets):
+    total = (targets != -100).sum()
+    own = int(total)
+    dist.all_reduce(total)
+    if own == 0:
+        return torch.tensor(0.0, requires_grad=True)
+    loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+    return dist.get_world_size() * loss / total
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("slug", "answer", "said"), [
     ("weighted-mean", loss_all_reduced_in_the_graph, "does not see what other ranks send"),
     ("sum-over-ranks", ReturnsItsInput, "`forward` overwrites x"),
+    ("weighted-mean", graph_left_where_there_is_no_token, "does not come from its model"),
     ("contrastive-loss", really_gathered, "gathered without their gradients"),
+    ("contrastive-loss", loss_added_up, "by a sum over the ranks"),
 ])
 def test_a_wrong_answer_is_named(slug, answer, said):
     verdict = find(slug).judge(answer)
