@@ -78,6 +78,41 @@ def reduced_at_the_hidden(x, hidden, w2, to_logits):
     return x.T @ (to_hidden * (1 - hidden**2)), to_w2
 
 
+def reduced_at_the_hidden_too(x, hidden, w2, to_logits):
+    to_hidden = reduced(to_logits @ w2.T) / dist.get_world_size()
+    to_w2 = reduced(hidden.T @ to_logits) / dist.get_world_size()
+    to_w1 = reduced(x.T @ (to_hidden * (1 - hidden**2))) / dist.get_world_size()
+    return to_w1, to_w2
+
+
+def reduced_after_the_slope(x, hidden, w2, to_logits):
+    to_hidden = reduced(to_logits @ w2.T * (1 - hidden**2)) / dist.get_world_size()
+    to_w2 = reduced(hidden.T @ to_logits) / dist.get_world_size()
+    return x.T @ to_hidden, to_w2
+
+
+def signal_divided_too(x, hidden, w2, to_logits):
+    to_w2 = reduced(hidden.T @ to_logits) / dist.get_world_size()
+    to_hidden = to_logits @ w2.T * (1 - hidden**2) / dist.get_world_size()
+    return reduced(x.T @ to_hidden) / dist.get_world_size(), to_w2
+
+
+def gradients_gathered(*inputs):
+    means = []
+    for gradient in own_backward(*inputs):
+        parts = [torch.empty_like(gradient) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, gradient.contiguous())
+        means.append(sum(parts) / dist.get_world_size())
+    return means
+
+
+def by_autograd(x, hidden, w2, to_logits):
+    weights = w2.detach().requires_grad_()
+    (hidden @ weights).backward(to_logits)
+    to_w1 = x.T @ (to_logits @ w2.T * (1 - hidden**2))
+    return (reduced(to_w1) / dist.get_world_size(), reduced(weights.grad) / dist.get_world_size())
+
+
 def without_tanh(x, hidden, w2, to_logits):
     to_w1, to_w2 = x.T @ (to_logits @ w2.T), hidden.T @ to_logits
     return (reduced(to_w1) / dist.get_world_size(), reduced(to_w2) / dist.get_world_size())
@@ -210,6 +245,16 @@ class DataParallelBackward(Exercise):
                 "the world size."),
         Mistake(reduced_at_the_logits, _WITHIN_ROWS),
         Mistake(reduced_at_the_hidden, _WITHIN_ROWS),
+        Mistake(reduced_at_the_hidden_too, _WITHIN_ROWS),
+        Mistake(reduced_after_the_slope, _WITHIN_ROWS),
+        Mistake(signal_divided_too, "You divided by the world size twice on the way to `w1`: the "
+                "gradient that goes back through the layers belongs to this rank's mean, and only "
+                "the sum over the ranks is divided."),
+        Mistake(gradients_gathered, "The gradients are right, but every rank received those of "
+                "all others, one by one. Only their sum is needed: an all-reduce sends no more "
+                "than twice the gradient, on however many ranks."),
+        Mistake(by_autograd, "Autograd does not record here: write the products of backward "
+                "yourself."),
         Mistake(without_tanh, _SLOPE),
         Mistake(hidden_not_squared, _SLOPE),
         Mistake(tanh_twice, "You took the tanh of `hidden`, which is a tanh already. The slope is "
@@ -233,8 +278,9 @@ class DataParallelBackward(Exercise):
         Mistake(whole_batch_gathered, "The gradients are right, but every rank received the whole "
                 "batch and did all the work: nothing is parallel. What has to travel has the "
                 "shape of the weights."),
-        Mistake(row_by_row, "The gradients are right, in many messages. Send each gradient whole, "
-                "with one all-reduce."),
+        Mistake(row_by_row, "The gradients are right, but this rank launched more than two "
+                "collectives. One all-reduce for each whole gradient is enough, and no barrier is "
+                "needed: an all-reduce waits for all ranks anyway."),
         Mistake(divides_its_input, "The gradients are right, but you changed `to_logits`, which "
                 "belongs to the caller. Divide a tensor of your own."),
     )
@@ -252,12 +298,14 @@ class DataParallelBackward(Exercise):
     def trial(self, attempt):
         inputs = _layers(dist.get_rank())
         before = [tensor.clone() for tensor in inputs]
-        with CallLog() as log:
+        with torch.no_grad(), CallLog() as log:
             to_w1, to_w2 = attempt(*inputs)
+        # One rank alone has nothing to send, so that the gradients on two ranks speak first.
+        alone = dist.get_world_size() == 1
         return {"the gradient of `w1`": to_w1, "the gradient of `w2`": to_w2,
                 "that the inputs are not changed": all(map(torch.equal, before, inputs)),
                 "the number of bytes that this rank sends": sum(map(sent_bytes, log.calls)),
-                "the number of collectives": log.count()}
+                "the number of collectives": 0 if alone else log.count()}
 
     def expected(self, world_size):
         x, _, w2, to_logits = zip(*map(_layers, range(world_size)), strict=True)
@@ -354,6 +402,10 @@ def bits(d, f, ranks, flops, bandwidth, element):
     return rows_to_hide(d, f, ranks, flops, bandwidth / 8, element)
 
 
+def rule_of_thumb(d, f, ranks, flops, bandwidth, element):
+    return flops / bandwidth
+
+
 def upside_down(*sizes):
     return 1 / rows_to_hide(*sizes) if rows_to_hide(*sizes) else 0.0
 
@@ -418,6 +470,8 @@ class RowsToHide(Calculation):
         Mistake(always_bf16, "You took 2 bytes for every number. `element` says how many there "
                 "are: 4 in fp32."),
         Mistake(bits, "You multiplied by 8. `bandwidth` is in bytes a second already."),
+        Mistake(rule_of_thumb, "C/W is the limit for bf16 gradients and many ranks. Keep the "
+                "factor of the all-reduce, 2(N−1)/N, and the bytes of each number, `element`."),
         Mistake(upside_down, "Your fraction is upside down: a faster link needs fewer rows, and a "
                 "faster device needs more."),
         Mistake(rounded_up, _ROUNDED),
@@ -539,6 +593,18 @@ def always_four_bytes(model, optimizer, others=()):
     return sum(4 * tensor.numel() for tensor in _held(model, optimizer, others)) / _numbers(model)
 
 
+def four_bytes_of_each_storage(model, optimizer, others=()):
+    storages = {tensor.untyped_storage().data_ptr(): tensor.numel()
+                for tensor in _held(model, optimizer, others)}
+    return 4 * sum(storages.values()) / _numbers(model)
+
+
+def without_steps(model, optimizer, others=()):
+    moments = [value for state in optimizer.state.values() for name, value in state.items()
+               if name != "step" and torch.is_tensor(value)]
+    return _once([*model.parameters(), *_gradients(model), *moments, *others]) / _numbers(model)
+
+
 def one_moment(model, optimizer, others=()):
     moments = [next(iter(state.values())) for state in optimizer.state.values()]
     return _once([*model.parameters(), *_gradients(model), *moments, *others]) / _numbers(model)
@@ -604,7 +670,8 @@ class BytesPerParameter(Calculation):
         "Make one list of all tensors that count. Where does a gradient lie, and where does the "
         "optimizer keep what it remembers of a parameter?",
         "`optimizer.state` maps each parameter to a dict, whose tensors count. Can two tensors of "
-        "your list share memory? Find out by their storages, not by the tensors themselves.",
+        "your list share memory? A tensor is a view on a *storage*, `untyped_storage()`, and "
+        "several tensors can share one. It has `.nbytes()`, and an address, `.data_ptr()`.",
         "Put `storage.data_ptr(): storage.nbytes()` of each tensor into a dict, add up its values, "
         "and divide by the sum of `parameter.numel()`.",
     )
@@ -628,6 +695,10 @@ class BytesPerParameter(Calculation):
         Mistake(always_two_moments, _ADAM),
         Mistake(one_moment, "You took only one tensor of each parameter's state. Adam has more: "
                 "two moments and a counter of steps."),
+        Mistake(without_steps, "Adam's counter `step` is missing: it is a tensor of 4 bytes in the "
+                "state of each parameter, beside the two moments."),
+        Mistake(four_bytes_of_each_storage, "You took 4 bytes for every number. In bf16 it is 2: "
+                "take the bytes of the storages, `storage.nbytes()`."),
         Mistake(always_four_bytes, "You took 4 bytes for every number. In bf16 it is 2, and "
                 "memory that is shared counts once: take the bytes of the storages."),
         Mistake(only_what_trains, _FROZEN),
@@ -652,7 +723,7 @@ class BytesPerParameter(Calculation):
         numbers, tensors = 39, 4  # of two linear layers: 5 × 4 + 4 and 4 × 3 + 3
         adam = (16 * numbers + 4 * tensors) / numbers
         by_hand = {
-            "a model trained with Adam": adam,
+            "a model trained with Adam and its counters": adam,
             "the same, trained with SGD without momentum": 8.0,
             "a model in bf16, trained with SGD with momentum": 6.0,
             "a model whose first layer is frozen, trained with SGD with momentum":
@@ -673,7 +744,7 @@ def _plain(answer):
 def _cases():
     """(name, arguments) of each model, after one step of training."""
     adam, sgd = torch.optim.Adam, torch.optim.SGD
-    yield "a model trained with Adam", _stepped(_small(), adam)
+    yield "a model trained with Adam and its counters", _stepped(_small(), adam)
     yield "the same, trained with SGD without momentum", _stepped(_small(), sgd)
     yield ("a model in bf16, trained with SGD with momentum",
            _stepped(_small().bfloat16(), sgd, momentum=0.9))
@@ -870,6 +941,33 @@ def summed_each_time(model, images, labels, micro_batch):
         _sum_over_ranks(model)
 
 
+def own_of_each_reduced(model, images, labels, micro_batch):
+    total = [torch.zeros_like(parameter) for parameter in model.parameters()]
+    for x, y in _slices(images, labels, micro_batch):
+        model.zero_grad()
+        (F.cross_entropy(model(x), y) * len(y) / len(labels)).backward()
+        _average(model)
+        total = [one + parameter.grad for one, parameter in zip(total, model.parameters(),
+                                                                strict=True)]
+    for parameter, gradient in zip(model.parameters(), total, strict=True):
+        parameter.grad = gradient
+
+
+def summed_each_time_divided_once(model, images, labels, micro_batch):
+    summed_each_time(model, images, labels, micro_batch)
+    for parameter in model.parameters():
+        parameter.grad /= dist.get_world_size()
+
+
+def means_summed_each_time_divided_once(model, images, labels, micro_batch):
+    count = len(images.split(micro_batch))
+    for x, y in _slices(images, labels, micro_batch):
+        F.cross_entropy(model(x), y).backward()
+        _sum_over_ranks(model)
+    for parameter in model.parameters():
+        parameter.grad /= count * dist.get_world_size()
+
+
 def loss_all_reduced(model, images, labels, micro_batch):
     _own(model, images, labels, micro_batch)
     dist.all_reduce(torch.zeros(()))
@@ -931,6 +1029,12 @@ _TWO_THINGS = ("Two things are missing: the weight of each micro-batch's mean, i
                "local batch, and the division of the sum over the ranks by the world size.")
 _MEAN_ALREADY = ("Each micro-batch's loss is a mean already, and you divided it by a number of "
                  "samples once more. Weigh it by its share: its own samples over the local batch.")
+_EACH_TIME = ("The gradients are right, but you all-reduce after every micro-batch, and each costs "
+              "a message. Let the micro-batches' gradients add up on this rank, and all-reduce "
+              "once, after the last one.")
+_COMPOUND = ("You all-reduce after every micro-batch. By then `.grad` holds the sum over the ranks "
+             "from the micro-batches before, and you sum that over the ranks again, so it grows "
+             "with each slice. All-reduce once, after the last one, and divide.")
 _LEFT_OUT = "The last, smaller micro-batch is left out: its samples belong to the batch."
 
 
@@ -979,11 +1083,12 @@ class AccumulateGradients(Exercise):
                 "want slices of at most n samples: `split(n)`."),
         Mistake(one_backward, "You add up the losses and call `backward` at the end. "
                 "Until then autograd keeps every micro-batch's activations: call it for each."),
-        Mistake(averaged_each_time, "You all-reduce after every micro-batch. What was "
-                "averaged before is averaged again, which changes nothing but costs a message each "
-                "time: all-reduce once, after the last one."),
+        Mistake(averaged_each_time, _EACH_TIME),
+        Mistake(own_of_each_reduced, _EACH_TIME),
         Mistake(summed_each_time, "You all-reduce after every "
                 "micro-batch, what was summed before too. All-reduce once, and divide."),
+        Mistake(summed_each_time_divided_once, _COMPOUND),
+        Mistake(means_summed_each_time_divided_once, _COMPOUND),
         Mistake(_own, "Each rank has accumulated its own local batch, and "
                 "the ranks were never averaged: their gradients still differ."),
         Mistake(loss_all_reduced, "The ranks exchange something, but not gradients: each rank "

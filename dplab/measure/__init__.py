@@ -1,5 +1,6 @@
 """What really happened: bytes on the wire, calls, spans in time, memory; the emulated link."""
 
+from dplab.measure.after_a_step import after_a_step, saved_bytes
 from dplab.measure.call_log import CallLog, sent_bytes
 from dplab.measure.emulated_link import EmulatedLink
 from dplab.measure.machine import available_cores, available_memory, describe_machine
@@ -9,5 +10,5 @@ from dplab.measure.trace import Trace, aligned, layer_times, save_chrome_trace
 from dplab.measure.wire import WireMeter
 
 __all__ = ["CallLog", "EmulatedLink", "MemoryTimeline", "NoiseScale", "Trace", "WireMeter",
-           "aligned", "available_cores", "available_memory", "describe_machine", "layer_times",
-           "save_chrome_trace", "sent_bytes", "state_bytes"]
+           "after_a_step", "aligned", "available_cores", "available_memory", "describe_machine",
+           "layer_times", "save_chrome_trace", "saved_bytes", "sent_bytes", "state_bytes"]

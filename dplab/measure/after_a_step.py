@@ -1,0 +1,102 @@
+"""What lies in a rank's memory after a step, and what forward keeps there for backward."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Adam
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dplab.measure.storages import storages_of
+
+
+class Held(NamedTuple):
+    """``others``: tensors that neither the model nor the optimizer leads to."""
+
+    model: nn.Module
+    optimizer: Adam
+    others: list[torch.Tensor]
+
+
+def after_a_step(model: nn.Module, loss: Callable[[nn.Module], torch.Tensor], *,
+                 autocast: bool = False, ddp: bool = False,
+                 gradient_as_bucket_view: bool = False) -> Held:
+    """Takes one step with Adam and returns who holds memory then.
+
+    ``loss`` computes the loss of a model. With ``ddp`` the model is wrapped in DDP, and ``others``
+    has its buckets; this needs a process group. With ``autocast`` a second forward has run in bf16,
+    and ``others`` has the copies of the parameters that its backward still needs.
+    """
+    others: list[torch.Tensor] = []
+    if ddp:
+        wrapped = DistributedDataParallel(model, gradient_as_bucket_view=gradient_as_bucket_view)
+        wrapped.register_comm_hook(others, _average)
+        model = wrapped
+    optimizer = Adam(model.parameters())
+    loss(model).backward()
+    optimizer.step()
+    if autocast:
+        others += _copies(model, loss)
+    return Held(model, optimizer, others)
+
+
+def saved_bytes(model: nn.Module, *inputs: Any) -> int:
+    """The bytes that autograd saves in ``model(*inputs)`` for backward, each storage once.
+
+    Parameters do not count: they lie there anyway.
+    """
+    parameters = {memory.data_ptr() for memory in storages_of(model.parameters())}
+    saved: dict[int, int] = {}
+
+    def note(tensor):
+        for memory in storages_of([tensor]):
+            saved[memory.data_ptr()] = memory.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        kept = model(*inputs)  # alive until the end, with all that is saved: no address comes twice
+    total = sum(size for address, size in saved.items() if address not in parameters)
+    del kept
+    return total
+
+
+def _average(buckets, bucket):
+    """A communication hook that averages as DDP does, and keeps each bucket's tensor."""
+    buckets.append(bucket.buffer())
+    bucket.buffer().div_(dist.get_world_size())
+    sending = dist.all_reduce(bucket.buffer(), async_op=True)
+    return sending.get_future().then(lambda done: done.value()[0])
+
+
+def _copies(model, loss):
+    """The copies of parameters that a forward under autocast leaves for backward."""
+    casts = _Casts(model)
+    saved = []
+    device = next(model.parameters()).device.type
+    with (torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t),
+          casts, torch.autocast(device, torch.bfloat16)):
+        loss(model)
+    return [t for t in saved if t.untyped_storage().data_ptr() in casts.addresses]
+
+
+class _Casts(TorchDispatchMode):
+    """Notes the address of each copy that is made of a parameter."""
+
+    def __init__(self, model):
+        super().__init__()
+        self._parameters = {memory.data_ptr() for memory in storages_of(model.parameters())}
+        self._kept: list[torch.Tensor] = []
+
+    @property
+    def addresses(self):
+        return {copy.untyped_storage().data_ptr() for copy in self._kept}
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        made = function(*args, **(kwargs or {}))
+        if (function is torch.ops.aten._to_copy.default
+                and args[0].untyped_storage().data_ptr() in self._parameters):
+            self._kept.append(made)  # alive, so that no address comes twice
+        return made
