@@ -37,7 +37,7 @@ GUESSES: dict[Key, tuple[str, ...]] = {
     1: ("collectives-in-forward", "bytes-with-more-rows", "rows-of-wider-layers",
         "what-shrinks-with-ranks", "links-that-can-hide"),
     2: ("heaviest-token", "sum-loss", "plain-all-reduce", "two-ranks-by-hand", "sum-in-float16"),
-    3: ("rank-0-receives-first", "bytes-of-a-ring", "messages-of-a-tree", "the-real-crossover"),
+    3: ("rank-0-receives-first", "equal-bits", "messages-of-a-tree", "the-real-crossover"),
     4: ("ddp-child-processes", "leave-outs-that-agree", "padded-draws", "accuracy-with-repeats",
         "forgotten-in-a-checkpoint"),
     "A": ("error-with-mixed-signs", "thousand-ones", "gap-after-80-steps"),
