@@ -35,7 +35,7 @@ def show_verdict(exercise, verdict, *, following, saved=True, note=""):
 def _where_right(world_sizes):
     if not world_sizes:
         return "Right."
-    *sizes, last = map(str, sorted(world_sizes))
+    *sizes, last = map(str, world_sizes)
     return f"Right on {', '.join(sizes)} and {last} ranks." if sizes else f"Right on {last} ranks."
 
 
