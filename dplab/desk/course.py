@@ -38,7 +38,7 @@ GUESSES: dict[Key, tuple[str, ...]] = {
         "parameters-that-fill-80-gb", "links-that-can-hide", "exposed-with-slices"),
     2: ("sum-loss", "plain-all-reduce", "mean-of-a-sum", "tiny-in-float16", "orders-of-a-sum",
         "three-runs"),
-    3: ("rank-0-receives-first", "bytes-of-a-ring", "messages-of-a-tree", "the-real-crossover"),
+    3: ("rank-0-receives-first", "equal-bits", "messages-of-a-tree", "the-real-crossover"),
     4: ("ddp-child-processes", "leave-outs-that-agree", "padded-draws", "accuracy-with-repeats",
         "forgotten-in-a-checkpoint"),
     "A": ("error-with-mixed-signs", "thousand-ones", "gap-after-80-steps"),

@@ -33,6 +33,7 @@ class OnARing(Exercise):
     On four ranks, ranks 0 and 2 are also a group, and 1 and 3 another one, both at once.
     """
 
+    world_sizes = (2, 3, 4, 1)  # one rank last: what fails there only is beside the idea
     seconds = 5.0
     steps = 1  # times N−1
     fact: str
@@ -798,6 +799,14 @@ def sums_among_all(flat, group=None):
     return ring_all_gather(ring_reduce_scatter(flat))
 
 
+def groups_the_first_half_only(flat, group=None):
+    return ring_all_gather(ring_reduce_scatter(flat, group))
+
+
+def groups_the_second_half_only(flat, group=None):
+    return ring_all_gather(ring_reduce_scatter(flat), group)
+
+
 def calls_all_reduce(flat, group=None):
     total = flat.clone()
     dist.all_reduce(total, group=group)
@@ -839,7 +848,10 @@ class RingAllReduce(OnARing):
                 "it as it is, and return a new one."),
         Mistake(writes_into_its_input_only, "The sum is in the caller's tensor, as with "
                 "`dist.all_reduce`. Here the input is left alone, and the sum returned."),
-        Mistake(sums_among_all, _WITHOUT_GROUP),
+        Mistake(sums_among_all, "You left out the group. Pass it on to both halves: where only "
+                "some of the ranks call, they are all that there are."),
+        *(Mistake(attempt, "Only one of the two halves gets the group. Pass it on to both.")
+          for attempt in (groups_the_first_half_only, groups_the_second_half_only)),
         Mistake(calls_all_reduce, _FINISHED),
         Mistake(sends_everything_to_everyone, "You send the whole tensor to every rank. On a ring, "
                 "each rank sends one chunk in each step, to one neighbour."),
@@ -906,6 +918,10 @@ def both_ways_at_once(nbytes, ranks, bandwidth, latency):
     return 2 * (ranks - 1) * (latency + nbytes / ranks / (2 * bandwidth))
 
 
+def bytes_of_both_halves_twice(nbytes, ranks, bandwidth, latency):
+    return 2 * (ranks - 1) * (latency + 2 * nbytes / ranks / bandwidth)
+
+
 class RingSeconds(Calculation):
     slug = "ring-seconds"
     number = "3.5"
@@ -945,6 +961,8 @@ class RingSeconds(Calculation):
                 "are seconds."),
         Mistake(bits_for_bytes, "You turned bytes into bits. The bandwidth is in bytes per second "
                 "here."),
+        Mistake(bytes_of_both_halves_twice, "The factor 2 for both halves is in the bytes twice. "
+                "There are 2(N-1) messages already; each carries one chunk."),
         Mistake(both_ways_at_once, "You doubled the bandwidth. It is given for each direction, and "
                 "a rank sends in one while it receives in the other."),
     )
@@ -1036,6 +1054,17 @@ def line_of_logarithms(sizes, seconds):
     return math.exp(intercept), 1 / slope
 
 
+def errors_of_logarithms(sizes, seconds):
+    sizes, seconds = numpy.array(sizes, float), numpy.array(seconds, float)
+    alpha, beta = fit_alpha_beta(sizes, seconds)
+    for _ in range(50):  # Gauss and Newton's steps for log(α + n/β) − log t
+        times = alpha + sizes / beta
+        rows = numpy.stack([1 / times, sizes / times], axis=1)
+        step = numpy.linalg.lstsq(rows, numpy.log(seconds / times))[0]
+        alpha, beta = alpha + step[0], 1 / (1 / beta + step[1])
+    return alpha, beta
+
+
 def without_alpha(sizes, seconds):
     rows = numpy.array(sizes) / numpy.array(seconds)
     return 0.0, (rows @ rows) / rows.sum()
@@ -1092,6 +1121,9 @@ class FitAlphaBeta(Calculation):
                 "nearly all latency, not bandwidth. Fit both together."),
         Mistake(line_of_logarithms, "You fitted a line to the logarithms. α + n/β is a line in n "
                 "itself, and bends on logarithmic axes."),
+        Mistake(errors_of_logarithms, "You squared the differences of the logarithms. They are "
+                "close to the relative errors, and not the same: the contract asks for "
+                "(alpha + n/beta) / t - 1."),
         Mistake(without_alpha, "You left out α: a message of no bytes takes time too."),
         Mistake(relative_to_the_mean, "You divided by one time for all points. Each error is "
                 "relative to the time of its own point."),
@@ -1140,6 +1172,11 @@ def crossover_bytes(one, other, alpha, beta):
 def wrong_sign(one, other, alpha, beta):
     size = _crossing(one, other, alpha, beta)
     return None if size is None else -size
+
+
+def wrong_sign_and_none(one, other, alpha, beta):
+    size = _crossing(one, other, alpha, beta)
+    return -size if size is not None and size < 0 else None
 
 
 def never_none(one, other, alpha, beta):
@@ -1229,6 +1266,9 @@ class CrossoverBytes(Calculation):
     solution = staticmethod(crossover_bytes)
     mistakes = (
         Mistake(wrong_sign, "The sign is wrong: where one difference is the first minus the "
+                "second, the other one is the second minus the first."),
+        Mistake(wrong_sign_and_none, "You return None where there is such a size, and a size where "
+                "there is none: the sign is wrong. Where one difference is the first minus the "
                 "second, the other one is the second minus the first."),
         Mistake(never_none, "Where the lines meet below 0 bytes or at 0, one algorithm is faster "
                 "for every tensor: return None."),

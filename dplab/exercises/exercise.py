@@ -179,7 +179,7 @@ class Exercise:
                 return self._diagnose(attempt, got, verdict, world_size)
             # What took a moment on fewer ranks hangs if it takes seconds on more.
             self._limit = round(min(self.seconds, max(4.0, 20 * took)), 1)
-        sizes = list(self.world_sizes) if len(self.world_sizes) > 1 else []
+        sizes = sorted(self.world_sizes) if len(self.world_sizes) > 1 else []
         return Verdict(PASSED, world_sizes=sizes)
 
     def rerun(self, attempt, world_sizes) -> str:

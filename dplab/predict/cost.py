@@ -102,9 +102,6 @@ ALGORITHMS: dict[str, Algorithm] = {
         "scatter", lambda n: (n - 1) / n**2, lambda n: (n - 1) / n, lambda n: n - 1),
     "direct all-to-all": Algorithm(
         "all_to_all", lambda n: (n - 1) / n, lambda n: (n - 1) / n, lambda n: n - 1),
-    # A switch adds: each rank sends its tensor up once, while the sum comes down.
-    "in-network all-reduce": Algorithm(
-        "all_reduce", lambda n: int(n > 1), lambda n: int(n > 1), lambda n: 2 * int(n > 1)),
     "tree barrier": Algorithm(
         "barrier", lambda n: 0, lambda n: 0, lambda n: 2 * math.ceil(math.log2(n))),
 }

@@ -13,6 +13,7 @@ import dplab
 from dplab.desk import record
 from dplab.exercises import find
 from dplab.exercises.exercise import AT_LEAST, CRASHED, NOT_ATTEMPTED, PASSED, WRONG
+from dplab.exercises.stack.parts import exchange
 from dplab.predict import step
 
 
@@ -230,6 +231,17 @@ def trains(average_when, piece=True, broadcast="once"):
             average("after step")
 
     return train_by_hand
+
+
+def shifted_and_not_copied(flat, group=None):
+    """3.2: wrong on two ranks or more, and on one rank a view of its input."""
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    chunks = flat.view(ranks, -1)
+    total = chunks[rank]
+    for hop in range(1, ranks):
+        arriving = exchange(total, (rank + 1) % ranks, (rank - 1) % ranks, group)
+        total = arriving + chunks[(rank - hop) % ranks]
+    return total
 
 
 def ends_with_the_next_chunk(flat, group=None):
@@ -452,6 +464,7 @@ def receives_floats(tensor):
     ("0.3", swaps_in_a_batch_in_place, "while it is still being sent"),
     ("0.3", assigns_the_name, "only gives the name"),
     ("3.2", ends_with_the_next_chunk, "it is a neighbour's"),
+    ("3.2", shifted_and_not_copied, "it is a neighbour's"),
     ("10.2", padded_for_all_ranks, "dist.get_world_size(inside)"),
     ("9.1", gathers_all_first, "you gather all layers before"),
     ("10.3", WithoutGenerator, "killed while it saved"),
