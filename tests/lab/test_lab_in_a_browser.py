@@ -28,7 +28,8 @@ def opened(tmp_path_factory):
 def test_pictures_show_and_links_lead_to_files_of_the_copy(opened):
     _, notebook = opened
     picture = notebook.page.locator(".jp-MarkdownOutput img").first
-    notebook.page.evaluate("i => panel.content.scrollToItem(i)", notebook.index("figures/collectives.svg"))
+    notebook.page.evaluate("i => panel.content.scrollToItem(i)",
+                           notebook.index("figures/collectives.svg"))
     picture.wait_for()
     until(lambda: picture.evaluate("one => one.complete"), 20, "the picture does not load")
     assert picture.evaluate("one => one.naturalWidth") > 0
