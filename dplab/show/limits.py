@@ -29,11 +29,12 @@ def row_limits(needed: Mapping[str, float], fitting: Mapping[str, float], *,
         axes.annotate(link, (ROWS[0], ratios[0]), (4, -20 if link == middle else 6),
                       textcoords="offset points", color=rank_color(number))
     axes.axhline(1, color=MUTED, linewidth=1)
-    axes.annotate("below: hidden", (ROWS[0], 1), (4, -14), textcoords="offset points")
+    axes.annotate("below: hidden", (ROWS[0], 1), (4, -14), textcoords="offset points",
+                  color=MUTED)
     for model, rows in fitting.items():
         axes.axvline(rows, color=MUTED, linewidth=1, linestyle="--")
         axes.annotate(f"full:\n{model}", (rows, 60), (-4, -4), ha="right", va="top",
-                      textcoords="offset points")
+                      textcoords="offset points", color=MUTED)
     axes.set(xlim=(ROWS[0], ROWS[-1]), ylim=(0.03, 60))
     axes.set_xticks(ROWS, [f"{rows:,}" for rows in ROWS])
     axes.set_yticks([0.1, 1, 10], ["0.1", "1", "10"])
