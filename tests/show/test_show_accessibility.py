@@ -66,7 +66,8 @@ FIGURES = {
         [show.Beside("one", "assumed: much", [1.2, 1.4]), show.Beside("two", "n", None)],
         title=TITLE),
     "row_limits": lambda: show.row_limits(
-        {"fast": 1e3, "middle": 12e3, "slow": 15e3}, {"a model": 2e3, "another": 11e3}, title=TITLE),
+        {"fast": 1e3, "middle": 12e3, "slow": 15e3}, {"a model": 2e3, "another": 11e3},
+        title=TITLE),
     "subplots": lambda: show.subplots(title=TITLE, xlabel="ranks", ylabel="time [ms]",
                                       alt="An empty plot.")[0],
 }
