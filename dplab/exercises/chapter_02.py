@@ -714,8 +714,15 @@ def placed_from_behind(queries, keys, temperature):
     return F.cross_entropy(queries @ all_keys.T / temperature, own_labels(keys))
 
 
-def placed_in_turn(queries, keys, temperature):
+def placed_in_float32(queries, keys, temperature):
     placed = torch.zeros(dist.get_world_size() * len(keys), keys.shape[1])
+    placed[own_labels(keys)] = keys
+    logits = queries @ SumOverRanks.apply(placed).T / temperature
+    return F.cross_entropy(logits, own_labels(keys))
+
+
+def placed_in_turn(queries, keys, temperature):
+    placed = keys.new_zeros(dist.get_world_size() * len(keys), keys.shape[1])
     placed[dist.get_rank()::dist.get_world_size()] = keys
     logits = queries @ SumOverRanks.apply(placed).T / temperature
     return F.cross_entropy(logits, own_labels(keys))
@@ -726,7 +733,7 @@ def gathered_keys_averaged(queries, keys, temperature):
 
 
 def placed_with_a_plain_all_reduce(queries, keys, temperature):
-    placed = torch.zeros(dist.get_world_size() * len(keys), keys.shape[1])
+    placed = keys.new_zeros(dist.get_world_size() * len(keys), keys.shape[1])
     placed[own_labels(keys)] = keys
     dist.all_reduce(placed)
     return F.cross_entropy(queries @ placed.T / temperature, own_labels(keys))
@@ -841,6 +848,9 @@ class ContrastiveLoss(Exercise):
         Mistake(keys_added_up, "You added the ranks' keys up: b rows that are nobody's keys. A sum "
                 "gathers only if each rank's keys have rows of their own, which are zeros on all "
                 "other ranks."),
+        Mistake(placed_in_float32, "`torch.zeros` makes float32, and the queries and keys have "
+                "another dtype here. `keys.new_zeros(…)` takes the dtype and the device of the "
+                "keys."),
         Mistake(own_keys_twice, "This rank's own keys stand among all ranks' keys a second time, "
                 "as negatives of themselves. Take the gathered keys alone; the labels say which "
                 "are the own."),
@@ -878,12 +888,12 @@ class ContrastiveLoss(Exercise):
     )
 
     def trial(self, attempt):
-        model = DistributedDataParallel(_TwoTowers())
+        model = DistributedDataParallel(_TwoTowers().double())
         loss = attempt(*model(_pairs(dist.get_rank())), 0.3)
         return after_backward(model.module, loss)
 
     def expected(self, world_size):
-        model = _TwoTowers()
+        model = _TwoTowers().double()
         queries, keys = model(torch.cat([_pairs(rank) for rank in range(world_size)]))
         loss = F.cross_entropy(queries @ keys.T / 0.3, torch.arange(len(keys)))
         return after_backward(model, loss)
@@ -904,7 +914,8 @@ def _pairs(rank):
     """Rank r's five pairs of related vectors, a query's input beside its key's."""
     generator = torch.Generator().manual_seed(20 + rank)
     first = torch.randn(5, 4, generator=generator)
-    return torch.cat([first, first + 0.3 * torch.randn(5, 4, generator=generator)], dim=1)
+    second = first + 0.3 * torch.randn(5, 4, generator=generator)
+    return torch.cat([first, second], dim=1).double()
 
 
 EXERCISES = (WeightedMean, SumOverRanksExercise, ContrastiveLoss)
