@@ -4,8 +4,8 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Adam
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -66,9 +66,7 @@ def saved_bytes(model: nn.Module, *inputs: Any) -> int:
 def _average(buckets, bucket):
     """A communication hook that averages as DDP does, and keeps each bucket's tensor."""
     buckets.append(bucket.buffer())
-    bucket.buffer().div_(dist.get_world_size())
-    sending = dist.all_reduce(bucket.buffer(), async_op=True)
-    return sending.get_future().then(lambda done: done.value()[0])
+    return allreduce_hook(None, bucket)
 
 
 def _copies(model, loss):

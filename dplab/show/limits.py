@@ -22,7 +22,7 @@ def row_limits(needed: Mapping[str, float], fitting: Mapping[str, float], *,
         + ", ".join(f"{rows:,.0f} rows over {link}" for link, rows in needed.items())
         + ". Memory is full at "
         + ", ".join(f"{rows:,.0f} rows for {model}" for model, rows in fitting.items()) + ".")
-    middle = sorted(needed, key=needed.__getitem__)[-2:][0] if len(needed) > 2 else ""
+    middle = sorted(needed, key=needed.__getitem__)[-2] if len(needed) > 2 else ""
     for number, (link, rows) in enumerate(needed.items()):
         ratios = [rows / end for end in (ROWS[0], ROWS[-1])]
         axes.loglog((ROWS[0], ROWS[-1]), ratios, color=rank_color(number))
