@@ -258,19 +258,19 @@ class OneCallEach(Exercise):
             (f"the number of calls in puzzle {puzzle}", AtMost(1, "one call is enough")))}
             for rank in range(world_size)]
 
-    def _explanation(self, attempt, got, world_size):
+    def explanation(self, attempt, got, world_size):
         """Which puzzles are right and which are open, where the first wrong one is open."""
         if isinstance(got, RankError):
-            return super()._explanation(attempt, got, world_size)
+            return super().explanation(attempt, got, world_size)
         wrong = [puzzle for puzzle in "ABCD" if not all(
             agree(right, found[fact], self.tolerance)
-            for facts, found in zip(self._expected(world_size), got, strict=True)
+            for facts, found in zip(self.expected_of_all(world_size), got, strict=True)
             for fact, right in facts.items() if f"puzzle {puzzle} " in f"{fact} ")]
         still_open = [puzzle for puzzle in wrong if all(
             facts[f"what puzzle {puzzle} leaves"] is None
             and not facts[f"that puzzle {puzzle} makes a call"] for facts in got)]
         if not still_open or still_open[0] != wrong[0]:
-            return super()._explanation(attempt, got, world_size)
+            return super().explanation(attempt, got, world_size)
         right = [puzzle for puzzle in "ABCD" if puzzle not in wrong]
         return (f"Right: {', '.join(right)}. " if right else "") + (
             f"Still open: {', '.join(still_open)}.")
@@ -696,11 +696,11 @@ class RepairDeadlock(Exercise):
 
         return [facts(rank) for rank in range(world_size)]
 
-    def _described(self, difference, world_size):
+    def described(self, difference, world_size):
         """Whose numbers a rank holds, instead of what can be said of any tensor."""
         tensors = {EVEN_LATE: _squares, ODD_LATE: _whole}.get(difference.fact)
         if tensors is None:
-            return super()._described(difference, world_size)
+            return super().described(difference, world_size)
         own = difference.rank
         whose = next((rank for rank in range(4)
                       if agree(tensors(rank), difference.got, self.tolerance)), None)
@@ -709,23 +709,23 @@ class RepairDeadlock(Exercise):
         ranks = f"on {world_size} rank{'s' * (world_size > 1)}"
         return f"{ranks}, rank {own}: {replace(difference, note=note)}"
 
-    def _explanation(self, attempt, got, world_size):
+    def explanation(self, attempt, got, world_size):
         if isinstance(got, RankError):
             # The tensors of this shape are whole numbers.
             is_float = got.kind == "died" and "recv of float32[2, 3]" in str(got)
-            return _OTHER_DTYPE if is_float else super()._explanation(attempt, got, world_size)
+            return _OTHER_DTYPE if is_float else super().explanation(attempt, got, world_size)
         own = all(agree(tensors(rank), found[fact], self.tolerance)
                   for rank, (right, found) in enumerate(
-                      zip(self._expected(world_size), got, strict=True))
+                      zip(self.expected_of_all(world_size), got, strict=True))
                   for fact, tensors in ((EVEN_LATE, _squares), (ODD_LATE, _whole))
                   if not agree(right[fact], found[fact], self.tolerance))
         is_wrong = any(not agree(right[fact], found[fact], self.tolerance)
-                       for right, found in zip(self._expected(world_size), got, strict=True)
+                       for right, found in zip(self.expected_of_all(world_size), got, strict=True)
                        for fact in (EVEN_LATE, ODD_LATE))
         # A rank that sends its partner's numbers back leaves the same: the code tells them apart.
         if is_wrong and own and _rebinds_its_argument(attempt):
             return _REBOUND
-        return super()._explanation(attempt, got, world_size)
+        return super().explanation(attempt, got, world_size)
 
 
 def _rebinds_its_argument(function):

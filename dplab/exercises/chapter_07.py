@@ -146,8 +146,8 @@ class Draw(Exercise):
                 "in epoch 1."),
     )
 
-    def _explanation(self, attempt, got, world_size):
-        why = super()._explanation(attempt, got, world_size)
+    def explanation(self, attempt, got, world_size):
+        why = super().explanation(attempt, got, world_size)
         another_run = isinstance(got, list) and not got[0][SAME_RUN]
         return _GLOBAL if another_run and (not why or why.startswith(AT_LEAST)) else why
 

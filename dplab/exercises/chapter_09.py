@@ -545,10 +545,10 @@ class ChooseUnits(Exercise):
                 AT_THE_PEAK: AtMost(BYTES_BEYOND_SHARDS, "too much is whole at the same time"),
                 "the number of collectives": AtMost(MOST_COLLECTIVES, "the units are too many")}
 
-    def _described(self, difference, world_size):
+    def described(self, difference, world_size):
         return f"in a dry run on {world_size} ranks, {difference}"
 
-    def _explanation(self, attempt, got, world_size):
+    def explanation(self, attempt, got, world_size):
         """That of the mistake with the same units; or else what makes the units large."""
         parts = self._parts(attempt)
         if isinstance(got, RankError) or parts is None:
@@ -556,7 +556,7 @@ class ChooseUnits(Exercise):
         for mistake in self.mistakes:
             if self._parts(mistake.attempt) == parts:
                 return mistake.why
-        difference = first_difference(self._expected(world_size), got, self.tolerance)
+        difference = first_difference(self.expected_of_all(world_size), got, self.tolerance)
         return self._why_so_large(parts) if difference.fact == AT_THE_PEAK else ""
 
     def _why_so_large(self, parts):

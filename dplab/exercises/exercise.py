@@ -68,7 +68,9 @@ class Exercise:
     ``trial(attempt)`` runs on each rank and returns the facts, a dict of tensors and numbers by
     name; ``expected(world_size)`` runs in one process and returns the right facts, one dict for
     each rank (or one for all). A fact may be expected as ``AtMost(limit, why)``. What ``prepare()``
-    returns is made once, in the notebook's process, and is ``self.given`` in both.
+    returns is made once, in the notebook's process, and is ``self.given`` in both. An exercise
+    that can say more of a wrong fact than any exercise can extends ``described`` (the evidence)
+    or ``explanation`` (the reason).
     """
 
     slug: str  # its own for good
@@ -194,7 +196,7 @@ class Exercise:
             try:
                 got = self._observe(attempt, world_size, quiet=True)
                 fault = got if isinstance(got, RankError) else first_difference(
-                    self._expected(world_size), got, self.tolerance)
+                    self.expected_of_all(world_size), got, self.tolerance)
             except Exception as error:
                 fault = f"{type(error).__name__}: {error}"
             if fault is not None:
@@ -205,15 +207,15 @@ class Exercise:
         """What is wrong, in a verdict without a reason; None if nothing is."""
         if isinstance(got, RankError):
             return self._failure(got, world_size)
-        difference = first_difference(self._expected(world_size), got, self.tolerance)
+        difference = first_difference(self.expected_of_all(world_size), got, self.tolerance)
         if difference is None:
             return None
-        return Verdict(WRONG, "", self._described(difference, world_size))
+        return Verdict(WRONG, "", self.described(difference, world_size))
 
-    def _described(self, difference, world_size):
+    def described(self, difference, world_size) -> str:
         """The first difference in words, and where it was seen."""
         difference = explained(
-            difference, self._expected(1)[0] if 1 in self.world_sizes else {},
+            difference, self.expected_of_all(1)[0] if 1 in self.world_sizes else {},
             self.quantities(world_size, difference.rank),
             self.parts(world_size, difference.rank), self.tolerance)
         if not self.on_ranks:
@@ -248,19 +250,25 @@ class Exercise:
             return Verdict(WRONG, f"With `{started[0]}` a call returns at once: keep the handle "
                                   "and `wait()` on it before you use or change the tensor.",
                            verdict.detail)
-        why = self._explanation(attempt, got, world_size)
-        nothing = ("NoneType" in verdict.detail or "it is None" in verdict.detail)
-        if nothing and (not why or why.startswith(AT_LEAST)) and (name := _used_result(attempt)):
-            return Verdict(WRONG, f"`dist.{name}` returns None. It leaves its result in a tensor "
-                                  f"that it gets: give that tensor a name, call `dist.{name}` on a "
-                                  "line of its own, and go on with the tensor.", verdict.detail)
-        silent = (not crashed and self.stub is None and self.communicates and world_size > 1
-                  and not any(facts[COMMUNICATED] for facts in got))
-        if silent and (not why or why.startswith(AT_LEAST)):
+        why = self.explanation(attempt, got, world_size)
+        if why and not why.startswith(AT_LEAST):
+            return Verdict(WRONG, why, verdict.detail)
+        if self._met_none(got, world_size) and (name := _used_result(attempt)):
+            why = (f"`dist.{name}` returns None. It leaves its result in a tensor that it gets: "
+                   f"give that tensor a name, call `dist.{name}` on a line of its own, and go on "
+                   "with the tensor.")
+        elif (not crashed and self.stub is None and self.communicates and world_size > 1
+              and not any(facts[COMMUNICATED] for facts in got)):
             why = "Nothing was communicated: no rank called a collective."
         return Verdict(WRONG, why, verdict.detail) if why else verdict
 
-    def _explanation(self, attempt, got, world_size) -> str:
+    def _met_none(self, got, world_size):
+        """Whether the attempt used None as a tensor, or left it in the place of one."""
+        if isinstance(got, RankError):
+            return "NoneType" in str(got)  # as Python's own TypeError and AttributeError say it
+        return first_difference(self.expected_of_all(world_size), got, self.tolerance).got is None
+
+    def explanation(self, attempt, got, world_size) -> str:
         """The sentence of the known mistake that explains most of what is wrong; empty if none.
 
         One that explains the first wrong fact, and not all others, begins with "First:". One
@@ -272,7 +280,7 @@ class Exercise:
         explains_all = set(scores)
         for size in [each for each in self.world_sizes if each >= world_size]:
             mine = got if size == world_size else self._observe(attempt, size, quiet=True)
-            expected = self._expected(size)
+            expected = self.expected_of_all(size)
             for mistake, theirs in self._outcomes_of(scores, size, mine).items():
                 shared = overlap(expected, mine, theirs, self.tolerance,
                                  communicates=self.communicates and size > 1)
@@ -322,7 +330,8 @@ class Exercise:
                     mistake.attempt, world_size, quiet=True)
         return {mistake: self._outcomes.get((mistake, world_size)) for mistake in mistakes}
 
-    def _expected(self, world_size):
+    def expected_of_all(self, world_size) -> list[dict]:
+        """What ``expected`` says, rank by rank."""
         if world_size not in self._expectations:
             threads = torch.get_num_threads()
             torch.set_num_threads(1)  # these tensors are small: threads would wait for one another

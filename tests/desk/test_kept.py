@@ -192,7 +192,7 @@ def test_a_check_that_has_changed_tries_again(capsys, passed, monkeypatch):
     monkeypatch.setattr(own, "_check_of", lambda kind: "a stricter one")
     monkeypatch.setattr(find(SLUG), "_expectations", {
         size: [{fact: value + 1 for fact, value in facts.items()} for facts in ranks]
-        for size in (1, 2, 3, 4) for ranks in [find(SLUG)._expected(size)]})
+        for size in (1, 2, 3, 4) for ranks in [find(SLUG).expected_of_all(size)]})
     assert "no longer passes" in whose(capsys)[1]
 
 
