@@ -144,11 +144,6 @@ def whole_bytes(collective: str, world_size: int, own_bytes: float) -> float:
     return own_bytes * parts
 
 
-def total_bytes(algorithm: str, world_size: int, tensor_bytes: float) -> float:
-    """Bytes that all ranks send together."""
-    return world_size * bytes_sent(algorithm, world_size, tensor_bytes)
-
-
 def messages(algorithm: str, world_size: int) -> int:
     """Messages that must follow one another, which is what latency multiplies."""
     return _find(algorithm).messages(whole(world_size, "the world size"))
@@ -225,17 +220,6 @@ def fit_link(measurements: Iterable[Measurement], name: str = "fitted") -> Link:
     if inverse_bandwidth <= 0:
         raise ValueError("the time does not grow with the size: measure larger tensors")
     return Link(name, 1 / inverse_bandwidth, latency)
-
-
-def crossover_bytes(one: str, other: str, world_size: int, link: Link) -> float | None:
-    """The tensor size at which both algorithms take equally long; None where one always wins."""
-    a, b = _find(one), _find(other)
-    n = whole(world_size, "the world size")
-    extra_latency = (a.messages(n) - b.messages(n)) * link.latency
-    extra_bytes = (b.chain(n) - a.chain(n)) / link.bandwidth
-    if extra_bytes == 0 or extra_latency / extra_bytes <= 0:
-        return None
-    return extra_latency / extra_bytes
 
 
 def _find(algorithm):

@@ -84,8 +84,6 @@ def test_messages_and_bytes_are_those_of_a_simulation(algorithm, world_size):
     make, part = PROGRAMS[algorithm]
     rounds, sent = simulated(world_size, make(world_size))
     assert cost.messages(algorithm, world_size) == rounds
-    assert cost.total_bytes(algorithm, world_size, M) == pytest.approx(
-        sum(sent) * part(world_size) * M)
     assert cost.bytes_sent(algorithm, world_size, M) == pytest.approx(
         sum(sent) * part(world_size) * M / world_size)
     link = Link("chosen", bandwidth=2e9, latency=3e-5)
@@ -174,31 +172,10 @@ def test_a_fit_without_enough_to_go_by_is_refused(measurements):
         cost.fit_link(measurements)
 
 
-@pytest.mark.parametrize("world_size", [3, 4, 8, 64])
-def test_at_the_crossover_both_take_equally_long(world_size):
-    link = catalogue.LINKS["400 Gb/s"]
-    size = cost.crossover_bytes("tree all-reduce", "ring all-reduce", world_size, link)
-    if world_size == 3:  # both need four messages, and the ring's are shorter
-        assert size is None
-        return
-    tree_, ring_ = (cost.seconds(f"{name} all-reduce", world_size, size, link)
-                    for name in ("tree", "ring"))
-    assert tree_ == pytest.approx(ring_)
-    below = size / 2
-    assert (cost.seconds("tree all-reduce", world_size, below, link)
-            < cost.seconds("ring all-reduce", world_size, below, link))
-
-
-def test_without_latency_there_is_no_crossover():
-    free = Link("no latency", bandwidth=1e9)
-    assert cost.crossover_bytes("tree all-reduce", "ring all-reduce", 8, free) is None
-
-
 @pytest.mark.parametrize("world_size", [0, -1])
-@pytest.mark.parametrize("function", [cost.bytes_sent, cost.total_bytes])
-def test_a_world_of_no_ranks_is_refused(function, world_size):
+def test_a_world_of_no_ranks_is_refused(world_size):
     with pytest.raises(ValueError, match="at least 1"):
-        function("ring all-reduce", world_size, M)
+        cost.bytes_sent("ring all-reduce", world_size, M)
 
 
 @pytest.mark.parametrize("world_size", [True, 2.0, "2", None])
