@@ -155,14 +155,6 @@ def seconds(algorithm: str, world_size: int, tensor_bytes: float, link: Link) ->
     return link.seconds(chain, messages(algorithm, world_size))
 
 
-def least_bytes_sent(world_size: int, tensor_bytes: float) -> float:
-    """The bytes that some rank must send for an all-reduce where ranks do the adding.
-
-    2(N−1)/N · M, by Patarasuk and Yuan, 2009. Switches that add get by with less.
-    """
-    return bytes_sent("ring all-reduce", world_size, tensor_bytes)
-
-
 def algorithm_bandwidth(tensor_bytes: float, seconds: float) -> float:
     """Bytes/s as the caller sees them: the tensor's size over the time."""
     return _size(tensor_bytes) / _time(seconds)
