@@ -36,7 +36,7 @@ GUESSES: dict[Key, tuple[str, ...]] = {
         "rank-to-blame", "both-send-first"),
     1: ("collectives-in-forward", "bytes-of-an-all-reduce", "rows-of-wider-layers",
         "parameters-that-fill-80-gb", "links-that-can-hide", "exposed-with-slices"),
-    2: ("sum-loss", "plain-all-reduce", "mean-of-a-sum", "tiny-in-float16", "orders-of-a-sum",
+    2: ("weight-of-a-token", "yes-or-no", "plain-all-reduce", "mean-of-a-sum", "orders-of-a-sum",
         "three-runs"),
     3: ("rank-0-receives-first", "equal-bits", "messages-of-a-tree", "the-real-crossover"),
     4: ("ddp-child-processes", "leave-outs-that-agree", "padded-draws", "accuracy-with-repeats",

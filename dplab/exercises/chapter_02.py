@@ -202,14 +202,15 @@ def leaves_without_tokens(logits, targets):
 
 
 OWN_MEAN = ("This is the mean over this rank's tokens, and DDP's average gives every rank the same "
-            "say, however few tokens it has. Divide the sum by the tokens of *all* ranks.")
+            "say, however few tokens it has. What should one token weigh, and what does it weigh "
+            "now, on a rank with many tokens and on one with few?")
 NO_FACTOR = ("The gradients come out N times too small. The tokens of all ranks are the only "
              "divisor of the mean. Your loss has it. Who else divides, and what in your loss "
              "undoes that?")
 N_OWN_MEANS = ("This is N times the mean over this rank's own tokens: all ranks still have the "
-               "same weight, and the gradients are about N times too large. Divide the sum by the "
-               "tokens of *all* ranks. (If you did: an all-reduce overwrites its tensor. Is this "
-               "rank's own count still there?)")
+               "same weight, and the gradients are about N times too large. By what must the sum "
+               "over a rank's tokens be divided? (If you do divide by that: an all-reduce "
+               "overwrites its tensor. Is this rank's own count still there?)")
 TOKEN_0 = ("You leave out the token 0, or do not count it. It is a token like others; what is left "
            "out is -100.")
 CUT_OFF = ("No gradient reaches the model: what you return is cut off from the graph. `.item()`, "
@@ -225,11 +226,11 @@ class WeightedMean(Exercise):
     name = "loss_for_ddp"
     minutes = 15
     hints = (
+        "Take two ranks, one with three tokens and one with one. What should each of the four "
+        "tokens weigh in the gradient? What does each weigh if both ranks return their own mean?",
         "Write down the gradient that you want: a sum over tokens, divided by a number. Below it, "
         "write what DDP makes of the ranks' losses. What must this rank's loss be, so that both "
-        "are equal?",
-        "One number in your first formula is known to no rank alone. How does each rank get it? "
-        "And what does DDP do to your sum that your formula does not have?",
+        "are equal? Which number in it does no rank know alone?",
         "`(targets != -100).sum()` counts, and `dist.all_reduce` makes it the count of all ranks. "
         "`F.cross_entropy(..., reduction=\"sum\")` leaves out targets of -100 by itself; flatten "
         "sequences and positions before. Multiply by the world size, since DDP divides by it.",
@@ -335,7 +336,7 @@ def _text(rank):
 
     All of rank 3's are empty.
     """
-    lengths = ((8, 5), (2, 4, 1), (9,), (0, 0))[rank]
+    lengths = ((8, 4, 1), (2, 5), (9,), (0, 0))[rank]
     generator = torch.Generator().manual_seed(rank)
     ids = torch.randint(1, 11, (len(lengths), max(lengths) + 3), generator=generator)
     ids[:, 0] = 0  # a start that all share, so that no gradient begins with zeros
@@ -523,7 +524,7 @@ class SumOverRanksExercise(Exercise):
     number = "2.2"
     title = "The backward of a sum over ranks"
     name = "SumOverRanks"
-    minutes = 15
+    minutes = 8
     hints = (
         "In the example, what is the gradient of rank 1's x, and of which two numbers is it made? "
         "Which of the two does rank 1 have when its `backward` is called?",
@@ -540,8 +541,7 @@ class SumOverRanksExercise(Exercise):
                 "so on this x: their gradients are missing."),
         Mistake(AveragesTheGradients, "`backward` takes the mean of the ranks' gradients. The "
                 "gradient asked for is that of the *sum* of the losses, and the total changes by "
-                "as much as x does: there is nothing to divide by. (DDP divides once, at the "
-                "parameters.)"),
+                "as much as x does: there is nothing to divide by."),
         Mistake(MultipliesOwnGradient, "`backward` multiplies this rank's gradient by N, as if all "
                 "ranks had the same loss. Each has a loss of its own, and so a gradient of its "
                 "own: they have to be communicated."),
@@ -811,12 +811,12 @@ class ContrastiveLoss(Exercise):
     number = "2.3"
     title = "A contrastive loss over the global batch"
     name = "contrastive_loss"
-    minutes = 20
+    minutes = 15
     hints = (
         "Take two ranks with three samples each. What is the shape of rank 1's logits, and in "
         "which columns stand the right keys of its queries?",
-        "Two ranks have one key each. Which two tensors, one from each rank, add up to a tensor "
-        "with both keys in rows of their own?",
+        "A gather can be written as a sum. Two ranks have one key each. Which two tensors, one "
+        "from each rank, add up to a tensor with both keys in rows of their own?",
         "Rank 0 brings (k₀, 0) and rank 1 brings (0, k₁): begin with one part of zeros for each "
         "rank, put the own keys in place of part `rank`, concatenate, and sum with `MySum.apply`. "
         "The labels are `rank * b + torch.arange(b)`. `F.cross_entropy` of the logits divided by "

@@ -6,7 +6,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from dplab.exercises import find
-from dplab.exercises.chapter_02 import gather
+from dplab.exercises.chapter_02 import gather, without_the_factor
 from dplab.exercises.exercise import AT_LEAST, NOT_ATTEMPTED, PASSED, WRONG
 
 
@@ -47,6 +47,13 @@ def divided_by_the_mean_count(logits, targets):
     return loss / (sum(counts) / len(counts))
 
 
+def counted_in_a_list_of_one(logits, targets):
+    count = torch.tensor([float((targets != -100).sum())])
+    dist.all_reduce(count)
+    loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+    return dist.get_world_size() * loss / count
+
+
 class FromAllGather(torch.autograd.Function):
     @staticmethod
     def forward(context, x):
@@ -82,6 +89,7 @@ def with_the_loss_of_all_ranks(queries, keys, temperature):
     ("weighted-mean", masked_by_hand),
     ("weighted-mean", mean_without_nan),
     ("weighted-mean", divided_by_the_mean_count),
+    ("weighted-mean", counted_in_a_list_of_one),
     ("sum-over-ranks", FromAllGather),
     ("contrastive-loss", all_queries_with_gradient),
     ("contrastive-loss", with_keys_in_turn),
@@ -90,6 +98,12 @@ def with_the_loss_of_all_ranks(queries, keys, temperature):
 def test_a_right_answer_in_another_form_passes(slug, answer):
     verdict = find(slug).judge(answer)
     assert verdict.outcome == PASSED, verdict
+
+
+@pytest.mark.slow
+def test_the_missing_factor_is_told_from_the_counts_of_the_case():
+    detail = find("weighted-mean").judge(without_the_factor).detail
+    assert "(1 / the ranks)" in detail, detail
 
 
 def loss_all_reduced_in_the_graph(logits, targets):
