@@ -32,8 +32,8 @@ TITLES: dict[Key, str] = {
 
 # The slugs of each chapter's guesses, in its order; a test compares.
 GUESSES: dict[Key, tuple[str, ...]] = {
-    0: ("counter-after-ranks", "sum-on-rank-3", "two-halves", "longest-in-the-call",
-        "rank-to-blame", "both-send-first"),
+    0: ("counter-after-ranks", "sum-on-rank-3", "longest-in-the-call", "rank-to-blame",
+        "both-send-first"),
     1: ("collectives-in-forward", "bytes-of-an-all-reduce", "rows-of-wider-layers",
         "parameters-that-fill-80-gb", "links-that-can-hide", "exposed-with-slices"),
     2: ("weight-of-a-token", "yes-or-no", "plain-all-reduce", "mean-of-a-sum", "orders-of-a-sum",

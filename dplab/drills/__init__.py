@@ -11,9 +11,10 @@ from typing import NamedTuple
 from dplab.desk import record
 from dplab.drills.sick_job import SickJob, key
 
-__all__ = ["drill", "scores"]
+__all__ = ["drill", "minutes", "scores"]
 
-_OF_CHAPTER = {4: ("silent_failures", "SilentFailure")}
+_OF_CHAPTER = {0: ("failing_reports", "FailingReport"),
+               4: ("silent_failures", "SilentFailure")}
 
 
 def drill(chapter: str, seed: int | None = None) -> SickJob:
@@ -53,6 +54,11 @@ def scores() -> dict[int, Score]:
         found[chapter] = Score(len(solved), sum(entry.get("tries") == 1 for entry in solved),
                                len(cases))
     return found
+
+
+def minutes(chapter: int) -> int:
+    """How long a reader needs for one of this chapter's jobs."""
+    return _kind(chapter).minutes
 
 
 def _kind(chapter) -> type[SickJob]:

@@ -100,6 +100,8 @@ class SickJob:
     """
 
     chapter: int
+    minutes = 10  # that a reader needs for one
+    answer = 'job.diagnose("…")'  # as the reader writes it
     suspects_known: tuple[Suspect, ...]
     cases: tuple[Case, ...]
 
@@ -219,7 +221,7 @@ class SickJob:
         """What the reader can type, and the suspects."""
         rows = {f"job.{name}()": inspect.getdoc(method).splitlines()[0].rstrip(".")
                 for name, method in self._instruments().items()}
-        rows['job.diagnose("…")'] = "your answer: one of the suspects below"
+        rows[self.answer] = "your answer: one of the suspects below"
         rows["job.solution()"] = "the answer, if you give up"
         width = max(map(len, rows))
         calls = (f"{call:{width}}  {what}" for call, what in rows.items())

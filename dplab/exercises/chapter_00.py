@@ -152,7 +152,7 @@ class OneCallEach(Exercise):
     number = "0.1"
     title = "Four puzzles, one call each"
     name = "one_call_each"
-    minutes = 6
+    minutes = 5
     world_sizes = (4,)
     hints = (
         "Read the digits on the right. Does each rank have numbers of one rank, of all ranks, or "
@@ -493,7 +493,7 @@ def swap(tensor):
 
 def swap_broken(tensor):
     rank = dist.get_rank()
-    partner = rank + 1 if rank % 2 == 0 else rank - 1
+    partner = rank ^ 1  # 0 and 1, 2 and 3, …
     if partner < dist.get_world_size():
         dist.send(tensor, partner)
         dist.recv(tensor, partner)
@@ -736,8 +736,8 @@ def _rebinds_its_argument(function):
         for step in dis.get_instructions(code))
 
 
-EVEN_LATE = "`tensor` after a swap to which even ranks come late"
-ODD_LATE = "`tensor` after a swap to which odd ranks come late"
+EVEN_LATE = "`tensor` after the first swap (even ranks are late)"
+ODD_LATE = "`tensor` after the second swap (odd ranks are late)"
 OF_ALL = "the number of collectives of all ranks"
 BOTH_WAYS = "the number of sends and receives in two swaps"
 _LATE = 0.05  # seconds: so that the other rank is already waiting

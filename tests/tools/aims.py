@@ -14,13 +14,14 @@ from pathlib import Path
 import notebooks
 from notebooks import FOLDED
 
+from dplab import drills
 from dplab.desk import course
 
 ROOT = Path(__file__).resolve().parents[2]
 AIMS = {"words": 2600, "shown cells": 45, "shown lines": 260, "guesses": 6, "drill cells": 2,
         "folded lines": 120}
 LONGEST_CELL = 12  # lines, of a shown cell
-WORDS_A_MINUTE, LINES_A_MINUTE, MINUTES_OF_A_PICTURE, MINUTES_OF_A_DRILL = 180, 12, 0.5, 10
+WORDS_A_MINUTE, LINES_A_MINUTE, MINUTES_OF_A_PICTURE = 180, 12, 0.5
 # A folded cell runs nothing that a reader came for.
 NOT_FOLDED = re.compile(r"\brun\(|%%ranks|\bdist\.\w+\(|\.backward\(|autograd")
 
@@ -73,10 +74,11 @@ class Chapter:
             for cell in self.code)
         own = sum(exercises[cell.metadata["dplab"]["exercise"]]
                   for cell in self.code if "exercise" in tags(cell))
-        drills = any("drill(" in cell.source for cell in self.code)
+        drilled = any("drill(" in cell.source for cell in self.code)
+        drill = drills.minutes(course.key_of(self.path.stem)) if drilled else 0
         return round(counts["words"] / WORDS_A_MINUTE + counts["shown lines"] / LINES_A_MINUTE
                      + counts["guesses"] + MINUTES_OF_A_PICTURE * pictures + own
-                     + MINUTES_OF_A_DRILL * drills + 1)  # the cells themselves run a minute
+                     + drill + 1)  # the cells themselves run a minute
 
 
 def tags(cell):
