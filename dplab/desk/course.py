@@ -34,8 +34,8 @@ TITLES: dict[Key, str] = {
 GUESSES: dict[Key, tuple[str, ...]] = {
     0: ("counter-after-ranks", "sum-on-rank-3", "longest-in-the-call", "rank-to-blame",
         "both-send-first"),
-    1: ("collectives-in-forward", "bytes-of-an-all-reduce", "rows-of-wider-layers",
-        "parameters-that-fill-80-gb", "links-that-can-hide", "exposed-with-slices"),
+    1: ("bytes-of-an-all-reduce", "messages-after-backward", "rows-of-wider-layers",
+        "rows-of-eight-adapters", "parameters-that-fill-80-gb", "exposed-with-slices"),
     2: ("weight-of-a-token", "yes-or-no", "plain-all-reduce", "mean-of-a-sum", "orders-of-a-sum",
         "three-runs"),
     3: ("rank-0-receives-first", "equal-bits", "messages-of-a-tree", "the-real-crossover"),

@@ -361,7 +361,7 @@ def forward_too(d, f, ranks, flops, bandwidth, element):
     return _seconds(d, f, ranks, bandwidth, element) * flops / (6 * d * f)
 
 
-def no_additions(d, f, ranks, flops, bandwidth, element):
+def one_product_without_additions(d, f, ranks, flops, bandwidth, element):
     return _seconds(d, f, ranks, bandwidth, element) * flops / (d * f)
 
 
@@ -410,12 +410,28 @@ def upside_down(*sizes):
     return 1 / rows_to_hide(*sizes) if rows_to_hide(*sizes) else 0.0
 
 
+def divided_by_what_is_sent(d, f, ranks, flops, bandwidth, element):
+    return 4 * d * f / flops / _seconds(d, f, ranks, bandwidth, element)
+
+
+def thumb_upside_down(d, f, ranks, flops, bandwidth, element):
+    return bandwidth / flops
+
+
+def at_least_one(*sizes):
+    return max(1, rows_to_hide(*sizes))
+
+
 def rounded_up(*sizes):
     return math.ceil(rows_to_hide(*sizes))
 
 
 def rounded_down(*sizes):
     return int(rows_to_hide(*sizes))
+
+
+def rounded(*sizes):
+    return round(rows_to_hide(*sizes))
 
 
 def seconds_of_the_all_reduce(d, f, ranks, flops, bandwidth, element):
@@ -441,19 +457,22 @@ class RowsToHide(Calculation):
         "Two times must be equal. What is the first one: how many bytes does a rank send, and how "
         "long does that take?",
         "The second is that of backward: in exercise 1.1, how many products did you write for one "
-        "layer? Each takes `2 * rows * d * f` operations.",
+        "layer? And how often does each of them use one weight, if there is one row? It multiplies "
+        "and adds each time.",
         "The gradient has `element * d * f` bytes, so a rank sends `2 * (ranks - 1) / ranks` times "
-        "that. Backward takes `4 * d * f / flops` seconds a row. Divide the first time by the "
-        "second.",
+        "that. A product takes `2 * d * f` operations a row, and backward has two products. Divide "
+        "the first time by backward's time for one row.",
     )
     solution = staticmethod(rows_to_hide)
     mistakes = (
-        Mistake(one_product, "You counted one product. Backward of a layer has two: the gradient "
-                "of its weights, and that of its input, which the layer before it needs."),
+        Mistake(one_product, "You took half of backward's operations. Backward of a layer has two "
+                "products: the gradient of its weights, and that of its input, which the layer "
+                "before it needs. Each multiplies and adds once for every row and weight."),
         Mistake(forward_too, "You counted forward's product too. The gradient does not exist "
                 "during forward, so only backward can hide its all-reduce."),
-        Mistake(no_additions, "Count a multiplication and an addition for each pair of numbers: a "
-                "product takes `2 * rows * d * f` operations, and backward has two products."),
+        Mistake(one_product_without_additions, "You took a quarter of backward's operations. A "
+                "layer has two products in backward, and each multiplies *and* adds once for "
+                "every row and weight."),
         Mistake(tensor_once, "You let a rank send its gradient once. In an all-reduce it sends "
                 "2(N−1)/N times the tensor."),
         Mistake(half_an_all_reduce, "You let a rank send (N−1)/N of the tensor. That is a "
@@ -474,8 +493,16 @@ class RowsToHide(Calculation):
                 "factor of the all-reduce, 2(N−1)/N, and the bytes of each number, `element`."),
         Mistake(upside_down, "Your fraction is upside down: a faster link needs fewer rows, and a "
                 "faster device needs more."),
+        Mistake(thumb_upside_down, "This is W/C, and it is upside down: a faster link needs fewer "
+                "rows. Nor is the rule of thumb C/W exact: keep 2(N−1)/N and `element`."),
+        Mistake(divided_by_what_is_sent, "Your fraction is upside down: it divides by the time of "
+                "the all-reduce, which is 0 for one rank. Divide that time by backward's time for "
+                "one row."),
+        Mistake(at_least_one, "You return at least 1. One rank alone sends nothing, so 0 rows are "
+                "enough for it."),
         Mistake(rounded_up, _ROUNDED),
         Mistake(rounded_down, _ROUNDED),
+        Mistake(rounded, _ROUNDED),
         Mistake(seconds_of_the_all_reduce, "This is the time of the all-reduce in seconds. How "
                 "many rows does backward compute in that time?"),
         Mistake(activations_sent, "The message has the shape of the weights, `(d, f)`: `d * f` "
@@ -715,8 +742,15 @@ class BytesPerParameter(Calculation):
     )
 
     def trial(self, attempt):
-        return {f"the bytes per parameter of {name}": _plain(attempt(*case))
-                for name, case in _cases()}
+        facts = {}
+        for name, case in _cases():
+            try:
+                answer = attempt(*case)
+            except Exception as error:
+                error.add_note(f"It was called with {name}.")
+                raise
+            facts[f"the bytes per parameter of {name}"] = _plain(answer)
+        return facts
 
     def expected(self, world_size):
         """By hand: bytes of each kind; Adam has a counter of four bytes for each tensor."""
@@ -724,7 +758,7 @@ class BytesPerParameter(Calculation):
         adam = (16 * numbers + 4 * tensors) / numbers
         by_hand = {
             "a model trained with Adam and its counters": adam,
-            "the same, trained with SGD without momentum": 8.0,
+            "a model trained with SGD without momentum": 8.0,
             "a model in bf16, trained with SGD with momentum": 6.0,
             "a model whose first layer is frozen, trained with SGD with momentum":
                 (12 * 15 + 4 * 24) / numbers,
@@ -745,7 +779,7 @@ def _cases():
     """(name, arguments) of each model, after one step of training."""
     adam, sgd = torch.optim.Adam, torch.optim.SGD
     yield "a model trained with Adam and its counters", _stepped(_small(), adam)
-    yield "the same, trained with SGD without momentum", _stepped(_small(), sgd)
+    yield "a model trained with SGD without momentum", _stepped(_small(), sgd)
     yield ("a model in bf16, trained with SGD with momentum",
            _stepped(_small().bfloat16(), sgd, momentum=0.9))
     frozen = _small()
@@ -807,8 +841,8 @@ def accumulate_gradients(model, images, labels, micro_batch):
         loss = F.cross_entropy(model(x), y, reduction="sum") / len(labels)
         loss.backward()
     for parameter in model.parameters():
-        parameter.grad /= dist.get_world_size()
         dist.all_reduce(parameter.grad)
+        parameter.grad /= dist.get_world_size()
 
 
 def _slices(images, labels, micro_batch):

@@ -39,7 +39,8 @@ def after_a_step(model: nn.Module, loss: Callable[[nn.Module], torch.Tensor], *,
     loss(model).backward()
     optimizer.step()
     if autocast:
-        others += _copies(model, loss)
+        # Not through DDP: its second forward makes new buckets, and ``others`` has the first ones.
+        others += _copies(model.module if ddp else model, loss)
     return Held(model, optimizer, others)
 
 

@@ -22,21 +22,25 @@ def row_limits(needed: Mapping[str, float], fitting: Mapping[str, float], *,
         + ", ".join(f"{rows:,.0f} rows over {link}" for link, rows in needed.items())
         + ". Memory is full at "
         + ", ".join(f"{rows:,.0f} rows for {model}" for model, rows in fitting.items()) + ".")
-    middle = sorted(needed, key=needed.__getitem__)[-2] if len(needed) > 2 else ""
+    slowest_first = sorted(needed, key=needed.__getitem__, reverse=True)
     for number, (link, rows) in enumerate(needed.items()):
         ratios = [rows / end for end in (ROWS[0], ROWS[-1])]
         axes.loglog((ROWS[0], ROWS[-1]), ratios, color=rank_color(number))
-        axes.annotate(link, (ROWS[0], ratios[0]), (4, -20 if link == middle else 6),
-                      textcoords="offset points", color=rank_color(number))
+        # In turn above a line's beginning and below its end, where neighbours are close.
+        above = slowest_first.index(link) % 2 == 0
+        axes.annotate(link, (ROWS[0], ratios[0]) if above else (ROWS[-1], ratios[-1]),
+                      (4, 6) if above else (-4, -6), textcoords="offset points",
+                      ha="left" if above else "right", va="bottom" if above else "top",
+                      color=rank_color(number))
     axes.axhline(1, color=MUTED, linewidth=1)
     axes.annotate("below: hidden", (ROWS[0], 1), (4, -14), textcoords="offset points",
                   color=MUTED)
     for model, rows in fitting.items():
         axes.axvline(rows, color=MUTED, linewidth=1, linestyle="--")
-        axes.annotate(f"full:\n{model}", (rows, 60), (-4, -4), ha="right", va="top",
+        axes.annotate(f"full:\n{model}", (rows, 200), (-4, -4), ha="right", va="top",
                       textcoords="offset points", color=MUTED)
-    axes.set(xlim=(ROWS[0], ROWS[-1]), ylim=(0.03, 60))
+    axes.set(xlim=(ROWS[0], ROWS[-1]), ylim=(0.03, 200))
     axes.set_xticks(ROWS, [f"{rows:,}" for rows in ROWS])
-    axes.set_yticks([0.1, 1, 10], ["0.1", "1", "10"])
+    axes.set_yticks([0.1, 1, 10, 100], ["0.1", "1", "10", "100"])
     axes.minorticks_off()
     return figure

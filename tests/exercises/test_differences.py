@@ -119,6 +119,9 @@ A, B = torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0])
     ((A, A), (None, A), "it is None"),
     ((0.5, 0.5), (500.0, 500.0), "it is 1000 times the reference"),
     ((0.5, 0.5), (0.7, 0.7), ""),
+    # 4,226,349.3 times smaller: near a whole number of times only because it is so many.
+    ((1923.0556,), (1923.0556 / 4226349.3,), ""),
+    ((1923.0556,), (1923.0,), ""),  # which has few digits in any dtype
     ((0.5, 0.5), (0.0, 0.0), ""),
 ])
 def test_what_is_said_of_a_difference(expected, got, said):

@@ -646,6 +646,16 @@ def test_an_answer_that_cannot_be_used_shows_none_of_the_courses_lines():
     assert "chapter_07.py" not in verdict.detail and "exercise" not in verdict.detail
 
 
+def takes_adam_for_granted(model, optimizer, others=()):
+    return sum(optimizer.state[each]["exp_avg"].nbytes for each in model.parameters())
+
+
+def test_a_crash_on_one_model_of_several_says_on_which():
+    verdict = find("bytes-per-parameter").judge(takes_adam_for_granted)
+    assert verdict.outcome == CRASHED
+    assert "KeyError" in verdict.detail and "trained with SGD without momentum" in verdict.detail
+
+
 def misses_an_attribute(model):
     pairs = list(zip(model.blocks, model.no_such_blocks, strict=True))
     return [model.embedding, *pairs]

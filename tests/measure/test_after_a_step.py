@@ -49,6 +49,19 @@ def test_autocast_leaves_the_copies_of_the_weights_that_backward_needs():
     assert after_a_step(small(), loss).others == []
 
 
+def views_under_autocast():
+    model, _, others = after_a_step(small(), loss, ddp=True, autocast=True,
+                                    gradient_as_bucket_view=True)
+    copies = [each for each in others if each.dtype == torch.bfloat16]
+    gradients = [parameter.grad for parameter in model.parameters()]
+    return bytes_of(others) - bytes_of(copies), bytes_of([*others, *gradients]) - bytes_of(copies)
+
+
+def test_gradients_are_views_into_the_buckets_after_a_forward_under_autocast_too():
+    size = 4 * (5 * 4 + 4 + 4 * 3 + 3)
+    assert run(views_under_autocast, 2, backend="gloo") == [(size, size)] * 2
+
+
 @pytest.mark.parametrize("rows", [1, 6])
 def test_saved_are_the_inputs_of_the_layers_without_their_weights(rows):
     # The input of the first layer, and the output of ReLU, which is the second layer's input.
