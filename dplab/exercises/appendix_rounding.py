@@ -195,12 +195,12 @@ class TypicalError(Calculation):
     hints = (
         "Take one element, and terms a, b, c, d on two ranks of two terms. Write down every "
         "addition that is made. What is the result of each? How large is the error of each?",
-        "The results are a + b on rank 0, c + d on rank 1, and (a + b) + (c + d) between the ranks. "
-        "Each addition errs by 0.21 · eps times its own result. What do you know of the variance of "
-        "a sum of independent numbers?",
-        "The squares of the errors add up. `part.cumsum(dim=0)[1:]` are the results of the additions "
-        "on one rank; the cumsum of the ranks' sums, again without its first row, are those "
-        "between ranks. Return 0.21 · eps · √(sum of the squares of all these results).",
+        "The results are a + b on rank 0, c + d on rank 1, and (a + b) + (c + d) between the "
+        "ranks. Each addition errs by 0.21 · eps times its own result. What do you know of the "
+        "variance of a sum of independent numbers?",
+        "The squares of the errors add up. `part.cumsum(dim=0)[1:]` are the results of the "
+        "additions on one rank; the cumsum of the ranks' sums, again without its first row, are "
+        "those between ranks. Return 0.21 · eps · √(sum of the squares of all these results).",
     )
     solution = staticmethod(typical_error)
     mistakes = (
