@@ -41,7 +41,7 @@ GUESSES: dict[Key, tuple[str, ...]] = {
     3: ("rank-0-receives-first", "equal-bits", "messages-of-a-tree", "the-real-crossover"),
     4: ("ddp-child-processes", "leave-outs-that-agree", "padded-draws", "accuracy-with-repeats",
         "forgotten-in-a-checkpoint"),
-    "A": ("error-with-mixed-signs", "thousand-ones", "gap-after-80-steps"),
+    "A": ("error-with-mixed-signs", "ones-on-four-ranks", "sure-gradient"),
     "B": ("product-that-cut-f-sums", "layers-where-pipeline-wins", "intensity-on-64-ranks"),
 }
 

@@ -1,6 +1,6 @@
-"""The exercise of the appendix on rounding: how far apart two right results may lie."""
+"""The exercise of the appendix on rounding: the error that a sum over ranks typically has."""
 
-import numbers
+import math
 
 import torch
 
@@ -10,215 +10,240 @@ from dplab.exercises.exercise import Calculation, Mistake
 # A.1
 
 
-def rounding_limit(terms, dtype):
-    n = len(terms)
-    mean_length = terms.norm(dim=1).mean().item()
-    return n * torch.finfo(dtype).eps * mean_length
+def typical_error(terms, sizes, dtype):
+    parts = terms.split(sizes)
+    of_ranks = torch.stack([part.sum(dim=0) for part in parts])
+    # The first number that is added needs no addition, so each cumsum gives one result too many.
+    results = torch.cat([each.cumsum(dim=0)[1:] for each in (*parts, of_ranks)])
+    return 0.21 * torch.finfo(dtype).eps * results.square().sum(dim=0).sqrt()
 
 
 # Each of these is what somebody writes at first. The exercise names it.
 
 
-def _fixed_share_of_the_result(terms, dtype):
-    return 1e-5 * terms.mean(dim=0).norm().item()
+def _results(terms, sizes):
+    """What each addition gives: on every rank, then between the ranks."""
+    parts = terms.split(sizes)
+    of_ranks = torch.stack([part.sum(dim=0) for part in parts])
+    return torch.cat([each.cumsum(dim=0)[1:] for each in (*parts, of_ranks)])
 
 
-def _defaults_of_allclose(terms, dtype):
-    return 1e-8 + 1e-5 * terms.mean(dim=0).norm().item()
+def _of_the_result(terms, sizes, dtype):
+    return 0.21 * torch.finfo(dtype).eps * terms.sum(dim=0).abs()
 
 
-def _eps_of_the_result(terms, dtype):
-    return torch.finfo(dtype).eps * terms.mean(dim=0).norm().item()
+def _result_and_root_of_n(terms, sizes, dtype):
+    additions = len(terms) - 1
+    return 0.21 * torch.finfo(dtype).eps * additions**0.5 * terms.sum(dim=0).abs()
 
 
-def _n_eps_of_the_result(terms, dtype):
-    return len(terms) * torch.finfo(dtype).eps * terms.mean(dim=0).norm().item()
+def _result_and_n(terms, sizes, dtype):
+    return 0.21 * torch.finfo(dtype).eps * (len(terms) - 1) * terms.sum(dim=0).abs()
 
 
-def _mean_of_all_elements(terms, dtype):
-    return len(terms) * torch.finfo(dtype).eps * terms.mean().abs().item()
+def _errors_added(terms, sizes, dtype):
+    return 0.21 * torch.finfo(dtype).eps * _results(terms, sizes).abs().sum(dim=0)
 
 
-def _without_n(terms, dtype):
-    return torch.finfo(dtype).eps * terms.norm(dim=1).mean().item()
+def _results_added(terms, sizes, dtype):
+    return 0.21 * torch.finfo(dtype).eps * _results(terms, sizes).sum(dim=0).abs()
 
 
-def _root_of_n(terms, dtype):
-    return len(terms) ** 0.5 * torch.finfo(dtype).eps * terms.norm(dim=1).mean().item()
+def _mean_of_squares(terms, sizes, dtype):
+    return 0.21 * torch.finfo(dtype).eps * _results(terms, sizes).square().mean(dim=0).sqrt()
 
 
-def _steps_of_a_tree(terms, dtype):
-    depth = torch.tensor(len(terms)).log2().ceil().item()
-    return depth * torch.finfo(dtype).eps * terms.norm(dim=1).mean().item()
+def _without_the_root(terms, sizes, dtype):
+    return 0.21 * torch.finfo(dtype).eps * _results(terms, sizes).square().sum(dim=0)
 
 
-def _of_the_sum(terms, dtype):
-    return len(terms) * torch.finfo(dtype).eps * terms.norm(dim=1).sum().item()
+def _sizes_of_the_terms(terms, sizes, dtype):
+    return 0.21 * torch.finfo(dtype).eps * terms.square().sum(dim=0).sqrt()
 
 
-def _length_of_the_table(terms, dtype):
-    return len(terms) * torch.finfo(dtype).eps * terms.norm().item()
+def _absolute_partial_sums(terms, sizes, dtype):
+    results = _results(terms.abs(), sizes)
+    return 0.21 * torch.finfo(dtype).eps * results.square().sum(dim=0).sqrt()
 
 
-def _longest_term(terms, dtype):
-    return len(terms) * torch.finfo(dtype).eps * terms.norm(dim=1).max().item()
+def _as_one_process(terms, sizes, dtype):
+    results = terms.cumsum(dim=0)[1:]
+    return 0.21 * torch.finfo(dtype).eps * results.square().sum(dim=0).sqrt()
 
 
-def _largest_element(terms, dtype):
-    return len(terms) * torch.finfo(dtype).eps * terms.abs().max().item()
+def _equal_parts(terms, sizes, dtype):
+    parts = terms.tensor_split(len(sizes))
+    return typical_error(terms, [len(part) for part in parts], dtype)
 
 
-def _mean_size_of_an_element(terms, dtype):
-    return len(terms) * torch.finfo(dtype).eps * terms.abs().mean().item()
+def _inside_the_ranks_only(terms, sizes, dtype):
+    results = torch.cat([part.cumsum(dim=0)[1:] for part in terms.split(sizes)])
+    return 0.21 * torch.finfo(dtype).eps * results.square().sum(dim=0).sqrt()
 
 
-def _along_the_wrong_axis(terms, dtype):
-    return len(terms) * torch.finfo(dtype).eps * terms.norm(dim=0).mean().item()
+def _between_the_ranks_only(terms, sizes, dtype):
+    of_ranks = torch.stack([part.sum(dim=0) for part in terms.split(sizes)])
+    return 0.21 * torch.finfo(dtype).eps * of_ranks.cumsum(dim=0)[1:].square().sum(dim=0).sqrt()
 
 
-def _elements_for_n(terms, dtype):
-    return terms.shape[1] * torch.finfo(dtype).eps * terms.norm(dim=1).mean().item()
+def _sums_of_ranks_as_results(terms, sizes, dtype):
+    of_ranks = torch.stack([part.sum(dim=0) for part in terms.split(sizes)])
+    inside = [part.cumsum(dim=0)[1:] for part in terms.split(sizes)]
+    results = torch.cat([*inside, of_ranks])
+    return 0.21 * torch.finfo(dtype).eps * results.square().sum(dim=0).sqrt()
 
 
-def _numel_for_n(terms, dtype):
-    return terms.numel() * torch.finfo(dtype).eps * terms.norm(dim=1).mean().item()
+def _first_number_counted(terms, sizes, dtype):
+    parts = terms.split(sizes)
+    of_ranks = torch.stack([part.sum(dim=0) for part in parts])
+    results = torch.cat([each.cumsum(dim=0) for each in (*parts, of_ranks)])
+    return 0.21 * torch.finfo(dtype).eps * results.square().sum(dim=0).sqrt()
 
 
-def _eps_of_the_terms(terms, dtype):
-    return len(terms) * torch.finfo(terms.dtype).eps * terms.norm(dim=1).mean().item()
+def _at_most(terms, sizes, dtype):
+    return 0.5 * torch.finfo(dtype).eps * _results(terms, sizes).square().sum(dim=0).sqrt()
 
 
-def _eps_of_float32(terms, dtype):
-    return len(terms) * torch.finfo(torch.float32).eps * terms.norm(dim=1).mean().item()
+def _a_whole_eps(terms, sizes, dtype):
+    return torch.finfo(dtype).eps * _results(terms, sizes).square().sum(dim=0).sqrt()
 
 
-def _fixed_share_of_the_terms(terms, dtype):
-    return 1e-6 * terms.norm(dim=1).mean().item()
+def _limit(terms, sizes, dtype):
+    return len(terms) * torch.finfo(dtype).eps * terms.abs().sum(dim=0)
 
 
-def _tiny(terms, dtype):
-    return len(terms) * torch.finfo(dtype).tiny * terms.norm(dim=1).mean().item()
+def _limit_of_one_sum(terms, sizes, dtype):
+    return (len(terms) - 1) * torch.finfo(dtype).eps / 2 * terms.abs().sum(dim=0)
 
 
-def _without_a_size(terms, dtype):
-    return len(terms) * torch.finfo(dtype).eps
+def _eps_of_the_terms(terms, sizes, dtype):
+    eps = torch.finfo(terms.dtype).eps
+    return 0.21 * eps * _results(terms, sizes).square().sum(dim=0).sqrt()
 
 
-def _squared_lengths(terms, dtype):
-    return len(terms) * torch.finfo(dtype).eps * terms.square().sum(dim=1).mean().item()
+def _eps_of_float32(terms, sizes, dtype):
+    eps = torch.finfo(torch.float32).eps
+    return 0.21 * eps * _results(terms, sizes).square().sum(dim=0).sqrt()
 
 
-def _measured_once(terms, dtype):
-    return (terms.to(dtype).mean(dim=0).double() - terms.mean(dim=0)).norm().item()
+def _without_eps(terms, sizes, dtype):
+    return 0.21 * _results(terms, sizes).square().sum(dim=0).sqrt()
 
 
-def _measured_twice(terms, dtype):
-    rounded = terms.to(dtype)
-    forward, backward = torch.zeros_like(rounded[0]), torch.zeros_like(rounded[0])
-    for row in rounded:
-        forward += row
-    for row in rounded.flip(0):
-        backward += row
-    return (forward / len(terms) - backward / len(terms)).double().norm().item()
+def _of_the_mean(terms, sizes, dtype):
+    return typical_error(terms, sizes, dtype) / len(terms)
 
 
-def _for_each_element(terms, dtype):
-    return len(terms) * torch.finfo(dtype).eps * terms.abs().mean(dim=0)
+def _measured_once(terms, sizes, dtype):
+    sums = []
+    for part in terms.to(dtype).split(sizes):
+        total = part[0].clone()
+        for term in part[1:]:
+            total += term
+        sums.append(total)
+    found = sums[0].clone()
+    for each in sums[1:]:
+        found += each
+    return (found.double() - terms.sum(dim=0)).abs()
 
 
-def _for_each_term(terms, dtype):
-    return len(terms) * torch.finfo(dtype).eps * terms.norm(dim=1)
+def _of_the_whole_vector(terms, sizes, dtype):
+    return typical_error(terms, sizes, dtype).norm()
 
 
-def _verdict_in_place_of_a_limit(terms, dtype):
-    rounded = terms.to(dtype).mean(dim=0).double()
-    return torch.allclose(rounded, terms.mean(dim=0))
+def _of_each_addition(terms, sizes, dtype):
+    return 0.21 * torch.finfo(dtype).eps * _results(terms, sizes).abs()
 
 
-def _without_return(terms, dtype):
-    rounding_limit(terms, dtype)
+def _along_a_term(terms, sizes, dtype):
+    return 0.21 * torch.finfo(dtype).eps * terms.cumsum(dim=1).square().sum(dim=1).sqrt()
 
 
-def _in_place(terms, dtype):
-    return len(terms) * torch.finfo(dtype).eps * terms.square_().sum(dim=1).sqrt().mean().item()
+def _without_return(terms, sizes, dtype):
+    typical_error(terms, sizes, dtype)
 
 
-RESULT = ("Your limit is relative to the result. Where the terms cancel, the result is small and "
-          "the partial sums are not, and each addition rounds at the size of its partial sum. "
-          "Take the size of what was added.")
-SLOWER = ("Your limit grows more slowly than n. It holds for typical sums, or for one order, and "
-          "not for every sum: equal terms, added one by one, round in the same direction each "
-          "time. Count each of the n roundings in full.")
-ELEMENT = ("You measure the size by single elements, and the distance is the length of a whole "
-           "vector. Take the length of each term: `terms.norm(dim=1)`.")
-ELEMENTS = ("You took the number of elements for n. Each element is a sum of its own, of n terms: "
-            "n is `len(terms)`.")
-FIXED = ("Your limit does not follow the dtype. A fixed share, or always float32's eps, is too "
-         "little for bfloat16 and too much for float64. Take eps of the dtype in which the sums "
-         "were made: `torch.finfo(dtype).eps`.")
-MEASURED = ("You measure how one or two orders round. Others round by more, and the two programs "
-            "may use any. Find what is possible at most.")
-ONE_NUMBER = ("You return several limits. The distance is the length of the whole difference, so "
-              "its limit is one number.")
+def _in_place(terms, sizes, dtype):
+    for part in terms.split(sizes):
+        for k in range(1, len(part)):
+            part[k] += part[k - 1]
+    of_ranks = torch.stack([part[-1] for part in terms.split(sizes)])
+    results = [part[1:] for part in terms.split(sizes)]
+    squares = torch.cat([*results, of_ranks.cumsum(dim=0)[1:]]).square().sum(dim=0)
+    return 0.21 * torch.finfo(dtype).eps * squares.sqrt()
 
 
-class RoundingLimit(Calculation):
-    slug = "rounding-limit"
+RESULT = ("You take the size of the final sum. Each addition rounds at the size of its own result, "
+          "which is a sum of the terms so far. Where terms cancel, these are larger than the final "
+          "sum; where they have one sign, smaller.")
+ADDED = ("You add the errors as if all had the same sign. They are up as often as down, and "
+         "independent: what adds up is their squares.")
+LIMIT = ("This is a limit, as in chapter 02: all errors at full size and in one direction. Here "
+         "the errors are independent, and of typical size.")
+FOLLOWS = "Your error does not follow the dtype of the sum. Take `torch.finfo(dtype).eps`."
+ONE_EACH = ("The prediction has another shape. Every element is a sum of its own, over the terms: "
+            "return one error for each element.")
+
+
+class TypicalError(Calculation):
+    slug = "typical-error"
     number = "A.1"
-    title = "How far apart two right results may lie"
-    name = "rounding_limit"
+    title = "The typical error of a sum over ranks"
+    name = "typical_error"
     minutes = 15
+    tolerance = 0.15  # what is measured differs from the right prediction, here by up to 9%
     hints = (
-        "Take one element first. How many roundings stand between the n numbers and their mean? "
-        "Each one is at most eps/2 times some partial sum. How large can a partial sum be, in any "
-        "order?",
-        "A partial sum is never larger than the sum of the absolute values, so one result is off "
-        "by at most n · eps/2 times that sum, divided by n. Two results may be off in opposite "
-        "directions. What does that say of two vectors, if you know the length of each term?",
-        "Twice n · eps/2 is n · eps. The sum of the absolute values, divided by n, becomes the "
-        "mean length of the terms: `terms.norm(dim=1).mean()`. eps is that of `dtype`, and not "
-        "of `terms.dtype`.",
+        "Take one element, and terms a, b, c, d on two ranks of two terms. Write down every "
+        "addition that is made. What is the result of each? How large is the error of each?",
+        "The results are a + b on rank 0, c + d on rank 1, and (a + b) + (c + d) between the "
+        "ranks. Each addition errs by 0.21 · eps times its own result. What do you know of the "
+        "variance of a sum of independent numbers?",
+        "The squares of the errors add up. `part.cumsum(dim=0)[1:]` are the results of the "
+        "additions on one rank; the cumsum of the ranks' sums, again without its first row, are "
+        "those between ranks. Return 0.21 · eps · √(sum of the squares of all these results).",
     )
-    solution = staticmethod(rounding_limit)
+    solution = staticmethod(typical_error)
     mistakes = (
-        Mistake(_fixed_share_of_the_result, "You take a fixed share of the result. 1e-5 is too "
-                "little for bfloat16, too much for float64, and knows nothing of n or of terms "
-                "that cancel."),
-        Mistake(_defaults_of_allclose, "These are the defaults of `torch.allclose`. 1e-5 is too "
-                "little for bfloat16 and too much for float64, and 1e-8 is more than all of a "
-                "tiny gradient. The limit must follow eps, n and the terms."),
-        Mistake(_eps_of_the_result, f"{RESULT} And there are n roundings, not one."),
-        Mistake(_n_eps_of_the_result, RESULT),
-        Mistake(_mean_of_all_elements, "You average all elements, and positive ones cancel "
-                "negative ones. Rounding depends on their sizes: take lengths before you "
-                "average."),
-        Mistake(_without_n, "You allow one rounding. A sum of n terms rounds n − 1 times, and the "
-                "mean once more. How many roundings are there in two results?"),
-        *(Mistake(attempt, SLOWER) for attempt in (_root_of_n, _steps_of_a_tree)),
-        Mistake(_of_the_sum, "Your limit is that of the sum. The results are means, so each error "
-                "is divided by n too: take the mean of the lengths, not their sum."),
-        Mistake(_length_of_the_table, "`terms.norm()` is the length of the whole table. It grows "
-                "with n, so your limit is too loose for many terms. Take each term's length, and "
-                "then the mean."),
-        Mistake(_longest_term, "You count every term as if it were the longest. One long term "
-                "then hides that another is lost. Take the mean of the lengths."),
-        *(Mistake(attempt, ELEMENT) for attempt in (_largest_element, _mean_size_of_an_element)),
-        Mistake(_along_the_wrong_axis, "`norm(dim=0)` goes down a column: it gives a length for "
-                "each element, over all terms. A term is a row: `dim=1`."),
-        *(Mistake(attempt, ELEMENTS) for attempt in (_elements_for_n, _numel_for_n)),
+        Mistake(_of_the_result, f"{RESULT} And there are n − 1 additions, not one."),
+        *(Mistake(attempt, RESULT) for attempt in (_result_and_root_of_n, _result_and_n)),
+        Mistake(_errors_added, ADDED),
+        Mistake(_results_added, "You add the results with their signs, so they cancel. An error's "
+                "sign has nothing to do with the sign of the result: add the squares."),
+        Mistake(_mean_of_squares, "You take the mean of the squares, which is the error of one "
+                "addition. The errors of all additions are in the final sum: add their squares."),
+        Mistake(_without_the_root, "The squares of the errors add up, and you return no root. "
+                "(Beside that, eps and 0.21 belong to the error, not to its square.)"),
+        Mistake(_sizes_of_the_terms, "You take the sizes of the terms. An addition rounds its "
+                "*result*, which is a sum of the terms so far."),
+        Mistake(_absolute_partial_sums, "You add absolute values. That bounds the partial sums, "
+                "and where terms of both signs cancel, the real partial sums are smaller."),
+        Mistake(_as_one_process, "You add all terms one by one, as one process does. Here each "
+                "rank begins anew with its own terms, and then the ranks' sums are added."),
+        Mistake(_equal_parts, "You cut the terms into equal parts. `sizes` says how many terms "
+                "each rank has: `terms.split(sizes)`."),
+        Mistake(_inside_the_ranks_only, "You leave out the additions between the ranks. They have "
+                "the largest results."),
+        Mistake(_between_the_ranks_only, "You count the additions between the ranks only. Each "
+                "rank has added its own terms before."),
+        Mistake(_sums_of_ranks_as_results, "Between the ranks you take each rank's own sum. The "
+                "result of such an addition is the sum of all ranks so far."),
+        Mistake(_first_number_counted, "You count one addition too many: the first number of "
+                "each sum is taken as it is. k numbers need k − 1 additions."),
+        Mistake(_at_most, "eps/2 is the largest error of an addition. The typical one is 0.21 "
+                "eps."),
+        Mistake(_a_whole_eps, "You take a whole eps for each addition. Typical is 0.21 eps."),
+        *(Mistake(attempt, LIMIT) for attempt in (_limit, _limit_of_one_sum)),
         Mistake(_eps_of_the_terms, "You took eps from `terms.dtype`. The terms are given in "
-                "float64 so that they are exact. Rounding happened in `dtype`."),
-        *(Mistake(attempt, FIXED) for attempt in (_eps_of_float32, _fixed_share_of_the_terms)),
-        Mistake(_tiny, "`tiny` is the smallest normal number. The relative step from one number "
-                "to the next is `eps`."),
-        Mistake(_without_a_size, "Your limit does not depend on the terms. eps is relative: "
-                "larger numbers round by more. What is the size of what was added?"),
-        Mistake(_squared_lengths, "You average squared lengths. A limit on a length must grow "
-                "like the terms, not like their squares."),
-        *(Mistake(attempt, MEASURED) for attempt in (_measured_once, _measured_twice)),
-        *(Mistake(attempt, ONE_NUMBER) for attempt in (_for_each_element, _for_each_term)),
-        Mistake(_verdict_in_place_of_a_limit, "You return a verdict. The function does not see "
-                "the two results: it returns how far apart they may lie."),
+                "float64, and the sum is made in `dtype`."),
+        *(Mistake(attempt, FOLLOWS) for attempt in (_eps_of_float32, _without_eps)),
+        Mistake(_of_the_mean, "You divide by n. The function is asked for the error of the sum, "
+                "not of the mean."),
+        Mistake(_measured_once, "You make the sum and look at its error. That is one error, which "
+                "may be 0 by luck, and it needs the exact sum. Predict its typical size from the "
+                "terms."),
+        *(Mistake(attempt, ONE_EACH) for attempt in (_of_the_whole_vector, _of_each_addition)),
+        Mistake(_along_a_term, "You add along a term. The sums go over the terms, which are the "
+                "rows: `dim=0`."),
         Mistake(_without_return, "It returns None. Is there a `return`?"),
         Mistake(_in_place, "You change the terms in place, and the caller still needs them."),
     )
@@ -227,111 +252,89 @@ class RoundingLimit(Calculation):
         return _cases()
 
     def trial(self, attempt):
-        facts, beside = {"what it returns": "one number", "that the terms are left alone": True}, {}
-        for name, terms, dtype, distance, _ in self.given:
-            own, fact = terms.clone(), f"your verdict on {name}"
-            limit = attempt(own, dtype)
-            facts["that the terms are left alone"] &= torch.equal(own, terms)
-            if (kind := _kind(limit)) == "one number":
-                facts[fact] = "rounding" if distance <= float(limit) else "a mistake"
-                beside[fact] = (f"  the distance is {distance:.2g}, and your limit is "
-                                f"{float(limit):.2g}")
+        facts, beside = {ALONE: True}, {}
+        for name, terms, sizes, dtype, errors in self.given:
+            own, fact = terms.clone(), _fact(name)
+            predicted = attempt(own, list(sizes), dtype)
+            facts[ALONE] &= torch.equal(own, terms)
+            if not isinstance(predicted, torch.Tensor):
+                facts[fact] = None if predicted is None else type(predicted).__name__
+            elif predicted.shape != errors.shape:
+                facts[fact] = f"a tensor of shape {list(predicted.shape)}"
             else:
-                facts |= {"what it returns": kind, fact: "none"}
-        return facts | {BESIDE: beside}
+                facts[fact] = _rms(errors / predicted.double())
+                beside[fact] = (f"  the error is typically {_rms(errors):.2g}, and you predict "
+                                f"{_rms(predicted.double()):.2g}")
+        single = self.given[0][1][:1]
+        return facts | {ONE_TERM: attempt(single.clone(), [1], torch.float32), BESIDE: beside}
 
     def expected(self, world_size):
-        return {"what it returns": "one number", "that the terms are left alone": True,
-                **{f"your verdict on {name}": verdict for name, *_, verdict in self.given}}
+        return {ALONE: True, **{_fact(name): 1.0 for name, *_ in self.given},
+                ONE_TERM: torch.zeros(self.given[0][1].shape[1], dtype=torch.float64)}
 
 
-def _kind(limit):
-    if limit is None:
-        return "None"
-    if isinstance(limit, bool):
-        return "True or False"
-    if isinstance(limit, torch.Tensor):
-        return "one number" if limit.numel() == 1 else f"{limit.numel()} numbers"
-    return "one number" if isinstance(limit, numbers.Real) else type(limit).__name__
+ALONE = "that the terms are left alone"
+ONE_TERM = "your prediction for a single term, which needs no addition"
+
+
+def _fact(name):
+    return f"the measured error in units of your prediction, for {name},"
+
+
+def _rms(numbers):
+    return min(numbers.square().mean().sqrt().nan_to_num(nan=1e9).item(), 1e9)
 
 
 def _cases():
-    """(name, terms, dtype, distance, right verdict); all terms are exact in their dtype."""
+    """(name, terms, sizes, dtype, measured errors of sums of nearly the same terms).
+
+    The errors are those of other sums, whose terms differ from these by one part in some hundred:
+    so an error that was measured with these terms is no prediction.
+    """
     f32, f64, bf16 = torch.float32, torch.float64, torch.bfloat16
-    alike = _vectors(4000, 50, f32).abs()
-    half = _vectors(12, 50, f32)
-    opposed = torch.cat([half, -half * (1 + 2**-10)]).to(f32).double()
-    mirrored = torch.cat([half, half.flip(0)])
-    equal = torch.full((1000, 7), 1.25, dtype=f64)
-    sparse = _vectors(4, 50, bf16)
-    sparse[3, 15:] = 0
-    rounding = [
-        _two_orders("24 gradients in float32", _vectors(24, 50, f32), f32),
-        _two_orders("24 gradients in float64", _vectors(24, 50, f64), f64),
-        _two_orders("4 gradients in bfloat16", _vectors(4, 50, bf16), bf16),
-        _two_orders("4 gradients in bfloat16, one of them mostly zeros", sparse, bf16),
-        _two_orders("4 gradients of 20,000 elements in float32", _vectors(4, 20_000, f32), f32),
-        _two_orders("12 gradients and nearly their opposites in float32", opposed, f32),
-        _two_orders("12 gradients and the same in reverse in float32", mirrored, f32),
-        _two_orders("24 gradients in float32, all 1e-5 as large",
-                    _vectors(24, 50, f32) * 2**-17, f32),
-        _two_orders("24 gradients in float32, all 1,000 times as large",
-                    _vectors(24, 50, f32) * 1024, f32),
-        _two_orders("4,000 gradients of one sign in float32", alike, f32),
-        _two_orders("1,000 equal gradients in bfloat16", equal, bf16),
+    mixed, opposed = _numbers(24), _numbers(16)
+    opposed[8:] = -opposed[:8] + 0.05 * opposed[8:]
+    cases = [
+        ("24 terms on 1 rank in float32", mixed, [24], f32),
+        ("24 terms on 4 ranks in float32", mixed, [6, 6, 6, 6], f32),
+        ("2 terms on 2 ranks in float32", _numbers(2), [1, 1], f32),
+        ("300 positive terms on 3 ranks in float32", _numbers(300).abs(), [150, 100, 50], f32),
+        ("16 terms on 2 ranks, whose sums nearly cancel, in float32", opposed, [8, 8], f32),
+        ("20 terms on 3 ranks in bfloat16", _numbers(20), [12, 1, 7], bf16),
+        ("12 terms on 2 ranks in float64", _numbers(12), [4, 8], f64),
     ]
-    four, wide = _vectors(4, 50, f32), _vectors(4, 20_000, f32)
-    some, many = _vectors(500, 50, f32), _vectors(800, 3, f32)
-    outlier = many.clone()
-    outlier[5] *= 256
-    small = four * 2**-30
-    parts = _vectors(31, 50, f32)
-    of_parts = torch.stack([part.mean(dim=0) for part in parts.split(8)]).mean(dim=0)
-    mistakes = [
-        _wrong("a sum in place of a mean of 4, in float32", four, f32, 4 * four.mean(dim=0)),
-        _wrong("the plain mean of parts of 8, 8, 8 and 7, in float32", parts, f32, of_parts),
-        _wrong("one of 500 gradients lost, in float32", some, f32, some[1:].mean(dim=0)),
-        _wrong("one of 800 gradients lost, in float32", many, f32, many[1:].mean(dim=0)),
-        _wrong("one of 800 gradients lost, where another is long, in float32", outlier, f32,
-               outlier[:-1].mean(dim=0)),
-        _wrong("one of 4 tiny gradients lost, in float32", small, f32, small[1:].mean(dim=0)),
-        _wrong("one of 4 ranks in bfloat16, the others in float32", wide, f32,
-               _first_through(wide, bf16)),
-        _wrong("one of 4 ranks in float32, the others in float64", _vectors(4, 50, f64), f64,
-               _first_through(_vectors(4, 50, f64), f32)),
-    ]
-    return rounding + mistakes
+    return [(name, _near(terms, dtype), sizes, dtype, _errors(_near(terms, dtype), sizes, dtype))
+            for name, terms, sizes, dtype in cases]
 
 
-def _vectors(n, elements, dtype):
-    """Vectors of different lengths, exact in the dtype."""
-    generator = torch.Generator().manual_seed(n + elements)
-    lengths = 0.5 + torch.rand(n, 1, generator=generator, dtype=torch.float64)
-    directions = 2 * torch.rand(n, elements, generator=generator, dtype=torch.float64) - 1
-    return (lengths * directions).to(dtype).double()
+ELEMENTS = 4000
+_generator = torch.Generator()
 
 
-def _two_orders(name, terms, dtype):
-    rounded = terms.to(dtype)
-    one_by_one = torch.zeros_like(rounded[0])
-    for row in rounded:
-        one_by_one += row
-    in_pairs = rounded
-    while len(in_pairs) > 1:
-        odd = in_pairs[len(in_pairs) // 2 * 2:]
-        in_pairs = torch.cat([in_pairs[0:len(in_pairs) - len(odd):2] + in_pairs[1::2], odd])
-    gap = one_by_one / len(terms) - in_pairs[0] / len(terms)
-    return f"{name}, in two orders", terms, dtype, gap.double().norm().item(), "rounding"
+def _numbers(n):
+    """Numbers of both signs; each element is at another place between two powers of two."""
+    _generator.manual_seed(n)
+    scales = 2 ** torch.rand(ELEMENTS, generator=_generator, dtype=torch.float64)
+    return scales * torch.randn(n, ELEMENTS, generator=_generator, dtype=torch.float64)
 
 
-def _wrong(name, terms, dtype, found):
-    return name, terms, dtype, (found - terms.mean(dim=0)).norm().item(), "a mistake"
+def _near(terms, dtype):
+    noise = torch.randn(terms.shape, generator=_generator, dtype=torch.float64)
+    return (terms * (1 + noise / 128)).to(dtype).double()
 
 
-def _first_through(terms, dtype):
-    terms = terms.clone()
-    terms[0] = terms[0].to(dtype)
-    return terms.mean(dim=0)
+def _errors(terms, sizes, dtype):
+    """What the rounding of real sums leaves, exactly."""
+    found = _one_by_one([_one_by_one(part) for part in terms.to(dtype).split(sizes)]).double()
+    return torch.tensor([math.fsum([*(-terms[:, column]).tolist(), found[column].item()])
+                         for column in range(ELEMENTS)], dtype=torch.float64)
 
 
-EXERCISES = (RoundingLimit,)
+def _one_by_one(numbers):
+    total = numbers[0]
+    for each in numbers[1:]:
+        total = total + each
+    return total
+
+
+EXERCISES = (TypicalError,)
