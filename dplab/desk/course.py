@@ -42,7 +42,7 @@ GUESSES: dict[Key, tuple[str, ...]] = {
     4: ("ddp-child-processes", "leave-outs-that-agree", "padded-draws", "accuracy-with-repeats",
         "forgotten-in-a-checkpoint"),
     "A": ("error-with-mixed-signs", "ones-on-four-ranks", "sure-gradient"),
-    "B": ("product-that-cut-f-sums", "layers-where-pipeline-wins", "intensity-on-64-ranks"),
+    "B": ("product-that-cut-f-sums", "least-sent-at-two-depths", "cut-that-leaves-most-intensity"),
 }
 
 
