@@ -1573,8 +1573,8 @@ class BusBandwidth(Calculation):
                 "its tensor, once."),
         Mistake(broadcast_to_each_rank, "The root need not send to every rank itself: another rank "
                 "can pass the tensor on. At the least, the tensor leaves the root once."),
-        Mistake(bytes_of_all_ranks, "You counted the bytes of all ranks together. A link belongs to "
-                "one rank: take the busiest one alone."),
+        Mistake(bytes_of_all_ranks, "You counted the bytes of all ranks together. A link belongs "
+                "to one rank: take the busiest one alone."),
         Mistake(a_chunk_too_many, "Each half of the ring has N-1 steps, not N: nobody sends to "
                 "itself."),
         Mistake(the_factor_upside_down, "You divided by the factor. The busiest rank sends the "
