@@ -10,7 +10,7 @@ import numpy
 import torch
 import torch.distributed as dist
 
-from dplab import parallel
+from dplab import RankError, parallel
 from dplab.exercises.compare import AtMost
 from dplab.exercises.exercise import WRONG, Calculation, Exercise, Mistake
 from dplab.exercises.stack.parts import (
@@ -27,24 +27,47 @@ from dplab.measure import CallLog
 CHUNKS = {"float32": (6, torch.float32), "float64": (2, torch.float64), "int64": (4, torch.int64)}
 
 
-class OnARing(Exercise):
+class Messages(Exercise):
+    """Base of what sends and receives: names a message too long, and a missing group."""
+
+    seconds = 5.0
+    too_long: str
+    with_groups = True  # whether four ranks call in groups of two as well
+
+    def judge(self, *objects, **options):
+        verdict = super().judge(*objects, **options)
+        if "(SIGABRT)" in verdict.detail and verdict.why != _WITHOUT_GROUP:  # gloo's way out
+            verdict.outcome, verdict.why = WRONG, self.too_long
+            # which a check does not show: they are gloo's
+            verdict.detail = verdict.detail.replace("; its last words stand in the output", "")
+        return verdict
+
+
+class OnARing(Messages):
     """Base of the three rings: several dtypes, the input left alone, and every send counted.
 
     On four ranks, ranks 0 and 2 are also a group, and 1 and 3 another one, both at once.
     """
 
     world_sizes = (2, 3, 4, 1)  # one rank last: what fails there only is beside the idea
-    seconds = 5.0
     steps = 1  # times N−1
     fact: str
 
-    def judge(self, *objects, **options):
-        verdict = super().judge(*objects, **options)
-        if "(SIGABRT)" in verdict.detail:  # gloo's way out
-            verdict.outcome, verdict.why = WRONG, _TOO_LONG
-            # which a check does not show: they are gloo's
-            verdict.detail = verdict.detail.replace("; its last words stand in the output", "")
-        return verdict
+    @property
+    def too_long(self):
+        return _TOO_LONG
+
+    def explanation(self, attempt, got, world_size):
+        """What fails in a group only, and is right among all ranks, leaves out the group."""
+        if isinstance(got, RankError) and world_size == 4:
+            self.with_groups = False
+            try:
+                among_all = self._observe(attempt, 4, quiet=True)
+            finally:
+                self.with_groups = True
+            if not isinstance(among_all, RankError):
+                return _WITHOUT_GROUP
+        return super().explanation(attempt, got, world_size)
 
     def parts(self, world_size, rank):
         return {f"{self.fact}, {name}": self.parts_of(_inputs(name, range(world_size)), rank)
@@ -56,7 +79,7 @@ class OnARing(Exercise):
         for name in CHUNKS:
             facts |= self._facts(f", {name}", attempt, self.given_to(name, rank, rank, ranks),
                                  None)
-        if ranks == 4:
+        if ranks == 4 and self.with_groups:
             pair = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
             facts |= self._facts(_IN_A_PAIR, attempt,
                                  self.given_to("float32", rank, rank // 2, 2), pair)
@@ -147,8 +170,9 @@ _WRONG_SIDE = ("You receive from the neighbour that you send to. On a ring, what
 _FINISHED = ("You called a finished collective. Here, you build one: from send and receive alone.")
 _FLOAT32 = ("What travels is float32, which rounds large integers and float64. `exchange` keeps "
             "the dtype of what you hand it.")
-_WITHOUT_GROUP = ("You left out the group. Pass it on to `dist.get_rank`, `dist.get_world_size` "
-                  "and `exchange`: where only some of the ranks call, they are all that there are.")
+_WITHOUT_GROUP = ("You left out the group in some call. Pass it on to `dist.get_rank`, "
+                  "`dist.get_world_size` and `exchange`: where only some of the ranks call, they "
+                  "are all that there are.")
 _SHARES_MEMORY = ("On one rank you return a view of the input: who changes the result changes the "
                   "input too. Copy it (`clone`).")
 _STRAIGHT = ("The result is right, and the bytes are as few as can be; but you send to every rank "
@@ -218,6 +242,21 @@ def keeps_what_it_sends(outgoing, to, source, group=None):
     return outgoing.clone()
 
 
+def receives_while_it_sends(outgoing, to, source, group=None):
+    sending = dist.isend(outgoing, group_dst=to, group=group)
+    dist.recv(outgoing, group_src=source, group=group)
+    sending.wait()
+    return outgoing
+
+
+def receives_floats(outgoing, to, source, group=None):
+    arriving = torch.empty(len(outgoing))
+    sending = dist.isend(outgoing, group_dst=to, group=group)
+    dist.recv(arriving, group_src=source, group=group)
+    sending.wait()
+    return arriving
+
+
 def exchanges_floats(outgoing, to, source, group=None):
     return exchange(outgoing.float(), to, source, group)
 
@@ -234,14 +273,19 @@ def exchange_among_all(outgoing, to, source, group=None):
     return exchange(outgoing, to, source)
 
 
-class Exchange(Exercise):
+_OVERWRITTEN = ("The caller's tensor is overwritten with what arrived. Leave `outgoing` as it is, "
+                "and receive into a new tensor: `torch.empty_like`.")
+
+
+class Exchange(Messages):
     slug = "exchange"
     number = "3.1"
     title = "Send and receive at the same time"
     name = "exchange"
     minutes = 5
     world_sizes = (2, 3, 4)
-    seconds = 5.0
+    too_long = ("The tensor that you receive into has less room than the message. It needs the "
+                "length and the dtype of `outgoing`: `torch.empty_like(outgoing)` has both.")
     hints = (
         "Which of the two calls has to return before anything has arrived, so that nobody waits "
         "in the circle?",
@@ -266,9 +310,9 @@ class Exchange(Exercise):
         Mistake(returns_what_it_sent, "You return what you sent. Receive into a new tensor, and "
                 "return that one."),
         Mistake(returns_no_tensor, "You return nothing: return the tensor that has arrived."),
-        *(Mistake(attempt, "The caller's tensor is overwritten with what arrived. Leave `outgoing` "
-                  "as it is, and receive into a new tensor: `torch.empty_like`.")
-          for attempt in (receives_into_what_it_sends, keeps_what_it_sends)),
+        *(Mistake(attempt, _OVERWRITTEN) for attempt in (
+            receives_into_what_it_sends, receives_while_it_sends, keeps_what_it_sends)),
+        Mistake(receives_floats, too_long),
         Mistake(exchanges_floats, "What you receive into is not of the dtype that arrives. "
                 "`torch.empty_like(outgoing)` has its size and its dtype."),
         Mistake(ranks_of_everybody, "`to` and `source` count within the group, and `dst=` and "
@@ -276,6 +320,15 @@ class Exchange(Exercise):
         Mistake(exchange_among_all, "You left out the group: `to` and `source` are ranks of that "
                 "group. Pass it to both calls.", hangs=True),
     )
+
+    def explanation(self, attempt, got, world_size):
+        """An overwritten `outgoing` is named whatever else its overwriting has spoiled."""
+        why = super().explanation(attempt, got, world_size)
+        if not why and not isinstance(got, RankError):
+            for facts in got:
+                kept = [fact for name, fact in facts.items() if name.startswith(_UNCHANGED)]
+                why = why if all(kept) else _OVERWRITTEN
+        return why
 
     def trial(self, attempt):
         rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -300,6 +353,7 @@ class Exchange(Exercise):
         return facts
 
 
+_UNCHANGED = "that `outgoing` is left unchanged"
 _TO_THE_OTHER = "to the other rank of a group of two"
 
 
@@ -314,7 +368,7 @@ def _exchanged(where, attempt, rank, ranks, distance, group):
 
 def _exchange_facts(where, arrived, same):
     return {f"what arrives when each rank sends {where}": arrived,
-            f"that `outgoing` is as it was when each rank sends {where}": same}
+            f"{_UNCHANGED} by a call in which each rank sends {where}": same}
 
 
 def _message(rank):
@@ -466,6 +520,31 @@ def reduces_without_the_group(flat, group=None):
     return ring_reduce_scatter(flat)
 
 
+def _reduce_scatter_of(rank, ranks, flat, group):
+    chunks = flat.view(ranks, -1)
+    total = chunks[(rank - 1) % ranks].clone()
+    for step in range(1, ranks):
+        arriving = exchange(total, (rank + 1) % ranks, (rank - 1) % ranks, group)
+        total = arriving + chunks[(rank - 1 - step) % ranks]
+    return total
+
+
+def takes_its_rank_among_all(flat, group=None):
+    return _reduce_scatter_of(dist.get_rank(), dist.get_world_size(group), flat, group)
+
+
+def counts_all_ranks(flat, group=None):
+    return _reduce_scatter_of(dist.get_rank(group), dist.get_world_size(), flat, group)
+
+
+def exchanges_without_the_group(flat, group=None):
+    return _reduce_scatter_of(dist.get_rank(group), dist.get_world_size(group), flat, None)
+
+
+def uses_the_group_in_exchange_only(flat, group=None):
+    return _reduce_scatter_of(dist.get_rank(), dist.get_world_size(), flat, group)
+
+
 def _by(swap):
     """The first half, by another exchange."""
     def attempt(flat, group=None):
@@ -549,7 +628,9 @@ class RingReduceScatter(OnARing):
         Mistake(adds_float32, _FLOAT32),
         Mistake(sends_each_chunk_to_its_rank, _STRAIGHT),
         Mistake(calls_the_collective, _FINISHED),
-        Mistake(reduces_without_the_group, _WITHOUT_GROUP),
+        *(Mistake(attempt, _WITHOUT_GROUP) for attempt in (
+            reduces_without_the_group, takes_its_rank_among_all, counts_all_ranks,
+            exchanges_without_the_group, uses_the_group_in_exchange_only)),
         Mistake(_by(send_first), _CIRCLE, hangs=True),
         Mistake(_by(receive_first), _EMPTY_CIRCLE, hangs=True),
         Mistake(_by(receives_from_where_it_sends), _WRONG_SIDE, hangs=True),
@@ -674,6 +755,28 @@ def gathers_without_the_group(chunk, group=None):
     return ring_all_gather(chunk)
 
 
+def _all_gather_of(rank, ranks, chunk, group):
+    chunks = chunk.new_empty(ranks, len(chunk))
+    chunks[rank] = chunk
+    for step in range(ranks - 1):
+        outgoing = chunks[(rank - step) % ranks]
+        chunks[(rank - 1 - step) % ranks] = exchange(
+            outgoing, (rank + 1) % ranks, (rank - 1) % ranks, group)
+    return chunks.view(-1)
+
+
+def gathers_by_its_rank_among_all(chunk, group=None):
+    return _all_gather_of(dist.get_rank(), dist.get_world_size(group), chunk, group)
+
+
+def gathers_for_all_ranks(chunk, group=None):
+    return _all_gather_of(dist.get_rank(group), dist.get_world_size(), chunk, group)
+
+
+def gathers_from_all_ranks(chunk, group=None):
+    return _all_gather_of(dist.get_rank(group), dist.get_world_size(group), chunk, None)
+
+
 def _gather_by(swap):
     """The second half, by another exchange."""
     def attempt(chunk, group=None):
@@ -741,7 +844,9 @@ class RingAllGather(OnARing):
                 "dimension: `view(-1)`."),
         Mistake(returns_the_input_on_one_rank, _SHARES_MEMORY),
         Mistake(calls_all_gather, _FINISHED),
-        Mistake(gathers_without_the_group, _WITHOUT_GROUP),
+        *(Mistake(attempt, _WITHOUT_GROUP) for attempt in (
+            gathers_without_the_group, gathers_by_its_rank_among_all, gathers_for_all_ranks,
+            gathers_from_all_ranks)),
         Mistake(_gather_by(send_first), _CIRCLE, hangs=True),
         Mistake(_gather_by(receive_first), _EMPTY_CIRCLE, hangs=True),
         Mistake(_gather_by(receives_from_where_it_sends), _WRONG_SIDE, hangs=True),
@@ -1065,6 +1170,25 @@ def errors_of_logarithms(sizes, seconds):
     return alpha, beta
 
 
+def relative_to_the_prediction(sizes, seconds):
+    sizes, seconds = numpy.array(sizes, float), numpy.array(seconds, float)
+    alpha, beta = fit_alpha_beta(sizes, seconds)
+    for _ in range(50):  # Gauss and Newton's steps for t / (α + n/β) − 1
+        times = alpha + sizes / beta
+        rows = numpy.stack([seconds / times**2, seconds * sizes / times**2], axis=1)
+        step = numpy.linalg.lstsq(rows, seconds / times - 1)[0]
+        alpha, beta = alpha + step[0], 1 / (1 / beta + step[1])
+    return alpha, beta
+
+
+def weighs_by_the_prediction(sizes, seconds):
+    slope, intercept = numpy.polyfit(sizes, seconds, 1, w=1 / numpy.array(seconds))
+    for _ in range(50):
+        weights = 1 / (intercept + slope * numpy.array(sizes))
+        slope, intercept = numpy.polyfit(sizes, seconds, 1, w=weights)
+    return intercept, 1 / slope
+
+
 def without_alpha(sizes, seconds):
     rows = numpy.array(sizes) / numpy.array(seconds)
     return 0.0, (rows @ rows) / rows.sum()
@@ -1124,6 +1248,9 @@ class FitAlphaBeta(Calculation):
         Mistake(errors_of_logarithms, "You squared the differences of the logarithms. They are "
                 "close to the relative errors, and not the same: the contract asks for "
                 "(alpha + n/beta) / t - 1."),
+        *(Mistake(attempt, "You divide by the predicted time. The contract divides by t, the time "
+                  "that was measured: ((alpha + n/beta) / t - 1).")
+          for attempt in (relative_to_the_prediction, weighs_by_the_prediction)),
         Mistake(without_alpha, "You left out α: a message of no bytes takes time too."),
         Mistake(relative_to_the_mean, "You divided by one time for all points. Each error is "
                 "relative to the time of its own point."),
@@ -1137,7 +1264,7 @@ class FitAlphaBeta(Calculation):
                                                     ("a fast link", 3e-6, 4e10))):
             noise = numpy.random.default_rng(seed)
             sizes = [1024 * 4**power for power in range(7)]
-            found[name] = sizes, [float((alpha + n / beta) * (1 + 0.1 * noise.standard_normal()))
+            found[name] = sizes, [float((alpha + n / beta) * (1 + 0.25 * noise.standard_normal()))
                                   for n in sizes]
         return found
 
@@ -1239,6 +1366,15 @@ def bytes_of_each_message(one, other, alpha, beta):
     return crossover_bytes((one[0], one[0] * one[1]), (other[0], other[0] * other[1]), alpha, beta)
 
 
+def zero_for_as_many_messages(one, other, alpha, beta):
+    size = _crossing(one, other, alpha, beta)
+    return size if size is not None and size >= 0 else None
+
+
+def infinite_for_as_many_bytes(one, other, alpha, beta):
+    return math.inf if one[1] == other[1] else crossover_bytes(one, other, alpha, beta)
+
+
 def zero_where_one_wins(one, other, alpha, beta):
     return crossover_bytes(one, other, alpha, beta) or 0.0
 
@@ -1293,6 +1429,10 @@ class CrossoverBytes(Calculation):
                 "α to one side of the equation and M to the other."),
         Mistake(bytes_of_each_message, "The second number is what all messages in the sequence "
                 "carry together, not each of them. Do not multiply by the messages again."),
+        Mistake(zero_for_as_many_messages, "With as many messages on both sides, the lines meet at "
+                "0 bytes, and no tensor has 0 bytes: one is faster for every tensor. Return None."),
+        Mistake(infinite_for_as_many_bytes, "Where both carry as many bytes, the lines run side by "
+                "side and never meet. No size is infinite: return None."),
         Mistake(zero_where_one_wins, "Where one algorithm is faster for every tensor there is no "
                 "size, not 0: return None."),
     )
@@ -1310,8 +1450,156 @@ class CrossoverBytes(Calculation):
 def _crossover_facts(case, size):
     one, other, alpha, beta = case
     return {f"the size for (messages, bytes) of {one} and {other}, α = {alpha:g} s and "
-            f"β = {beta:g} bytes/s": _as_float(size)}
+            f"β = {beta:g} bytes/s": "infinite" if size == math.inf else _as_float(size)}
+
+
+# --- 3.8: a time as bus bandwidth ----------------------------------------------------------------
+
+def bus_bandwidth(collective, nbytes, ranks, seconds):
+    # What the busiest rank has to send, in units of the whole tensor.
+    must_send = {"all_reduce": 2 * (ranks - 1) / ranks,  # N−1 chunks in each of two halves
+                 "reduce_scatter": (ranks - 1) / ranks,
+                 "all_gather": (ranks - 1) / ranks,
+                 "broadcast": 1}[collective]  # the root's tensor has to leave the root
+    return must_send * nbytes / seconds
+
+
+def algorithm_bandwidth(collective, nbytes, ranks, seconds):
+    return nbytes / seconds
+
+
+def all_reduce_always(collective, nbytes, ranks, seconds):
+    return bus_bandwidth("all_reduce", nbytes, ranks, seconds)
+
+
+def one_half_for_all_reduce(collective, nbytes, ranks, seconds):
+    if collective == "all_reduce":
+        collective = "reduce_scatter"
+    return bus_bandwidth(collective, nbytes, ranks, seconds)
+
+
+def one_chunk_for_all_gather(collective, nbytes, ranks, seconds):
+    whole = nbytes * ranks if collective == "all_gather" else nbytes
+    return bus_bandwidth(collective, whole, ranks, seconds)
+
+
+def one_chunk_for_both_halves(collective, nbytes, ranks, seconds):
+    whole = nbytes * ranks if collective in ("all_gather", "reduce_scatter") else nbytes
+    return bus_bandwidth(collective, whole, ranks, seconds)
+
+
+def one_chunk_only(collective, nbytes, ranks, seconds):
+    if collective in ("all_gather", "reduce_scatter"):
+        return nbytes / ranks / seconds
+    return bus_bandwidth(collective, nbytes, ranks, seconds)
+
+
+def broadcast_in_chunks(collective, nbytes, ranks, seconds):
+    if collective == "broadcast":
+        collective = "all_gather"
+    return bus_bandwidth(collective, nbytes, ranks, seconds)
+
+
+def broadcast_as_two_halves(collective, nbytes, ranks, seconds):
+    if collective == "broadcast":
+        collective = "all_reduce"
+    return bus_bandwidth(collective, nbytes, ranks, seconds)
+
+
+def broadcast_to_each_rank(collective, nbytes, ranks, seconds):
+    if collective == "broadcast":
+        return (ranks - 1) * nbytes / seconds
+    return bus_bandwidth(collective, nbytes, ranks, seconds)
+
+
+def bytes_of_all_ranks(collective, nbytes, ranks, seconds):
+    if collective == "broadcast":
+        return (ranks - 1) * nbytes / seconds
+    return ranks * bus_bandwidth(collective, nbytes, ranks, seconds)
+
+
+def a_chunk_too_many(collective, nbytes, ranks, seconds):
+    chunks = {"all_reduce": 2 * ranks, "reduce_scatter": ranks, "all_gather": ranks,
+              "broadcast": ranks}[collective]
+    return chunks / ranks * nbytes / seconds
+
+
+def the_factor_upside_down(collective, nbytes, ranks, seconds):
+    return (nbytes / seconds) ** 2 / bus_bandwidth(collective, nbytes, ranks, seconds)
+
+
+def sent_and_received(collective, nbytes, ranks, seconds):
+    return 2 * bus_bandwidth(collective, nbytes, ranks, seconds)
+
+
+def in_gigabytes(collective, nbytes, ranks, seconds):
+    return bus_bandwidth(collective, nbytes, ranks, seconds) / 1e9
+
+
+def in_bits(collective, nbytes, ranks, seconds):
+    return 8 * bus_bandwidth(collective, nbytes, ranks, seconds)
+
+
+class BusBandwidth(Calculation):
+    slug = "bus-bandwidth"
+    number = "3.8"
+    title = "The bus bandwidth of a measured time"
+    name = "bus_bandwidth"
+    minutes = 6
+    hints = (
+        "How many bytes must the busiest rank send, at the least, in each of the four? You have "
+        "counted two halves and a whole. Who is the busiest in a broadcast?",
+        "A half of the ring sends N-1 chunks of nbytes/N from each rank, an all-reduce twice as "
+        "much. In a broadcast, every byte has to leave the root once.",
+        "`factor * nbytes / seconds`, where the factor is 2(N-1)/N for an all-reduce, (N-1)/N for "
+        "each half, and 1 for a broadcast.",
+    )
+    solution = staticmethod(bus_bandwidth)
+    mistakes = (
+        Mistake(algorithm_bandwidth, "This is the algorithm bandwidth, the tensor over the time. "
+                "Count what the busiest rank has to send for it instead."),
+        Mistake(all_reduce_always, "You count an all-reduce each time. A reduce-scatter and an "
+                "all-gather are half of one, and a broadcast only brings one tensor out."),
+        Mistake(one_half_for_all_reduce, "An all-reduce is a reduce-scatter and then an "
+                "all-gather: the busiest rank sends twice as much as in one half."),
+        *(Mistake(attempt, "`nbytes` is the whole tensor here, all N chunks together. You took it "
+                  "for one rank's chunk.")
+          for attempt in (one_chunk_for_all_gather, one_chunk_for_both_halves)),
+        Mistake(one_chunk_only, "A rank sends more than its own chunk in a half of the ring: one "
+                "chunk in each of N-1 steps."),
+        Mistake(broadcast_in_chunks, "In a broadcast only the root has the tensor, so every byte "
+                "of it must leave the root: nbytes, and not a part of it."),
+        Mistake(broadcast_as_two_halves, "A broadcast sums nothing. What must leave the root is "
+                "its tensor, once."),
+        Mistake(broadcast_to_each_rank, "The root need not send to every rank itself: another rank "
+                "can pass the tensor on. At the least, the tensor leaves the root once."),
+        Mistake(bytes_of_all_ranks, "You counted the bytes of all ranks together. A link belongs "
+                "to one rank: take the busiest one alone."),
+        Mistake(a_chunk_too_many, "Each half of the ring has N-1 steps, not N: nobody sends to "
+                "itself."),
+        Mistake(the_factor_upside_down, "You divided by the factor. The busiest rank sends the "
+                "factor times the tensor: multiply."),
+        Mistake(sent_and_received, "You count what a rank sends and what it receives. A link's "
+                "bandwidth holds for each direction: count what is sent."),
+        Mistake(in_gigabytes, "The number is right in GB/s, and bytes/s are asked."),
+        Mistake(in_bits, "You turned bytes into bits, and bytes/s are asked."),
+    )
+    CASES = tuple((collective, nbytes, ranks, seconds)
+                  for collective in ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
+                  for nbytes, ranks, seconds in ((2**33, 8, 0.05), (3_000_000, 3, 2e-3)))
+
+    def trial(self, attempt):
+        return of_cases(_bus_facts, self.CASES, attempt)
+
+    def expected(self, world_size):
+        return of_cases(_bus_facts, self.CASES, bus_bandwidth)
+
+
+def _bus_facts(case, bandwidth):
+    collective, nbytes, ranks, seconds = case
+    return {f"the bytes/s of {collective}, {nbytes:,} bytes on {ranks} ranks in {seconds:g} s":
+            _as_float(bandwidth)}
 
 
 EXERCISES = (Exchange, RingReduceScatter, RingAllGather, RingAllReduce, RingSeconds, FitAlphaBeta,
-             CrossoverBytes)
+             CrossoverBytes, BusBandwidth)
