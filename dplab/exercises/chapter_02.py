@@ -756,6 +756,14 @@ def other_keys_are_constants(queries, keys, temperature):
     return F.cross_entropy(logits, own_labels(keys))
 
 
+def own_key_alone_has_a_gradient(queries, keys, temperature):
+    gathered = [torch.empty_like(keys) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, keys.detach())
+    logits = queries @ torch.cat(gathered).T / temperature
+    right = (queries * keys).sum(dim=1) / temperature
+    return (logits.logsumexp(dim=1) - right).mean()
+
+
 def everyones_loss(queries, keys, temperature):
     logits = with_own_put_back(queries) @ with_own_put_back(keys).T / temperature
     return F.cross_entropy(logits, torch.arange(len(logits)))
@@ -861,6 +869,10 @@ class ContrastiveLoss(Exercise):
                   "takes part in *every* rank's loss as a negative, and these gradients are lost: "
                   "gather in a way that autograd sees.")
           for attempt in (other_keys_are_constants, placed_with_a_plain_all_reduce)),
+        Mistake(own_key_alone_has_a_gradient, "A key gets a gradient as the right key of its own "
+                "query, above, and none from the sum below, where all gathered keys count as "
+                "constants, this rank's own too. (`dist.all_gather` has no gradient.) Every "
+                "query's sum depends on every key: gather in a way that autograd sees."),
         Mistake(everyones_loss, "Every rank computes the whole loss, with only its own rows "
                 "carrying a gradient. These are right, but each rank brings its own part only, so "
                 "DDP's average makes the gradients N times too small. Compute this rank's queries "
