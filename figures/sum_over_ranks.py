@@ -18,8 +18,8 @@ ALT = (
     f"{BACK}, the gradient of their x."
 )
 
-FOOTER = ("Each rank knows the derivative of its own loss only. The second all-reduce brings it "
-          "the other one.")
+FOOTER = ("Each rank knows the derivative of its own loss only. The second all-reduce adds "
+          "both.")
 
 X, SUM, S, LOSS = 196, 416, 628, 812  # the middles of the columns
 TOP, ROW, HALF = 128, 56, 190
