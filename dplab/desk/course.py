@@ -41,6 +41,8 @@ GUESSES: dict[Key, tuple[str, ...]] = {
     3: ("rank-0-receives-first", "equal-bits", "messages-of-a-tree", "the-real-crossover"),
     4: ("ddp-child-processes", "leave-outs-that-agree", "padded-draws", "accuracy-with-repeats",
         "forgotten-in-a-checkpoint"),
+    6: ("without-a-barrier", "longest-all-reduce", "slowest-of-eight", "strong-on-eight",
+        "most-of-the-three"),
     "A": ("error-with-mixed-signs", "thousand-ones", "gap-after-80-steps"),
     "B": ("product-that-cut-f-sums", "layers-where-pipeline-wins", "intensity-on-64-ranks"),
 }

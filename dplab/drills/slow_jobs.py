@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from dplab import RankError, run, show
 from dplab.drills.sick_job import Case, Fault, SickJob, Suspect, instrument
-from dplab.measure import EmulatedLink, aligned, split_time
+from dplab.measure import EmulatedLink, aligned, from_last_launch, split_time
 from dplab.spawn.parent.output import in_notebook
 from dplab.spawn.rank.recording import recorder_here
 from dplab.workloads import slept_steps as healthy
@@ -471,7 +471,7 @@ class SlowJob(SickJob):
         if in_notebook():
             from IPython.display import display
 
-            display(show.timeline(step, title="One step, from the middle of the job",
+            display(show.timeline(from_last_launch(step), title="One step, from the middle of the job",
                                   note="Real ranks, emulated link, computing is slept."))
             return
         for rank, spans in enumerate(step):

@@ -1,5 +1,6 @@
 """Where the time of a step goes: for each rank, seconds that add up to the step."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 
@@ -25,4 +26,26 @@ def split_time(ranks):
                     "waiting" if is_in(launched, start) else "idle")
             seconds[kind] += end - start
         split.append(seconds)
+    return split
+
+
+def from_last_launch(ranks):
+    """The same spans, in which a rank waits for a collective until the last rank has launched it.
+
+    What is left of the collective is the time in which the link carries it. For a drawing.
+    """
+    starts = [max(span.start for span in same) for same in zip(
+        *([span for span in spans if span.lane == "communication"] for spans in ranks),
+        strict=True)]
+    split = []
+    for spans in ranks:
+        launches, found = iter(starts), []
+        for span in spans:
+            if span.lane != "communication":
+                found.append(span)
+                continue
+            start = min(next(launches), span.end)
+            found.append(replace(span, lane="waiting", end=start))
+            found.append(replace(span, start=start))
+        split.append(sorted(found, key=lambda span: (span.start, span.end)))
     return split

@@ -101,7 +101,7 @@ def test_solved_jobs_come_last(capsys):
     for slug in "abdefgh":
         record.update("drills", f"04/{slug}", lambda entry: entry.update(solved=True))
     assert [dplab.drill("04")._case.slug for _ in range(3)] == ["c", "c", "c"]
-    assert scores() == {4: (7, 0, 8)}
+    assert scores()[4] == (7, 0, 8)
 
 
 def test_readers_meet_the_jobs_in_different_orders(tmp_path, monkeypatch, capsys):
