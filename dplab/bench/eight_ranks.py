@@ -79,8 +79,8 @@ def main(options):
         print(f"  put in: {cause:10}{1e3 * each:4.0f} ms, "
               f"{RANKS * each / seconds['together']:.2f} GPUs")
     if options.save:
-        save("eight_ranks", about="Of each step, of each rank, the spans: name, lane, start and end "
-             "in seconds since the step began. Real ranks and collectives on an emulated link; "
+        save("eight_ranks", about="Of each step, of each rank, the spans: name, lane, start and "
+             "end in seconds since the step began. Real ranks and collectives on an emulated link; "
              "computing is emulated by sleeps. put_in: seconds of a step by cause.",
              put_in={cause: round(seconds, 5) for cause, seconds in lost().items()},
              **{name: [[rows(spans) for spans in step] for step in steps]

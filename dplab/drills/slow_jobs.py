@@ -128,7 +128,9 @@ class Recording:
 
 def recorded(parts: Parts, sizes: Sizes, folder: str) -> None:
     """Trains, and notes each call in a file as it is launched, as a flight recorder does."""
-    worker, starts, calls = Worker(sizes), [], []
+    worker = Worker(sizes)
+    starts: list[float] = []
+    calls: list = []
     names = {getattr(parts, part).__name__: part for part in vars(parts)}
     path = Path(folder, str(dist.get_rank()))
 
@@ -350,16 +352,16 @@ CASES = (
         Fault(backward_that_waits, healthy.backward, "Since last week's refactoring the steps on "
               "{n} GPUs take half as long again. The loss is the same to the last digit.",
               takes_half_as_long_again),
-        Fault(backward_in_small_pieces, healthy.backward, "On {n} GPUs a step takes far longer than "
-              "on one with the same local batch. The bytes that we send are what they should be: "
+        Fault(backward_in_small_pieces, healthy.backward, "On {n} GPUs a step takes far longer "
+              "than on one with the same local batch. The bytes that we send are what they should be: "
               "I have added them up.", takes_half_as_long_again, world_sizes=(2, 3)))),
     Case("d", "slower everywhere", "backward", (
         Fault(backward_with_debug_kernels, healthy.backward, "On one GPU the script is fast. "
               "Started on {n} by our new launcher, a step takes more than twice the time, and I "
               "suspect the all-reduce.", takes_half_as_long_again),)),
     Case("e", "unequal loops", "count_batches", (
-        Fault(count_all_batches, healthy.count_batches, "The job on {n} GPUs trains well, and then, "
-              "near the end of the epoch, it stands still. All GPUs show a load of 100 %.",
+        Fault(count_all_batches, healthy.count_batches, "The job on {n} GPUs trains well, and then,"
+              " near the end of the epoch, it stands still. All GPUs show a load of 100 %.",
               stands_still),
         Fault(count_without_the_broken, healthy.count_batches, "We threw some unreadable files "
               "away. Since then the job on {n} GPUs stands still at the end of each epoch.",
@@ -437,7 +439,8 @@ class SlowJob(SickJob):
         """How long each step takes, and how many steps each rank has begun."""
         readings = self._readings
         print("Seconds from the first start of any rank to the last end, step by step")
-        print_table(["", *(str(step + 1) for step in range(SKIPPED, SKIPPED + len(readings.steps)))],
+        numbers = range(SKIPPED + 1, SKIPPED + 1 + len(readings.steps))
+        print_table(["", *map(str, numbers)],
                     ["these ranks", *(ms(length(step)) for step in readings.steps)])
         print(f"one rank alone: {ms(readings.alone_seconds)} (median)\n")
         for rank, each in enumerate(readings.ranks):
@@ -471,7 +474,7 @@ class SlowJob(SickJob):
         if in_notebook():
             from IPython.display import display
 
-            display(show.timeline(from_last_launch(step), title="One step, from the middle of the job",
+            display(show.timeline(from_last_launch(step), title="One step of the job",
                                   note="Real ranks, emulated link, computing is slept."))
             return
         for rank, spans in enumerate(step):

@@ -453,8 +453,9 @@ class TokensBetweenSyncs(Calculation):
         Mistake(with_exposed(backward_hides, backward_per_forward=1.0), "Your backward takes as "
                 "long as forward. It has two products for each of forward's: one for the gradient "
                 "of the weights, one for that of the input."),
-        Mistake(with_exposed(backward_hides, share_of_computing), "You compare what is exposed with "
-                "computing alone. The share is that of the whole step, the exposed time included."),
+        Mistake(with_exposed(backward_hides, share_of_computing), "You compare what is exposed "
+                "with computing alone. The share is that of the whole step, the exposed time "
+                "included."),
         Mistake(rounds_down, "You round down, so the share is exceeded. Take the next whole "
                 "number of micro-batches."),
         Mistake(one_more, "That is one micro-batch more than it takes."),

@@ -11,5 +11,6 @@ from dplab.measure.trace import Trace, aligned, layer_times, save_chrome_trace
 from dplab.measure.wire import WireMeter
 
 __all__ = ["CallLog", "EmulatedLink", "MemoryTimeline", "NoiseScale", "Trace", "WireMeter",
-           "after_a_step", "aligned", "available_cores", "available_memory", "describe_machine", "from_last_launch",
-           "layer_times", "save_chrome_trace", "saved_bytes", "sent_bytes", "split_time", "state_bytes"]
+           "after_a_step", "aligned", "available_cores", "available_memory", "describe_machine",
+           "from_last_launch", "layer_times", "save_chrome_trace", "saved_bytes", "sent_bytes",
+           "split_time", "state_bytes"]

@@ -33,8 +33,8 @@ def test_a_step_has_a_kernel_for_each_layer_and_a_call_for_each_bucket():
 
 @pytest.mark.slow
 def test_another_part_takes_the_place_of_a_healthy_one():
-    [steps] = dplab.run(traced_steps, 1, replace(Parts(), load=late_load), replace(SIZES, batches=2),
-                        backend="gloo")
+    [steps] = dplab.run(traced_steps, 1, replace(Parts(), load=late_load),
+                        replace(SIZES, batches=2), backend="gloo")
     for spans in steps:
         [data] = [span for span in spans if span.name == "data"]
         assert data.lane == "waiting" and data.seconds >= 0.05
