@@ -353,8 +353,8 @@ CASES = (
               "{n} GPUs take half as long again. The loss is the same to the last digit.",
               takes_half_as_long_again),
         Fault(backward_in_small_pieces, healthy.backward, "On {n} GPUs a step takes far longer "
-              "than on one with the same local batch. The bytes that we send are what they should be: "
-              "I have added them up.", takes_half_as_long_again, world_sizes=(2, 3)))),
+              "than on one with the same local batch. The bytes that we send are what they should "
+              "be: I have added them up.", takes_half_as_long_again, world_sizes=(2, 3)))),
     Case("d", "slower everywhere", "backward", (
         Fault(backward_with_debug_kernels, healthy.backward, "On one GPU the script is fast. "
               "Started on {n} by our new launcher, a step takes more than twice the time, and I "
