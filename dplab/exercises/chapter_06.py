@@ -626,7 +626,7 @@ def shares_of_the_loss(alone, ranks):
 class AttributeTheLoss(Calculation):
     slug = "attribute-the-loss"
     number = "6.3"
-    title = "Eight GPUs, five times as fast"
+    title = "Attribute the loss"
     name = "lost_gpus"
     minutes = 30
     tolerance = 0.06  # of each number: the committed job's times were measured
