@@ -285,7 +285,7 @@ def waits_for_data(readings):
 
 def link_alone(readings):
     least = readings.least_exposed
-    return least > 0.3 * readings.alone_kernels, (
+    return least > 0.5 * readings.alone_kernels, (
         f"In each step, the link works for {ms(least)} or more while a rank computes nothing; one "
         f"rank alone computes for {ms(readings.alone_kernels)}.")
 
