@@ -14,7 +14,8 @@ from dplab.drills.sick_job import SickJob, key
 __all__ = ["drill", "minutes", "scores"]
 
 _OF_CHAPTER = {0: ("failing_reports", "FailingReport"),
-               4: ("silent_failures", "SilentFailure")}
+               4: ("silent_failures", "SilentFailure"),
+               6: ("slow_jobs", "SlowJob")}
 
 
 def drill(chapter: str, seed: int | None = None) -> SickJob:

@@ -1,23 +1,264 @@
-"""Exercises of chapter 06: the communication of a run, and two ways to have less of it."""
+"""Exercises of chapter 06: where the time of a step goes, and how many tokens make it worth while.
+"""
 
-import contextlib
-import dataclasses
-import operator
+import json
+import math
 import statistics
-from types import SimpleNamespace
 
-import torch
-import torch.distributed as dist
-import torch.nn.functional as F
-from torch import nn
+from dplab.desk import course
+from dplab.exercises.exercise import Calculation, Mistake
+from dplab.exercises.trials import of_cases
+from dplab.measure.split import split_time
+from dplab.predict.step import COMMUNICATION, COMPUTE, WAITING, Span
 
-from dplab.exercises.compare import AtMost
-from dplab.exercises.exercise import Calculation, Exercise, Mistake
-from dplab.exercises.trials import optimizer_for
-from dplab.measure import CallLog, Trace
-from dplab.predict import step
+KINDS = ("computing", "exposed", "waiting", "idle")
+CAUSES = ("data", "kernels", "straggler", "exposed")
 
-# 6.1
+
+def in_lane(spans, lane):
+    """The spans of one lane, as (start, end)."""
+    return [(span.start, span.end) for span in spans if span.lane == lane]
+
+
+def seconds_of(intervals):
+    return sum(end - start for start, end in intervals)
+
+
+def collectives(ranks):
+    """Each collective as it is on all ranks."""
+    return list(zip(*([span for span in spans if span.lane == COMMUNICATION]
+                      for spans in ranks), strict=True))
+
+
+# --- 6.1: the time of a step, split --------------------------------------------------------------
+# The solution, `split_time`, stands in `dplab.measure.split`, since the drills use it too.
+
+def split_with(ranks, carried, computes=lambda spans: in_lane(spans, COMPUTE)):
+    """The split, where somebody thinks that the link carries (or a rank computes) in these spans.
+
+    ``carried`` has intervals for each rank.
+    """
+    as_computing = [[Span("", COMPUTE, *each) for each in computes(spans)] for spans in ranks]
+    split = []
+    for rank, (spans, busy) in enumerate(zip(ranks, as_computing, strict=True)):
+        link = [Span("", COMMUNICATION, *each) for each in carried[rank]]
+        [seconds] = split_time([busy + link + whole_step(ranks)])
+        waits = covered(in_lane(spans, COMMUNICATION), in_lane(busy, COMPUTE) + carried[rank])
+        split.append(seconds | {"waiting": waits, "idle": seconds["idle"] - waits})
+    return split
+
+
+def covered(intervals, holes):
+    """How long one of the intervals goes on, and none of the holes."""
+    [seconds] = split_time([[Span("", COMPUTE, *each) for each in holes]
+                            + [Span("", COMMUNICATION, *each) for each in intervals]])
+    return seconds["exposed"]
+
+
+def whole_step(ranks):
+    moments = [moment for spans in ranks for span in spans for moment in (span.start, span.end)]
+    return [Span("", WAITING, min(moments), max(moments))]
+
+
+def under_way(ranks):
+    return [(max(call.start for call in same), same[0].end) for same in collectives(ranks)]
+
+
+def from_its_own_launch(ranks):
+    return split_with(ranks, [in_lane(spans, COMMUNICATION) for spans in ranks])
+
+
+def from_the_first_launch(ranks):
+    carried = [(min(call.start for call in same), same[0].end) for same in collectives(ranks)]
+    return split_with(ranks, [carried] * len(ranks))
+
+
+def only_the_last_collective(ranks):
+    return split_with(ranks, [under_way(ranks)[-1:]] * len(ranks))
+
+
+def by_name(ranks):
+    launches, ends = {}, {}
+    for spans in ranks:
+        for span in spans:
+            if span.lane == COMMUNICATION:
+                launches[span.name] = max(span.start, launches.get(span.name, 0))
+                ends[span.name] = span.end
+    carried = [(launches[name], ends[name]) for name in launches]
+    return split_with(ranks, [carried] * len(ranks))
+
+
+def in_one_piece(ranks):
+    carried = under_way(ranks)
+    whole = [(min(start for start, _ in carried), max(end for _, end in carried))]
+    return split_with(ranks, [whole] * len(ranks))
+
+
+def waiting_computes(ranks):
+    def computes(spans):
+        return in_lane(spans, COMPUTE) + in_lane(spans, WAITING)
+
+    return split_with(ranks, [under_way(ranks)] * len(ranks), computes)
+
+
+def computes_in_one_piece(ranks):
+    def computes(spans):
+        own = in_lane(spans, COMPUTE)
+        return [(own[0][0], own[-1][1])]
+
+    return split_with(ranks, [under_way(ranks)] * len(ranks), computes)
+
+
+def lane_of_waiting(ranks):
+    split = split_time(ranks)
+    for seconds, spans in zip(split, ranks, strict=True):
+        waits = seconds_of(in_lane(spans, WAITING))
+        seconds["idle"] += seconds["waiting"] - waits
+        seconds["waiting"] = waits
+    return split
+
+
+def adds_up_exposed_parts(ranks):
+    split = split_time(ranks)
+    for seconds, spans in zip(split, ranks, strict=True):
+        parts = [covered([each], in_lane(spans, COMPUTE)) for each in under_way(ranks)]
+        seconds["exposed"] = sum(parts)
+    return split
+
+
+def all_of_communication(ranks):
+    split = split_time(ranks)
+    for seconds in split:
+        link = covered(under_way(ranks), [])
+        seconds["idle"] += seconds["exposed"] - link
+        seconds["exposed"] = link
+    return split
+
+
+def subtracts_computing(ranks):
+    split = split_time(ranks)
+    for seconds in split:
+        exposed = max(0.0, covered(under_way(ranks), []) - seconds["computing"])
+        seconds["idle"] += seconds["exposed"] - exposed
+        seconds["exposed"] = exposed
+    return split
+
+
+def hidden_for_exposed(ranks):
+    split = split_time(ranks)
+    for seconds in split:
+        seconds["exposed"] = covered(under_way(ranks), []) - seconds["exposed"]
+    return split
+
+
+def no_idle_time(ranks):
+    split = split_time(ranks)
+    for seconds in split:
+        seconds["waiting"] += seconds["idle"]
+        seconds["idle"] = 0.0
+    return split
+
+
+def no_waiting_time(ranks):
+    split = split_time(ranks)
+    for seconds in split:
+        seconds["idle"] += seconds["waiting"]
+        seconds["waiting"] = 0.0
+    return split
+
+
+def own_steps(ranks):
+    split = split_time(ranks)
+    for seconds, spans in zip(split, ranks, strict=True):
+        step = max(span.end for span in spans) - min(span.start for span in spans)
+        seconds["idle"] = step - seconds["computing"] - seconds["exposed"] - seconds["waiting"]
+    return split
+
+
+def rank_0_for_all(ranks):
+    return [split_time(ranks)[0]] * len(ranks)
+
+
+def averages(ranks):
+    split = split_time(ranks)
+    return [{kind: statistics.mean(each[kind] for each in split) for kind in KINDS}] * len(ranks)
+
+
+def milliseconds(ranks):
+    return [{kind: 1e3 * seconds for kind, seconds in each.items()} for each in split_time(ranks)]
+
+
+class ExposedTime(Calculation):
+    slug = "exposed-time"
+    number = "6.1"
+    title = "Split the time of a step"
+    name = "split_time"
+    minutes = 25
+    hints = (
+        "Rank 1 launches an all-reduce 20 ms after rank 0. What can the link carry in these 20 ms?",
+        "Collect all starts and ends, and sort them. Between two neighbours nothing begins or "
+        "ends, so each such piece of time is of one kind on each rank.",
+        "Of each collective, take the latest launch of all ranks: from there to its end the link "
+        "carries it. Then ask of each piece, in this order: does the rank compute? Does the link "
+        "carry a collective? Is one of the rank's own collectives going on?",
+    )
+    solution = staticmethod(split_time)
+    mistakes = (
+        Mistake(from_its_own_launch, "You take it that the link carries a collective from this "
+                "rank's launch on. Before the last rank has launched it, no sum can be complete, "
+                "and nothing is carried: the rank waits for another rank."),
+        Mistake(from_the_first_launch, "You take it that the link carries a collective from the "
+                "first rank's launch on. It needs the tensors of all ranks, the last one's too."),
+        Mistake(by_name, "You tell collectives apart by name, and several have the same: only one "
+                "of each name is left. On all ranks they have the same *order*."),
+        Mistake(only_the_last_collective, "You count the last collective only. Those before it "
+                "may be exposed too."),
+        Mistake(in_one_piece, "You take it that the link works from the first collective to the "
+                "end of the last one. In between there are pauses in which it carries nothing."),
+        Mistake(waiting_computes, "You count spans of waiting as computing. Only those of the "
+                'lane "compute" are work of this rank.'),
+        Mistake(computes_in_one_piece, "You take it that a rank computes from the start of its "
+                "first computing span to the end of its last one. Look at each span by itself."),
+        Mistake(lane_of_waiting, 'You took the lane "waiting" for what is asked for as '
+                '"waiting". That lane has waits for data too. Asked for is the time in a '
+                "collective that the link does not carry yet."),
+        Mistake(adds_up_exposed_parts, "You add up what is exposed of each collective. Where two "
+                "go on at the same time, that time counts once."),
+        Mistake(all_of_communication, "You count all the time of the link as exposed. While the "
+                "rank computes, communication costs it nothing."),
+        Mistake(subtracts_computing, "You subtract computing from communication. They neither "
+                "begin nor end together: look at pieces of time, one by one."),
+        Mistake(hidden_for_exposed, "You return what is hidden, communication while the rank "
+                "computes. Exposed is the rest of it."),
+        Mistake(no_idle_time, "You count all that is left over as waiting. Outside of collectives "
+                "a rank is idle: it may wait for data, for instance."),
+        Mistake(no_waiting_time, "You count as idle the time in which a rank is in a collective "
+                "that is not carried yet. That is waiting: for another rank."),
+        Mistake(own_steps, "You measure each rank's step from its own first start to its own last "
+                "end. The step is that of all ranks, so who begins later or ends earlier is idle "
+                "meanwhile."),
+        Mistake(rank_0_for_all, "You return the split of rank 0 for each rank. They differ."),
+        Mistake(averages, "You average over the ranks. Then nobody sees which rank is the slow "
+                "one: return the split of each rank."),
+        Mistake(milliseconds, "The split is right, in milliseconds. Asked for are seconds."),
+    )
+
+    def trial(self, attempt):
+        return self._facts(attempt)
+
+    def expected(self, world_size):
+        return self._facts(split_time)
+
+    def _facts(self, function):
+        facts = {}
+        for name, recording in recordings().items():
+            split = list(function(recording))
+            facts[f"the number of ranks in the split of {name}"] = len(split)
+            for rank, seconds in enumerate(split):
+                facts |= {f"the seconds {kind} of rank {rank} in {name}":
+                          round(float(seconds[kind]), 9) for kind in KINDS}
+        return facts
+
 
 # When the data is there, forward and backward end; and the optimizer's seconds. Rank 1 computes
 # longest, and rank 2 is the last to come and to end, since it waits for data.
@@ -25,176 +266,26 @@ RANKS = ((0.003, 0.022, 0.062, 0.005), (0.0, 0.033, 0.088, 0.007), (0.042, 0.062
          (0.002, 0.027, 0.071, 0.004))
 # When each bucket is ready, as a share of backward; and the seconds of its all-reduce.
 BUCKETS = ((0.30, 0.004), (0.45, 0.009), (0.90, 0.006), (1.00, 0.013))
-NUMBERS = ("`compute`", "`communication`", "`exposed`", "`ratio`")
-
-
-def communication_ratio(ranks):
-    def of_lane(lane, spans):
-        return [(span.start, span.end) for span in spans if span.lane == lane]
-
-    def seconds(intervals):
-        return sum(end - start for start, end in intervals)
-
-    busy = max((of_lane(step.COMPUTE, spans) for spans in ranks), key=seconds)
-    collectives = zip(*(of_lane(step.COMMUNICATION, spans) for spans in ranks), strict=True)
-    under_way = [(max(start for start, _ in same), same[0][1]) for same in collectives]
-
-    communication = exposed = now = 0.0
-    for then in sorted({time for interval in busy + under_way for time in interval}):
-        if any(start <= now < end for start, end in under_way):
-            communication += then - now
-            if not any(start <= now < end for start, end in busy):
-                exposed += then - now
-        now = then
-    return seconds(busy), communication, exposed, communication / seconds(busy)
-
-
-def _of_lane(spans, *lanes):
-    return [span for span in spans if span.lane in lanes]
-
-
-def _sum(spans):
-    return sum(span.seconds for span in spans)
-
-
-def _last_of_all(calls):
-    """What is left where the name is a key: the latest launch of all, and the last one's end."""
-    return calls[-1].end - max(call.start for call in calls)
-
-
-def _exposed_beside(it, *spans):
-    """What is exposed if these spans compute."""
-    computing = [dataclasses.replace(span, lane=step.COMPUTE) for span in spans]
-    return step.exposed_seconds(it.calls + computing)
-
-
-def _analysis(*, rank=max, begin=max, busy=(step.COMPUTE,), communication=step.exposed_seconds,
-              exposed=lambda it: step.exposed_seconds(it.calls + it.busy),
-              ratio=lambda compute, calls, exposed, seconds: calls / compute):
-    """An analysis with one thing wrong. ``begin`` combines a collective's launches on all ranks, if
-    they are not each rank's own; ``rank`` combines the ranks' analyses."""
-
-    def attempt(ranks):
-        called, analyses = [_of_lane(spans, step.COMMUNICATION) for spans in ranks], []
-        for spans, calls in zip(ranks, called, strict=True):
-            if begin:
-                calls = [dataclasses.replace(same[0], start=begin(span.start for span in same))
-                         for same in zip(*called, strict=True)]
-            computing = [dataclasses.replace(span, lane=step.COMPUTE)
-                         for span in _of_lane(spans, *busy)]
-            it = SimpleNamespace(calls=calls, busy=computing, spans=spans)
-            analyses.append((_sum(computing), communication(calls), exposed(it)))
-        found = list(rank(analyses))
-        return *found, ratio(*found, step.step_seconds(ranks[0]))
-
-    return attempt
-
-
-class CommunicationRatio(Calculation):
-    slug = "communication-ratio"
-    number = "6.1"
-    title = "The communication ratio of a run"
-    name = "communication_ratio"
-    minutes = 25
-    hints = (
-        "When is each collective under way? From its latest launch on all ranks to its end.",
-        "For lengths, cut time at every start and end. In between nothing begins or ends: ask of "
-        "each piece whether a collective is under way, and whether the rank computes.",
-        "The rank is the one whose computing spans add up to most; its launches do not matter.",
-    )
-    solution = staticmethod(communication_ratio)
-    mistakes = (
-        Mistake(_analysis(communication=_sum), "You add up the spans of collectives that are in "
-                "flight together: the time that they share counts once. Merge what overlaps."),
-        Mistake(_analysis(communication=_last_of_all), "You tell collectives apart by name, and "
-                "all have the same: only one is left. On all ranks they have the same *order*."),
-        Mistake(_analysis(communication=step.step_seconds), "You measure from the first launch to "
-                "the last end. In between there are pauses in which nothing is under way."),
-        Mistake(_analysis(busy=(step.COMPUTE, step.WAITING)), "You count waiting as computing. Of "
-                "the three lanes only `step.COMPUTE` is work of this rank."),
-        Mistake(_analysis(exposed=lambda it: step.exposed_seconds(it.calls)), "You count all of "
-                "communication as exposed. What runs while the rank computes is hidden."),
-        Mistake(_analysis(exposed=lambda it: step.hidden_seconds(it.calls + it.busy)), "You return "
-                "what is hidden: communication while the rank computes. Exposed is the rest."),
-        Mistake(_analysis(exposed=lambda it: step.exposed_seconds([it.calls[-1], *it.busy])),
-                "You count the last collective only. Those before it may be exposed, too."),
-        Mistake(_analysis(exposed=lambda it: max(
-                    0.0, step.exposed_seconds(it.calls) - _sum(it.busy))), "You subtract compute "
-                "from communication. They neither begin nor end together: look at pieces of time."),
-        Mistake(_analysis(exposed=lambda it: _exposed_beside(it, *(
-                    span for span in it.spans if span.lane != step.COMMUNICATION))), "You take it "
-                "that waiting hides communication. A rank that waits computes nothing: what is "
-                "under way meanwhile is exposed."),
-        Mistake(_analysis(exposed=lambda it: _exposed_beside(it, dataclasses.replace(
-                    it.busy[0], end=it.busy[-1].end))), "You take it that the rank computes from "
-                "its first computing span to the end of its last. In between it waits: look at "
-                "each span by itself."),
-        *(Mistake(_analysis(exposed=exposed), "You count waiting for data and for slower ranks, "
-                  "too. Exposed is only the time in which a collective is under way.")
-          for exposed in (lambda it: _sum(_of_lane(it.spans, step.WAITING)),
-                          lambda it: step.step_seconds(it.spans) - _sum(it.busy))),
-        *(Mistake(_analysis(ratio=ratio), "The ratio that is asked for is communication / compute. "
-                  "Yours has something else above or below the line.") for ratio in (
-            lambda compute, calls, exposed, seconds: calls / seconds,
-            lambda compute, calls, exposed, seconds: exposed / compute,
-            lambda compute, calls, exposed, seconds: compute / calls)),
-        Mistake(_analysis(rank=lambda ranks: ranks[0]), "You looked at rank 0 only. Take compute "
-                "of the rank that computes longest, and the last launch of all ranks."),
-        *(Mistake(_analysis(rank=rank), "You averaged over the ranks, or added them up. They work "
-                  "at the same time, and all wait for the slowest one: its numbers decide.")
-          for rank in (lambda ranks: map(statistics.mean, zip(*ranks, strict=True)),
-                       lambda ranks: map(sum, zip(*ranks, strict=True)))),
-        Mistake(_analysis(rank=lambda ranks: map(max, zip(*ranks, strict=True))), "`exposed` is of "
-                "a faster rank, which waits for the others. Take the rank that computes longest."),
-        *(Mistake(_analysis(begin=None, rank=rank), "You count a collective from its launch on one "
-                  "rank. Until the last one has come, it waits for a straggler, not for the link.")
-          for rank in (max, lambda ranks: map(max, zip(*ranks, strict=True)),
-                       lambda ranks: (max(ranks)[0], *ranks[0][1:]))),
-    )
-
-    def trial(self, attempt):
-        facts = {}
-        for name, recording in _recordings().items():
-            answer = attempt(recording)
-            answer = answer if isinstance(answer, tuple | list) else [answer]
-            facts |= _of_recording(name, [number.item() if isinstance(number, torch.Tensor)
-                                          else number for number in answer])
-        return facts
-
-    def expected(self, world_size):
-        facts = {}
-        for name, recording in _recordings().items():
-            facts |= _of_recording(name, [round(number, 9)
-                                          for number in communication_ratio(recording)])
-        return facts
-
-
-def _of_recording(name, numbers):
-    return {f"{what} of {name}": number for what, number in zip(NUMBERS, numbers, strict=False)}
-
-
-def _recordings():
-    """By name: the spans of all ranks of a step."""
-    steps = {f"a step on {size} rank{'s' * (size > 1)}": _recording(size) for size in (1, 2, 3, 4)}
-    return steps | {"a step on 2 ranks with a slow link": [
-        [step.Span(name, lane, start, end) for lane, name, start, end in sorted(
-            spans, key=operator.itemgetter(2, 3))] for spans in SLOW_LINK]}
-
-
-# Communication takes longer than computing, some of it goes on while the rank does nothing, and the
+# Communication takes longer than computing, some of it goes on while a rank does nothing, and the
 # last collective begins after all computing.
 SLOW_LINK = tuple(
-    ((step.COMMUNICATION, "broadcast", start, 0.013), (step.COMPUTE, "forward", *forward),
-     (step.COMMUNICATION, "all_reduce", launches[0], 0.050),
-     (step.COMMUNICATION, "all_reduce", launches[1], 0.080), (step.COMPUTE, "backward", *backward),
-     (step.WAITING, "wait", backward[1], 0.080), (step.COMPUTE, "optimizer", 0.081, end),
-     (step.COMMUNICATION, "all_reduce", last, 0.112))
+    (Span("broadcast", COMMUNICATION, start, 0.013), Span("forward", COMPUTE, *forward),
+     Span("all_reduce", COMMUNICATION, launches[0], 0.050),
+     Span("all_reduce", COMMUNICATION, launches[1], 0.080), Span("backward", COMPUTE, *backward),
+     Span("wait", WAITING, backward[1], 0.080), Span("optimizer", COMPUTE, 0.081, end),
+     Span("all_reduce", COMMUNICATION, last, 0.112))
     for start, forward, launches, backward, end, last in (
         (0.000, (0.002, 0.010), (0.020, 0.030), (0.014, 0.034), 0.087, 0.088),
         (0.001, (0.003, 0.012), (0.022, 0.033), (0.015, 0.037), 0.086, 0.089)))
 
 
-def _recording(world_size):
+def recordings():
+    """By name: the spans of all ranks of a step."""
+    steps = {f"a step on {size} rank{'s' * (size > 1)}": recording(size) for size in (1, 2, 3, 4)}
+    return steps | {"a step on 2 ranks with a slow link": list(map(list, SLOW_LINK))}
+
+
+def recording(world_size):
     """The spans of all ranks; all-reduces follow one another on the link."""
     ranks, free = [[] for _ in range(world_size)], 0.0
     for share, seconds in BUCKETS:
@@ -202,329 +293,448 @@ def _recording(world_size):
                     for _, forward, backward, _ in RANKS[:world_size]]
         free = max(free, *launches) + seconds
         for spans, launch in zip(ranks, launches, strict=True):
-            spans.append(step.Span("all_reduce", step.COMMUNICATION, launch, free, 2**20))
+            spans.append(Span("all_reduce", COMMUNICATION, launch, free, 2**20))
     for spans, (data, forward, backward, optimizer) in zip(ranks, RANKS, strict=False):
-        spans += [step.Span("data", step.WAITING, 0.0, data),
-                  step.Span("forward", step.COMPUTE, data, forward),
-                  step.Span("backward", step.COMPUTE, forward, backward),
-                  step.Span("wait", step.WAITING, backward, free),
-                  step.Span("optimizer", step.COMPUTE, free + 0.001, free + 0.001 + optimizer)]
+        spans += [Span("data", WAITING, 0.0, data),
+                  Span("forward", COMPUTE, data, forward),
+                  Span("backward", COMPUTE, forward, backward),
+                  Span("wait", WAITING, backward, free),
+                  Span("optimizer", COMPUTE, free + 0.001, free + 0.001 + optimizer)]
         spans.sort(key=lambda span: (span.start, span.end))
     return ranks
 
 
-# 6.2
+# --- 6.2: tokens between two synchronisations ----------------------------------------------------
 
-STEPS = ((5, 5, 5, 2), (4,), (3, 6, 1))  # the samples of each micro-batch
-
-
-def accumulated_step(model, optimizer, micro_batches):
-    samples = sum(len(y) for _, y in micro_batches)
-    optimizer.zero_grad()
-    for number, (x, y) in enumerate(micro_batches, start=1):
-        last = number == len(micro_batches)
-        with contextlib.nullcontext() if last else model.no_sync():
-            loss = F.cross_entropy(model(x), y, reduction="sum") / samples
-            loss.backward()
-    optimizer.step()
+def tokens_between_syncs(parts, tokens, ranks, flops, bandwidth, share):
+    gradient_bytes = 2 * sum(parameters for parameters, _ in parts)
+    all_reduce = 2 * (ranks - 1) / ranks * gradient_bytes / bandwidth
+    forward = 2 * sum(parameters * uses for parameters, uses in parts) * tokens / flops
+    backward = 2 * forward
+    exposed = max(0.0, all_reduce - backward)  # only the last micro-batch's backward hides
+    # exposed = share * (count * (forward + backward) + exposed), solved for the count
+    count = exposed * (1 - share) / share / (forward + backward)
+    return max(1, math.ceil(count)) * tokens
 
 
-_SCALES = {"samples": lambda n, total, k: n / total, "count": lambda n, total, k: 1 / k,
-           "none": lambda n, total, k: 1.0, "sum": lambda n, total, k: n}
-
-
-def _accumulate(*, sync=operator.eq, forward_too=True, scale="samples", zero="first",
-                steps="last", ranks=lambda: 1):
-    """A step with one thing wrong. ``sync(number, count)``: is this micro-batch synchronised?"""
-
-    def attempt(model, optimizer, micro_batches):
-        samples, count = sum(len(y) for _, y in micro_batches), len(micro_batches)
-        for number, (x, y) in enumerate(micro_batches, start=1):
-            if zero == "each" or (zero == "first" and number == 1):
-                optimizer.zero_grad()
-            quiet = contextlib.nullcontext if sync(number, count) else model.no_sync
-            with quiet() if forward_too else contextlib.nullcontext():
-                loss = F.cross_entropy(model(x), y) * _SCALES[scale](len(y), samples, count)
-            with quiet():
-                (loss / ranks()).backward()
-            if steps == "each":
-                optimizer.step()
-        if steps == "last":
-            optimizer.step()
+def with_exposed(exposed_of, count_of=lambda exposed, share, step: exposed * (1 - share) / share
+                 / step, backward_per_forward=2.0):
+    """A function with another idea of what is exposed, or of how many micro-batches that takes."""
+    def attempt(parts, tokens, ranks, flops, bandwidth, share):
+        all_reduce = 2 * (ranks - 1) / ranks * 2 * sum(each for each, _ in parts) / bandwidth
+        forward = 2 * sum(each * uses for each, uses in parts) * tokens / flops
+        backward = backward_per_forward * forward
+        exposed = max(0.0, exposed_of(all_reduce, forward, backward))
+        return max(1, math.ceil(count_of(exposed, share, forward + backward))) * tokens
 
     return attempt
 
 
-def _whole_batch(model, optimizer, micro_batches):
-    x, y = (torch.cat(parts) for parts in zip(*micro_batches, strict=True))
-    accumulated_step(model, optimizer, [(x, y)])
+def nothing_hides(all_reduce, forward, backward):
+    return all_reduce
 
 
-class AccumulatedStep(Exercise):
-    slug = "accumulate-then-send"
+def forward_hides_too(all_reduce, forward, backward):
+    return all_reduce - backward - forward
+
+
+def backward_hides(all_reduce, forward, backward):
+    return all_reduce - backward
+
+
+def share_of_computing(exposed, share, step):
+    return exposed / share / step
+
+
+def rounds_down(parts, tokens, ranks, flops, bandwidth, share):
+    def count(exposed, share, step):
+        return math.floor(exposed * (1 - share) / share / step)
+
+    return with_exposed(backward_hides, count)(parts, tokens, ranks, flops, bandwidth, share)
+
+
+def one_more(parts, tokens, ranks, flops, bandwidth, share):
+    def count(exposed, share, step):
+        return math.floor(exposed * (1 - share) / share / step) + 1 + (exposed > 0)
+
+    return with_exposed(backward_hides, count)(parts, tokens, ranks, flops, bandwidth, share)
+
+
+def every_backward_hides(parts, tokens, ranks, flops, bandwidth, share):
+    count = 1
+    all_reduce = 2 * (ranks - 1) / ranks * 2 * sum(each for each, _ in parts) / bandwidth
+    forward = 2 * sum(each * uses for each, uses in parts) * tokens / flops
+    while True:
+        exposed = max(0.0, all_reduce - count * 2 * forward)
+        if exposed <= share * (3 * count * forward + exposed):
+            return count * tokens
+        count += 1
+
+
+def counts_micro_batches(parts, tokens, ranks, flops, bandwidth, share):
+    return tokens_between_syncs(parts, tokens, ranks, flops, bandwidth, share) // tokens
+
+
+def no_whole_micro_batches(parts, tokens, ranks, flops, bandwidth, share):
+    all_reduce = 2 * (ranks - 1) / ranks * 2 * sum(each for each, _ in parts) / bandwidth
+    forward = 2 * sum(each * uses for each, uses in parts) * tokens / flops
+    exposed = max(0.0, all_reduce - 2 * forward)
+    return max(tokens, math.ceil(exposed * (1 - share) / share / (3 * forward) * tokens))
+
+
+def sends_each_byte_once(parts, tokens, ranks, flops, bandwidth, share):
+    return tokens_between_syncs(parts, tokens, ranks, flops, 2 * bandwidth, share)
+
+
+def forgets_the_ranks(parts, tokens, ranks, flops, bandwidth, share):
+    return tokens_between_syncs(parts, tokens, 10**12, flops, bandwidth, share)
+
+
+def to_every_rank(parts, tokens, ranks, flops, bandwidth, share):
+    return tokens_between_syncs(parts, tokens, ranks, flops, bandwidth * 2 / ranks, share)
+
+
+def four_bytes(parts, tokens, ranks, flops, bandwidth, share):
+    return tokens_between_syncs(parts, tokens, ranks, flops, bandwidth / 2, share)
+
+
+def bits(parts, tokens, ranks, flops, bandwidth, share):
+    return tokens_between_syncs(parts, tokens, ranks, flops, bandwidth / 8, share)
+
+
+def multiplies_only(parts, tokens, ranks, flops, bandwidth, share):
+    return tokens_between_syncs(parts, tokens, ranks, 2 * flops, bandwidth, share)
+
+
+def all_used_once(parts, tokens, ranks, flops, bandwidth, share):
+    return tokens_between_syncs([(each, 1) for each, _ in parts], tokens, ranks, flops, bandwidth,
+                                share)
+
+
+def sends_what_it_uses(parts, tokens, ranks, flops, bandwidth, share):
+    used = sum(each * uses for each, uses in parts)
+    return tokens_between_syncs([(used, 1)], tokens, ranks, flops, bandwidth, share)
+
+
+def without_the_unused(parts, tokens, ranks, flops, bandwidth, share):
+    return tokens_between_syncs([part for part in parts if part[1] > 0], tokens, ranks, flops,
+                                bandwidth, share)
+
+
+def zero_where_hidden(parts, tokens, ranks, flops, bandwidth, share):
+    all_reduce = 2 * (ranks - 1) / ranks * 2 * sum(each for each, _ in parts) / bandwidth
+    if all_reduce <= 4 * sum(each * uses for each, uses in parts) * tokens / flops:
+        return 0
+    return tokens_between_syncs(parts, tokens, ranks, flops, bandwidth, share)
+
+
+class TokensBetweenSyncs(Calculation):
+    slug = "tokens-between-syncs"
     number = "6.2"
-    title = "Accumulate gradients, send them once"
-    name = "accumulated_step"
-    minutes = 15
-    tolerance = 1e-4
+    title = "Tokens between two synchronisations"
+    name = "tokens_between_syncs"
+    minutes = 20
     hints = (
-        "`backward` adds to `.grad`: clear once, call it for each micro-batch, take one step.",
-        "`with model.no_sync():` around forward *and* backward keeps DDP quiet. The last "
-        "micro-batch stays outside: its backward averages all that has been added up.",
-        "For the mean over all samples, a micro-batch of n samples counts n / (this rank's samples "
-        "in all micro-batches). DDP divides by the number of ranks.",
+        "Write down three times, for one micro-batch: its forward, its backward, the all-reduce. "
+        "On which of the three do more micro-batches have no influence?",
+        "With k micro-batches, the step is k forwards and backwards, and what is exposed. The "
+        "gradient is complete in the last backward only: how much can that one hide?",
+        "exposed = max(0, all-reduce − one backward). You need the smallest whole k of 1 or more "
+        "with exposed ≤ share · (k · (forward + backward) + exposed).",
     )
-    solution = staticmethod(accumulated_step)
+    solution = staticmethod(tokens_between_syncs)
     mistakes = (
-        *(Mistake(_accumulate(scale=scale), "The losses are added up and not divided: the gradient "
-                  "is many times too large.") for scale in ("none", "sum")),
-        Mistake(_accumulate(scale="count"), "You divide by the number of micro-batches: samples of "
-                "a short one get too much weight. The mean loss of a micro-batch counts with its "
-                "share of the samples."),
-        *(Mistake(_accumulate(zero="each", scale=scale), "`zero_grad` runs before every "
-                  "micro-batch, so only the last one's gradient is left. Clear once, before the "
-                  "first.") for scale in _SCALES),
-        *(Mistake(_accumulate(steps="each", zero=zero, scale=scale), "The optimizer takes a step "
-                  "after each micro-batch. Take one, at the end: until then the gradients add up.")
-          for zero in ("each", "first") for scale in _SCALES),
-        Mistake(_accumulate(zero="never"), "The gradients of the step before are still there, and "
-                "the new ones are added to them: clear them."),
-        Mistake(_whole_batch, "The weights come out right, but all micro-batches are in memory at "
-                "once: you put them together, or add up their losses. Call `backward` for each one "
-                "before the next forward."),
-        *(Mistake(_accumulate(sync=operator.gt, scale=scale), "The gradients are never "
-                  "synchronised: the last micro-batch, too, is inside `no_sync`, or goes round DDP "
-                  "as `model.module`.") for scale in _SCALES),
-        Mistake(_accumulate(sync=lambda number, count: number == 1), "You synchronise the first "
-                "micro-batch: what later ones add is each rank's own. It must be the *last*."),
-        Mistake(_accumulate(sync=operator.lt), "It is the wrong way round: only the last "
-                "micro-batch is inside `no_sync`. All but the last belong there."),
-        Mistake(_accumulate(forward_too=False), "Only `backward` is inside `no_sync`. DDP decides "
-                "in *forward* whether the backward after it synchronises: both belong inside."),
-        Mistake(_accumulate(sync=operator.le), "Every micro-batch is synchronised. The weights "
-                "come out right, but the gradients are sent as often as there are micro-batches: "
-                "all but the last belong inside `no_sync`."),
-        Mistake(_accumulate(ranks=dist.get_world_size), "You divide by the number of ranks. DDP's "
-                "average does that already."),
+        Mistake(with_exposed(nothing_hides), "You count the whole all-reduce as exposed. The last "
+                "micro-batch's backward hides some of it."),
+        Mistake(with_exposed(forward_hides_too), "You let forward hide communication too. While "
+                "forward runs there are no gradients to send yet."),
+        Mistake(every_backward_hides, "You let the backward of every micro-batch hide. The "
+                "gradient is complete in the last one only, so only that one hides."),
+        Mistake(with_exposed(backward_hides, backward_per_forward=1.0), "Your backward takes as "
+                "long as forward. It has two products for each of forward's: one for the gradient "
+                "of the weights, one for that of the input."),
+        Mistake(with_exposed(backward_hides, share_of_computing), "You compare what is exposed "
+                "with computing alone. The share is that of the whole step, the exposed time "
+                "included."),
+        Mistake(rounds_down, "You round down, so the share is exceeded. Take the next whole "
+                "number of micro-batches."),
+        Mistake(one_more, "That is one micro-batch more than it takes."),
+        Mistake(counts_micro_batches, "You return how many micro-batches it takes. Asked for are "
+                "tokens: multiply by those of a micro-batch."),
+        Mistake(no_whole_micro_batches, "A rank runs whole micro-batches: round up to a multiple "
+                "of `tokens`."),
+        Mistake(sends_each_byte_once, "A ring sends each byte nearly twice: reduce-scatter and "
+                "all-gather, 2(N−1)/N times the gradient."),
+        Mistake(forgets_the_ranks, "You left out the number of ranks: a ring sends 2(N−1)/N times "
+                "the gradient, which is 0 on one rank."),
+        Mistake(to_every_rank, "You let each rank send its gradient to each other one. A ring "
+                "sends 2(N−1)/N times the gradient."),
+        *(Mistake(attempt, "You have twice the ratio of bytes to operations. A number of the "
+                  "gradient has 2 bytes here, and a multiplication and an addition are two "
+                  "operations.") for attempt in (four_bytes, multiplies_only)),
+        Mistake(bits, "You count 8 bits for each byte. The bandwidth is in bytes a second."),
+        *(Mistake(attempt, "You take bytes and operations from one count. Each parameter has one "
+                  "gradient to send, and each *use* of it for a token takes two operations.")
+          for attempt in (all_used_once, sends_what_it_uses)),
+        Mistake(without_the_unused, "You leave out the parameters that no token multiplies. They "
+                "have gradients too, which are sent."),
+        Mistake(zero_where_hidden, "Where all is hidden, one micro-batch is enough, but there must "
+                "be one: return its tokens, not 0."),
+    )
+    CASES = (
+        ([(7.5e9, 1), (0.5e9, 0)], 4096, 64, 4e14, 50e9, 0.05),  # dense, with an embedding
+        ([(23.5e6, 170), (2e6, 1)], 32, 16, 5e13, 1.25e9, 0.1),  # convolutions
+        ([(2e9, 1), (40e9, 0.25), (0.3e9, 0)], 2048, 8, 5e14, 45e9, 0.02),  # experts
+        ([(6e8, 1)], 3000, 2, 1e14, 2e10, 0.3),
+        ([(8e9, 1)], 65_536, 8, 4e14, 450e9, 0.01),  # hidden
+        ([(8e9, 1)], 512, 1, 4e14, 1e9, 0.01),  # one rank
     )
 
     def trial(self, attempt):
-        module, optimizer = _classifier()
-        model = nn.parallel.DistributedDataParallel(module)
-        Trace().watch(model)  # its all-reduces come from Python then, where a CallLog sees them
-        facts = {}
-        for number, sizes in enumerate(STEPS, start=1):
-            batches, watch = _micro_batches(number, sizes, dist.get_rank()), _Watch(model)
-            with CallLog() as log:
-                attempt(model, optimizer, batches)
-            sent = (watch.half_quiet, log.bytes()) if dist.get_world_size() > 1 else (0, 0)
-            facts |= _of_step(number, module, watch.most, *sent)
-        return facts
+        return of_cases(_tokens_facts, self.CASES, attempt)
 
     def expected(self, world_size):
-        module, optimizer = _classifier()
-        nbytes, facts = sum(4 * parameter.numel() for parameter in module.parameters()), {}
-        for number, sizes in enumerate(STEPS, start=1):
-            _whole_batch(module, optimizer, [batch for rank in range(world_size)
-                                             for batch in _micro_batches(number, sizes, rank)])
-            facts |= _of_step(number, module, AtMost(max(sizes), "one micro-batch at a time"),
-                              AtMost(1, "DDP decides in forward whether backward synchronises"),
-                              AtMost(nbytes + 16, "each gradient is sent once; room for a count"))
-        return facts
+        return of_cases(_tokens_facts, self.CASES, tokens_between_syncs)
 
 
-class _Watch:
-    """Follows a DDP model: samples whose graphs are in memory, backwards that are half quiet."""
-
-    def __init__(self, model):
-        self.model, self.samples, self.most, self.half_quiet = model, 0, 0, 0
-        model.module.register_forward_hook(self.forward)
-
-    def forward(self, module, _, output):
-        if not output.requires_grad:
-            return
-        synchronised = self.model.require_backward_grad_sync
-        self.samples += len(output)
-        self.most = max(self.most, self.samples)
-        output.register_hook(lambda gradient: self.backward(len(gradient), synchronised))
-
-    def backward(self, samples, synchronised):
-        self.samples -= samples
-        self.half_quiet += synchronised and not self.model.require_backward_grad_sync
+def _tokens_facts(case, answer):
+    parts, tokens, ranks, flops, bandwidth, share = case
+    model = " and ".join(f"{each:g} parameters used {uses:g} times" for each, uses in parts)
+    if isinstance(answer, float) and answer.is_integer():
+        answer = int(answer)
+    return {f"the tokens for {model}, micro-batches of {tokens:,}, {ranks} ranks, {flops:g} "
+            f"operations/s, {bandwidth:g} bytes/s and a share of {share:g}": answer}
 
 
-def _classifier():
-    torch.manual_seed(6)
-    module = nn.Sequential(nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 3))
-    return module, optimizer_for(module)
+# --- 6.3: the capstone ---------------------------------------------------------------------------
+
+def lost_gpus(alone, ranks):
+    def seconds(spans, lane, name=""):
+        return sum(span.end - span.start for span in spans
+                   if span.lane == lane and span.name.startswith(name))
+
+    computing = [seconds(spans, "compute") for spans in ranks]
+    slowest = computing.index(max(computing))
+    typical = statistics.median(computing)
+    added = {"data": seconds(ranks[slowest], "waiting", "data") - seconds(alone, "waiting", "data"),
+             "kernels": typical - seconds(alone, "compute"),
+             "straggler": computing[slowest] - typical,
+             "exposed": split_time(ranks)[slowest]["exposed"]}
+    ends = [span.end for spans in ranks for span in spans]
+    step = max(ends) - min(span.start for spans in ranks for span in spans)
+    return {cause: len(ranks) * each / step for cause, each in added.items()}
 
 
-def _micro_batches(number, sizes, rank):
-    generator = torch.Generator().manual_seed(100 * number + rank)
-    x = torch.randn(sum(sizes), 7, generator=generator)
-    y = torch.randint(3, (sum(sizes),), generator=generator)
-    return list(zip(x.split(sizes), y.split(sizes), strict=True))
+def computing_of(spans):
+    return seconds_of(in_lane(spans, COMPUTE))
 
 
-def _of_step(number, module, samples, half_quiet, nbytes):
-    return {**{f"`{name}` after step {number}": parameter.detach().clone()
-               for name, parameter in module.named_parameters()},
-            f"the samples in memory at once in step {number}": samples,
-            f"the backwards in `no_sync`, with forward outside, in step {number}": half_quiet,
-            f"the bytes handed to collectives in step {number}": nbytes}
+def length(ranks):
+    return whole_step(ranks)[0].end - whole_step(ranks)[0].start
 
 
-# 6.3
-
-ELEMENTS, SENT, ROUNDS = 1000, 37, 4
-
-
-def sparse_average(gradient, residual, k):
-    whole = gradient + residual
-    indices = whole.abs().topk(k).indices
-    values = whole[indices]
-    residual.copy_(whole)
-    residual[indices] = 0
-
-    world_size = dist.get_world_size()
-    all_values = [torch.empty_like(values) for _ in range(world_size)]
-    all_indices = [torch.empty_like(indices) for _ in range(world_size)]
-    dist.all_gather(all_values, values)
-    dist.all_gather(all_indices, indices)
-    total = torch.zeros_like(gradient)
-    total.index_add_(0, torch.cat(all_indices), torch.cat(all_values))
-    return total / world_size
+def in_gpus(ranks, seconds):
+    return len(ranks) * seconds / length(ranks)
 
 
-def _gathered(tensor, shared=False):
-    every = [torch.empty_like(tensor)] * dist.get_world_size()
-    every = every if shared else [each.clone() for each in every]
-    dist.all_gather(every, tensor)
-    return torch.cat(every)
+def looks_at_rank_0(alone, ranks):
+    computing = [computing_of(spans) for spans in ranks]
+    return lost_gpus(alone, ranks) | {
+        "straggler": in_gpus(ranks, max(0.0, computing[0] - statistics.median(computing))),
+        "exposed": in_gpus(ranks, split_time(ranks)[0]["exposed"])}
 
 
-def _place(indices, values, accumulate=True):
-    return torch.zeros(ELEMENTS).index_put((indices,), values, accumulate=accumulate)
+def exposed_on_rank_0(alone, ranks):
+    return lost_gpus(alone, ranks) | {"exposed": in_gpus(ranks, split_time(ranks)[0]["exposed"])}
 
 
-def _total(it, shared=False, accumulate=True):
-    return _place(_gathered(it.indices, shared), _gathered(it.values, shared), accumulate)
+def mean_exposed(alone, ranks):
+    exposed = statistics.mean(each["exposed"] for each in split_time(ranks))
+    return lost_gpus(alone, ranks) | {"exposed": in_gpus(ranks, exposed)}
 
 
-def _by_senders(it):
-    """The mean of those who sent an element, times N for the division that follows."""
-    senders = _place(_gathered(it.indices), torch.ones(len(it.indices) * dist.get_world_size()))
-    return _total(it) / senders.clamp(min=1) * dist.get_world_size()
+def most_exposed(alone, ranks):
+    exposed = max(each["exposed"] for each in split_time(ranks))
+    return lost_gpus(alone, ranks) | {"exposed": in_gpus(ranks, exposed)}
 
 
-def _summed(tensor):
-    return _gathered(tensor).view(-1, len(tensor)).sum(dim=0)
+def exposed_and_waiting(alone, ranks):
+    exposed = statistics.mean(each["exposed"] + each["waiting"] for each in split_time(ranks))
+    return lost_gpus(alone, ranks) | {"exposed": in_gpus(ranks, exposed)}
 
 
-def _sparse(*, whole=lambda it: it.gradient + it.residual, score=lambda it: it.whole.abs(),
-            value=lambda it: it.whole, rest=lambda it: it.whole - it.sent, total=_total,
-            divisor=dist.get_world_size):
-    """A sparse average with one thing wrong."""
-
-    def attempt(gradient, residual, k):
-        it = SimpleNamespace(gradient=gradient, residual=residual)
-        it.whole = whole(it)
-        it.indices = score(it).topk(k).indices
-        it.values = value(it)[it.indices]
-        it.sent = _place(it.indices, it.values)
-        it.mean = total(it) / divisor()
-        residual.copy_(rest(it))
-        return it.mean
-
-    return attempt
+def all_of_the_link(alone, ranks):
+    return lost_gpus(alone, ranks) | {"exposed": in_gpus(ranks, covered(under_way(ranks), []))}
 
 
-class SparseAverage(Exercise):
-    slug = "sparse-average"
+def adds_up_collectives(alone, ranks):
+    most = max(seconds_of(in_lane(spans, COMMUNICATION)) for spans in ranks)
+    return lost_gpus(alone, ranks) | {"exposed": in_gpus(ranks, most)}
+
+
+def straggler_in_the_kernels(alone, ranks):
+    slowest = max(map(computing_of, ranks))
+    return lost_gpus(alone, ranks) | {"kernels": in_gpus(ranks, slowest - computing_of(alone))}
+
+
+def mean_of_the_kernels(alone, ranks):
+    computing = list(map(computing_of, ranks))
+    return lost_gpus(alone, ranks) | {
+        "kernels": in_gpus(ranks, statistics.mean(computing) - computing_of(alone)),
+        "straggler": in_gpus(ranks, max(computing) - statistics.mean(computing))}
+
+
+def straggler_against_alone(alone, ranks):
+    slowest = max(map(computing_of, ranks))
+    return lost_gpus(alone, ranks) | {"straggler": in_gpus(ranks, slowest - computing_of(alone))}
+
+
+def straggler_on_one_gpu(alone, ranks):
+    lost = lost_gpus(alone, ranks)
+    return lost | {"straggler": lost["straggler"] / len(ranks)}
+
+
+def straggler_by_waiting(alone, ranks):
+    waits = max(each["waiting"] for each in split_time(ranks))
+    return lost_gpus(alone, ranks) | {"straggler": in_gpus(ranks, waits)}
+
+
+def all_data(alone, ranks):
+    data = max(sum(span.seconds for span in spans if span.name == "data") for spans in ranks)
+    return lost_gpus(alone, ranks) | {"data": in_gpus(ranks, data)}
+
+
+def shares_of_the_step(alone, ranks):
+    return {cause: each / len(ranks) for cause, each in lost_gpus(alone, ranks).items()}
+
+
+def in_steps_of_one(alone, ranks):
+    return {cause: each * length(ranks) / length([alone])
+            for cause, each in lost_gpus(alone, ranks).items()}
+
+
+def in_seconds(alone, ranks):
+    return {cause: each * length(ranks) / len(ranks)
+            for cause, each in lost_gpus(alone, ranks).items()}
+
+
+def shares_of_the_loss(alone, ranks):
+    lost = lost_gpus(alone, ranks)
+    return {cause: each / sum(lost.values()) for cause, each in lost.items()}
+
+
+class AttributeTheLoss(Calculation):
+    slug = "attribute-the-loss"
     number = "6.3"
-    title = "Send the largest elements, keep the rest"
-    name = "sparse_average"
-    minutes = 25
+    title = "Attribute the loss"
+    name = "lost_gpus"
+    minutes = 30
+    tolerance = 0.06  # of each number: the committed job's times were measured
     hints = (
-        "Choose from gradient *plus* residual: `whole.abs().topk(k).indices` says where.",
-        "What stays is the whole with zeros where something was sent: `residual.copy_(...)`. It "
-        "depends on what this rank sent, and not on the others.",
-        "`dist.all_gather` values and indices, into lists of one tensor for each rank. Add each "
-        "rank's values at its indices to a tensor of zeros, and divide by the world size.",
+        "Lay the step of one GPU beside that of the slowest rank. Which seconds does the second "
+        "one have that the first one lacks? Every one of the N GPUs loses them.",
+        "Computing has two causes. What a typical rank (the median) takes longer than one GPU "
+        "alone happens to all ranks; what the slowest one takes beyond that is its own.",
+        "A cause that adds s seconds to a step of S seconds costs N · s / S GPUs. Take data and "
+        "the exposed time (your split) of the rank that computes longest: the others are exposed "
+        "longer only because they wait for it.",
     )
-    solution = staticmethod(sparse_average)
+    solution = staticmethod(lost_gpus)
     mistakes = (
-        Mistake(_sparse(score=lambda it: it.whole), "You chose the largest values. A large "
-                "negative element matters as much: choose by `abs()`."),
-        Mistake(_sparse(value=lambda it: it.whole.abs()), "You send magnitudes: the signs are "
-                "lost. Take the indices from `abs().topk(k)`, and the values from the tensor."),
-        Mistake(_sparse(rest=lambda it: it.residual), "Nothing stays in `residual`: what you do "
-                "not send is lost. Write the rest into the tensor itself; an assignment to its "
-                "name leaves the caller's as it was."),
-        Mistake(_sparse(whole=lambda it: it.gradient), "You keep what is left, and never send it: "
-                "choose from gradient plus residual."),
-        Mistake(_sparse(rest=lambda it: it.gradient.where(it.sent == 0, 0)), "You keep the rest of "
-                "this gradient, and lose what was left before: it is gradient *and* residual."),
-        Mistake(_sparse(rest=lambda it: it.whole), "What was sent is still in the residual, so it "
-                "is sent again and again: set it to zero there."),
-        Mistake(_sparse(rest=lambda it: it.residual + it.whole - it.sent), "The old residual is "
-                "part of what is left, and you add it once more: overwrite it."),
-        Mistake(_sparse(score=lambda it: it.gradient.abs()), "You choose by the gradient alone: "
-                "what is left may wait for ever. Take the largest of gradient plus residual."),
-        Mistake(_sparse(rest=lambda it: it.whole - it.mean), "You subtract the mean of the ranks "
-                "from what stays. What a rank still owes is what *itself* has not sent."),
-        Mistake(_sparse(rest=lambda it: it.whole.where(it.mean == 0, 0)), "You clear what *any* "
-                "rank sent. This rank's own part there is lost, if it did not send it."),
-        Mistake(_sparse(score=lambda it: -it.whole.abs()), "You chose the smallest elements: "
-                "`argsort()` goes upwards."),
-        Mistake(_sparse(divisor=lambda: 1), "You return the sum: divide by the world size."),
-        Mistake(_sparse(total=_by_senders), "You divide an element by the number of ranks that "
-                "sent it. The others count as zeros: divide by the world size."),
-        Mistake(_sparse(total=lambda it: _total(it, accumulate=False)), "Where several ranks "
-                "chose the same index, only one counts. `t[i] += v` adds once where `i` has an "
-                "index twice: go rank by rank, or use `index_add_`."),
-        Mistake(_sparse(total=lambda it: _total(it, shared=True)), "`[tensor] * n` is n names "
-                "for one tensor, and the last rank's data overwrites the others': make n tensors."),
-        Mistake(_sparse(total=lambda it: _place(it.indices, _summed(it.values))), "You add up the "
-                "ranks' values, but each rank chose other indices: gather those, too."),
-        Mistake(_sparse(total=lambda it: _summed(it.sent)), "The mean is right, but the zeros "
-                "travel, too: as many bytes as without choosing. Gather k values and k indices."),
-        Mistake(_sparse(whole=lambda it: it.gradient / dist.get_world_size() + it.residual,
-                        divisor=lambda: 1), "You divide before you keep the rest, so the residual "
-                "is too small by the world size: it is this rank's own. Divide the sum."),
+        Mistake(looks_at_rank_0, "You look at rank 0 only. It need not be the slow one: which rank "
+                "does the step wait for?"),
+        *(Mistake(attempt, "You took the exposed time of a rank that computes faster. It is done "
+                  "earlier, and is exposed that long because the slow one is late: that is the "
+                  "straggler's cost, and you count it twice.")
+          for attempt in (exposed_on_rank_0, mean_exposed, most_exposed)),
+        Mistake(exposed_and_waiting, "You count waiting as exposed communication. While a rank "
+                "waits for another one, a faster link would help nobody."),
+        Mistake(all_of_the_link, "You count all the time in which the link works. What computing "
+                "hides costs nothing."),
+        Mistake(adds_up_collectives, "You add up the collectives' spans. They overlap each other, "
+                "computing hides some, and some is waiting."),
+        Mistake(straggler_in_the_kernels, "Your slower kernels contain the straggler's own delay, "
+                "which you count twice. What happens to all ranks shows on a typical one."),
+        Mistake(mean_of_the_kernels, "You took the mean of the computing times, in which the "
+                "straggler itself has a part. The median is that of a typical rank."),
+        Mistake(straggler_against_alone, "You compare the straggler with one GPU alone. Its "
+                "kernels are slower for the reason of all ranks too: compare it with a typical "
+                "rank."),
+        Mistake(straggler_on_one_gpu, "You count the straggler's delay on one GPU only. All the "
+                "others wait for it meanwhile, so every GPU loses that time."),
+        Mistake(straggler_by_waiting, "You took the waiting of the fast ranks for the straggler's "
+                "cost. While they wait for it the link may be busy, so part of its cost looks like "
+                "exposed communication. Compare computing times."),
+        Mistake(all_data, "You count all time for data. One GPU alone waits for some of it too: "
+                "only what comes on top is lost."),
+        Mistake(shares_of_the_step, "These are shares of the step. Each of the N GPUs loses that "
+                "share of its time, so multiply by N."),
+        Mistake(in_steps_of_one, "You divide by the step of one GPU. The N GPUs work for the "
+                "length of *their* step, and lose a part of that."),
+        Mistake(in_seconds, "These are seconds. Asked for is how many of the N GPUs they cost."),
+        Mistake(shares_of_the_loss, "These are shares of the loss, which add up to 1. Asked for "
+                "are GPUs, which add up to N minus the speed-up."),
     )
+
+    def prepare(self):
+        """By name, jobs as (spans of one GPU, spans of the ranks)."""
+        jobs = {"a job on 4 GPUs": job(4, 1, bucket=0.004),
+                "a job on 6 GPUs with a slow link": job(6, 4, bucket=0.019)}
+        folder = course.folder()
+        if folder and (path := folder / "data" / "eight_ranks.json").exists():
+            jobs["the eight ranks' job"] = recorded_job(path)
+        return jobs
 
     def trial(self, attempt):
-        residual, facts = torch.zeros(ELEMENTS), {}
-        for number in range(1, ROUNDS + 1):
-            with CallLog() as log:
-                mean = attempt(_gradient(number, dist.get_rank()), residual, SENT)
-            facts |= _of_round(number, mean, residual.clone(), log.bytes())
-        return facts
+        return self._facts(attempt)
 
     def expected(self, world_size):
-        residuals, ranks = torch.zeros(world_size, ELEMENTS), [{} for _ in range(world_size)]
-        enough = AtMost(12 * SENT, "k float32 values and k int64 indices are enough")
-        for number in range(1, ROUNDS + 1):
-            whole = residuals + torch.stack([_gradient(number, r) for r in range(world_size)])
-            smallest = whole.abs().topk(SENT).values[:, -1:]
-            residuals = whole.where(whole.abs() < smallest, 0)
-            mean = (whole - residuals).mean(dim=0)
-            for facts, residual in zip(ranks, residuals, strict=True):
-                facts |= _of_round(number, mean, residual, enough)
-        return ranks
+        return self._facts(lost_gpus)
+
+    def _facts(self, function):
+        facts = {}
+        for name, (alone, ranks) in self.given.items():
+            lost = function(list(alone), [list(spans) for spans in ranks])
+            facts |= {f"the GPUs lost by {_IN_WORDS[cause]} in {name}": float(lost[cause])
+                      for cause in CAUSES}
+        return facts
 
 
-def _of_round(number, mean, residual, nbytes):
-    return {f"the mean in step {number}": mean, f"the residual after step {number}": residual,
-            f"the bytes handed to collectives in step {number}": nbytes}
+_IN_WORDS = {"data": "data", "kernels": "slower kernels", "straggler": "the straggler",
+             "exposed": "exposed communication"}
 
 
-def _gradient(number, rank):
-    """Partly common to all ranks, so that some choose the same elements."""
-    common, own = (torch.randn(ELEMENTS, generator=torch.Generator().manual_seed(seed))
-                   for seed in (number, 100 * number + rank))
-    return common + 0.6 * own
+def recorded_job(path):
+    """The committed job's median steps, of one GPU and of eight."""
+    recorded = json.loads(path.read_text(encoding="utf-8"))
+    alone, together = ([[[Span(*row) for row in spans] for spans in step] for step in
+                        recorded[name]] for name in ("alone", "together"))
+    return sorted(alone, key=length)[len(alone) // 2][0], \
+        sorted(together, key=length)[len(together) // 2]
 
 
-EXERCISES = (CommunicationRatio, AccumulatedStep, SparseAverage)
+def job(ranks, slow, *, bucket, layers=5, forward=0.010, backward=0.022, optimizer=0.012):
+    """A job with known faults, by arithmetic: one GPU's step, and that of all ranks."""
+    data, kernels, straggler = 0.021, 0.003, 0.005  # seconds; the last two of each kernel
+    alone = [Span("data", WAITING, 0.0, 0.006)]
+    own = [[Span("data", WAITING, 0.0, data)] for _ in range(ranks)]
+    launches = [[] for _ in range(ranks)]
+    for rank, spans in enumerate([*own, alone]):
+        for name, seconds in [("forward", forward)] * layers + [("backward", backward)] * layers:
+            if spans is not alone:
+                seconds += kernels + straggler * (rank == slow)
+            spans.append(Span(name, COMPUTE, spans[-1].end, spans[-1].end + seconds))
+            if name == "backward" and spans is not alone:
+                launches[rank].append(spans[-1].end)
+    free = 0.0
+    for together in zip(*launches, strict=True):
+        free = max(free, *together) + bucket
+        for spans, launch in zip(own, together, strict=True):
+            spans.append(Span("all_reduce", COMMUNICATION, launch, free))
+    for spans in own:
+        spans.append(Span("optimizer", COMPUTE, free, free + optimizer))
+    alone.append(Span("optimizer", COMPUTE, alone[-1].end, alone[-1].end + optimizer))
+    return alone, [sorted(spans, key=lambda span: (span.start, span.end)) for spans in own]
+
+
+EXERCISES = (ExposedTime, TokensBetweenSyncs, AttributeTheLoss)

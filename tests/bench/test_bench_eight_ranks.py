@@ -1,0 +1,46 @@
+"""The traces of chapter 06's capstone: what was put in is what the course's attribution finds."""
+
+import json
+
+import pytest
+from sandbox import ROOT
+
+from dplab.bench import eight_ranks
+from dplab.bench.eight_ranks import RANKS, SIZES
+from dplab.exercises.chapter_06 import length, lost_gpus, recorded_job
+
+DATA = ROOT / "chapters" / "data" / "eight_ranks.json"
+
+
+def test_the_job_is_about_five_times_as_fast_and_the_losses_add_up():
+    alone, ranks = recorded_job(DATA)
+    speed_up = RANKS * length([alone]) / length(ranks)
+    assert speed_up == pytest.approx(5, abs=0.15)
+    assert sum(lost_gpus(alone, ranks).values()) == pytest.approx(RANKS - speed_up, abs=0.05)
+
+
+def test_each_cause_is_found_as_it_was_put_in():
+    alone, ranks = recorded_job(DATA)
+    found = lost_gpus(alone, ranks)
+    for cause, seconds in eight_ranks.lost().items():
+        assert found[cause] == pytest.approx(RANKS * seconds / length(ranks), abs=0.15), cause
+
+
+def test_the_file_says_what_was_put_in():
+    recorded = json.loads(DATA.read_text(encoding="utf-8"))
+    assert recorded["put_in"] == pytest.approx(eight_ranks.lost())
+    assert recorded["command"] == "python -m dplab.bench eight_ranks --save"
+    for name, ranks in (("alone", 1), ("together", RANKS)):
+        assert len(recorded[name]) == eight_ranks.STEPS
+        assert all(len(step) == ranks for step in recorded[name])
+
+
+@pytest.mark.slow
+def test_it_runs_on_this_machine(monkeypatch, capsys):
+    monkeypatch.setattr(eight_ranks, "STEPS", 1)
+    monkeypatch.setattr(eight_ranks, "WARM_UP", 1)
+    eight_ranks.main(type("Options", (), {"save": False}))
+    assert "times as fast" in capsys.readouterr().out
+    [[spans]] = [eight_ranks.without_calls(step) for step in eight_ranks.measure(
+        1, eight_ranks.Parts())]
+    assert [span.name for span in spans].count("backward") == SIZES.layers

@@ -1,0 +1,34 @@
+"""A step's time by rank, in four kinds that add up; and collectives from the last launch on."""
+
+import pytest
+
+from dplab.measure import from_last_launch, split_time
+from dplab.predict.step import COMMUNICATION, COMPUTE, WAITING, Span
+
+# Rank 0 launches at 3 and at 6; rank 1 computes longer, and launches at 5 and at 8.
+RANKS = [
+    [Span("data", WAITING, 0, 1), Span("backward", COMPUTE, 1, 4),
+     Span("all_reduce", COMMUNICATION, 3, 7), Span("all_reduce", COMMUNICATION, 6, 10)],
+    [Span("backward", COMPUTE, 0, 8), Span("all_reduce", COMMUNICATION, 5, 7),
+     Span("all_reduce", COMMUNICATION, 8, 10), Span("optimizer", COMPUTE, 11, 12)]]
+
+
+def test_each_moment_is_of_one_kind():
+    assert split_time(RANKS) == [
+        {"computing": 3, "exposed": 4, "waiting": 2, "idle": 3},  # idle: 0 to 1 and 10 to 12
+        {"computing": 9, "exposed": 2, "waiting": 0, "idle": 1}]
+
+
+def test_the_kinds_add_up_to_the_step_of_all_ranks():
+    for kinds in split_time(RANKS):
+        assert sum(kinds.values()) == pytest.approx(12)
+
+
+def test_before_the_last_launch_a_rank_waits():
+    first, second = from_last_launch(RANKS)
+    assert [(span.lane, span.start, span.end) for span in first if span.name == "all_reduce"] == [
+        (WAITING, 3, 5), (COMMUNICATION, 5, 7), (WAITING, 6, 8), (COMMUNICATION, 8, 10)]
+    assert [(span.start, span.end) for span in second if span.lane == COMMUNICATION] == [
+        (5, 7), (8, 10)]
+    assert [kinds["exposed"] for kinds in split_time([first, second])] == [
+        kinds["exposed"] for kinds in split_time(RANKS)]
