@@ -41,6 +41,8 @@ GUESSES: dict[Key, tuple[str, ...]] = {
     3: ("rank-0-receives-first", "equal-bits", "messages-of-a-tree", "the-real-crossover"),
     4: ("ddp-child-processes", "leave-outs-that-agree", "padded-draws", "accuracy-with-repeats",
         "forgotten-in-a-checkpoint"),
+    5: ("shortest-of-three-ways", "most-that-overlap-saves", "early-in-iteration-1",
+        "one-step-of-two-heads"),
     "A": ("error-with-mixed-signs", "thousand-ones", "gap-after-80-steps"),
     "B": ("product-that-cut-f-sums", "layers-where-pipeline-wins", "intensity-on-64-ranks"),
 }

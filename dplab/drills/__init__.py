@@ -13,7 +13,7 @@ from dplab.drills.sick_job import SickJob, key
 
 __all__ = ["drill", "scores"]
 
-_OF_CHAPTER = {4: ("silent_failures", "SilentFailure")}
+_OF_CHAPTER = {4: ("silent_failures", "SilentFailure"), 5: ("late_buckets", "LateBuckets")}
 
 
 def drill(chapter: str, seed: int | None = None) -> SickJob:
