@@ -396,8 +396,8 @@ CASES = (
               "pieces. But the checkpoints of our {n} ranks are different files. Should they be?",
               ends_apart, world_sizes=(2, 3)))),
     Case("e", "swapped launches", "leaving", (
-        Fault(leaving_at_once, leaving, "Fast on {n} GPUs, and most gradients agree with one GPU's. "
-              "Those of two layers do not agree with anything I can compute.", ends_apart,
+        Fault(leaving_at_once, leaving, "Fast on {n} GPUs, and most gradients agree with one "
+              "GPU's. Those of two layers do not agree with anything I can compute.", ends_apart,
               world_sizes=(2, 3)),)),
 )
 

@@ -179,16 +179,17 @@ class MakeBuckets(Calculation):
         Mistake(one_by_one, "Each index has a bucket of its own. Collect indices until a bucket "
                 "holds `bucket_bytes`."),
     )
-    SIZES = [196, 28, 140, 20, 60, 12]
+    SIZES = (196, 28, 140, 20, 60, 12)
     CASES = ((SIZES, 80), (SIZES, 72), (SIZES, 1), (SIZES, 200), (SIZES, 456), (SIZES, 10**9),
-             ([7], 7), ([], 20))
+             ((7,), 7), ((), 20))
 
     def trial(self, attempt):
         return of_cases(_bucket_facts, [(list(sizes), limit) for sizes, limit in self.CASES],
                         attempt)
 
     def expected(self, world_size):
-        return of_cases(_bucket_facts, self.CASES, make_buckets)
+        return of_cases(_bucket_facts, [(list(sizes), limit) for sizes, limit in self.CASES],
+                        make_buckets)
 
 
 def _bucket_facts(case, buckets):
@@ -361,7 +362,8 @@ class AverageInBuckets(Exercise):
                 "were. What has to be averaged is `.grad`."),
         Mistake(without_padding, "The ring cuts the flat tensor into N equal chunks, and N does "
                 "not divide the length of every bucket. `pack` adds the zeros that it takes."),
-        *(Mistake(attempt, _WITHOUT_GROUP) for attempt in (ring_of_all_ranks, divides_by_all_ranks)),
+        *(Mistake(attempt, _WITHOUT_GROUP)
+          for attempt in (ring_of_all_ranks, divides_by_all_ranks)),
     )
 
     def trial(self, attempt):
@@ -666,9 +668,12 @@ class OverlapGradients(Exercise):
         return facts | {_UNUSED: _raised_by(attempt, 1), _AGAIN: _raised_by(attempt, 2)}
 
     def explanation(self, attempt, got, world_size):
-        if isinstance(got, list) and any(value is True for facts in got for fact, value
-                                         in facts.items() if fact.startswith(_MIXED)):
+        facts = [pair for of_rank in got for pair in of_rank.items()] if isinstance(
+            got, list) else []
+        if any(fact.startswith(_MIXED) and value is True for fact, value in facts):
             return _ONE_THREAD
+        if any(fact.startswith(_FORGOTTEN) and value for fact, value in facts):
+            return _ALL_HANDLES
         return super().explanation(attempt, got, world_size)
 
     def expected(self, world_size):
@@ -685,6 +690,7 @@ class OverlapGradients(Exercise):
         return facts | {_UNUSED: "RuntimeError", _AGAIN: "RuntimeError"}
 
 
+_FORGOTTEN = "the number of all-reduces that nobody waits for"
 _MIXED = "whether two threads send at the same time"
 _EARLY = "the number of buckets sent before the last layer's gradients are there"
 _WAITING = "whether backward waits for other ranks"
@@ -696,7 +702,7 @@ def _of_step(step, seen, found, number, elsewhere, forgotten, mixed):
     when = f" in step {step}"
     return {f"{_MIXED}{when}": mixed, {1: _EARLY, 2: _WAITING}[step]: found,
             f"{_NUMBER}{when}": number, f"the number of calls in another group{when}": elsewhere,
-            f"the number of all-reduces that nobody waits for{when}": forgotten, **seen}
+            f"{_FORGOTTEN}{when}": forgotten, **seen}
 
 
 def _that_looks_for_sends(model, loss, watch):
@@ -1019,7 +1025,8 @@ class PredictStep(Calculation):
                 "nothing can be sent before the first bucket is ready, nor while the link waits "
                 "for the next one."),
         Mistake(never_waits_for_a_bucket, "You take it that the link never waits once it has "
-                "begun. It does when the next bucket is not ready yet: follow it bucket by bucket."),
+                "begun. It does when the next bucket is not ready yet: follow it bucket by "
+                "bucket."),
         Mistake(side_by_side, "You let all-reduces run side by side, each at the full bandwidth. "
                 "They share one link: a bucket starts when it is ready and the one before it is "
                 "done."),
