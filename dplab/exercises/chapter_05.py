@@ -715,7 +715,7 @@ def _that_looks_for_sends(model, loss, watch):
         while watch.all_reduces < 2 and time.monotonic() < limit:
             time.sleep(0.002)
         sent = min(2, int(watch.all_reduces))
-        time.sleep(3 * PAUSE)  # until they have arrived
+        time.sleep(3 * watch.pause)  # until they have arrived
 
     model.before_last_layer = wait
     loss.backward()
@@ -758,19 +758,16 @@ def _raised_by(attempt, backwards):
     return "nothing"
 
 
-PAUSE = 0.02
-
-
 class _Watch:
     """In this block: this rank's sends and all-reduces, and which handles are waited for.
 
     ``on_wait`` is called before the thread of backward waits. A send of another thread takes
-    `PAUSE` seconds longer, so who does not wait for that thread has no mean yet.
+    ``pause`` seconds longer, so who does not wait for that thread has no mean yet.
     """
 
     def __init__(self, group):
         self.group, self.calls, self.senders, self.works, self.asked = group, [], [], [], set()
-        self.on_wait = lambda: None
+        self.on_wait, self.pause = lambda: None, 0.04 / dist.get_world_size()
         self._patches = [mock.patch.object(dist.Work, name, self._noting(getattr(dist.Work, name)))
                          for name in ("wait", "get_future", "is_completed")]
 
@@ -798,16 +795,18 @@ class _Watch:
             limit = time.monotonic() + 0.5 * (dist.get_world_size() > 1)
             while self.all_reduces < 3 and time.monotonic() < limit:
                 time.sleep(0.01)
-            time.sleep(5 * PAUSE)
+            time.sleep(5 * self.pause)
         for work in self.works:
             work.wait()
 
     def _launches(self, call):
+        if call.group not in (self.group.group_name, dist.group.WORLD.group_name):
+            return  # of a thread that an earlier attempt has left behind
         self.calls.append(call)
         if call.operation == "send":
             self.senders.append(threading.get_ident())
             if threading.current_thread() is not threading.main_thread():
-                time.sleep(PAUSE)
+                time.sleep(self.pause)
 
     def _launched(self, call, work):
         if not call.is_point_to_point:
