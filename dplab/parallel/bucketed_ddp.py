@@ -36,7 +36,7 @@ def filled_in_reverse(parameters: list[nn.Parameter],
     return buckets
 
 
-def average_bucket(bucket: list[nn.Parameter]) -> None:
+def average_bucket(bucket):
     """Replaces the gradients of one bucket by their means, with one all-reduce."""
     flat = torch.cat([parameter.grad.flatten() for parameter in bucket]) / dist.get_world_size()
     dist.all_reduce(flat)
