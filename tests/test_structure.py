@@ -56,7 +56,7 @@ MAY_IMPORT = {
     "measure": "dplab predict spawn",
     "dryrun": "measure predict spawn workloads",
     "desk": "dplab spawn",  # dplab: in the source that it writes for the reader
-    "drills": "desk dplab measure parallel show spawn workloads",
+    "drills": "desk dplab measure parallel predict show spawn workloads",
     "exercises": "desk drills dryrun measure parallel predict spawn workloads",
     "lab": "desk",
     "demos": "dplab measure parallel show spawn workloads",

@@ -41,6 +41,8 @@ GUESSES: dict[Key, tuple[str, ...]] = {
         "a-slow-machine"),
     4: ("ddp-child-processes", "leave-outs-that-agree", "padded-draws", "accuracy-with-repeats",
         "forgotten-in-a-checkpoint"),
+    5: ("shortest-of-three-ways", "most-that-overlap-saves", "early-in-iteration-1",
+        "one-step-of-two-heads"),
     6: ("without-a-barrier", "longest-all-reduce", "slowest-of-eight", "strong-on-eight",
         "most-of-the-three"),
     "A": ("error-with-mixed-signs", "ones-on-four-ranks", "sure-gradient"),

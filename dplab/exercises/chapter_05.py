@@ -1,6 +1,12 @@
-"""Exercises of chapter 05: gradients in buckets, sent during backward, and what stays exposed."""
+"""Exercises of chapter 05: gradients in buckets, averaged beside backward, and a scheduler.
 
+The solutions stand in `dplab.exercises.stack.parts`, since later parts call them.
+"""
+
+import itertools
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from unittest import mock
 
 import torch
@@ -8,404 +14,721 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.distributed_c10d import _get_default_store
 
+from dplab.exercises.compare import AtMost
 from dplab.exercises.exercise import Calculation, Exercise, Mistake
-from dplab.exercises.trials import gradients
+from dplab.exercises.stack import parts
+from dplab.exercises.stack.parts import (
+    average_in_buckets,
+    make_buckets,
+    pack,
+    predict_step,
+    ring_all_reduce,
+    ring_seconds,
+    unpack,
+)
+from dplab.exercises.trials import gradients, of_cases
 from dplab.measure import CallLog
+from dplab.predict.step import Layer
 from dplab.spawn.rank import recording
 
-_SUM = "You summed and did not divide by the world size: every rank has to end with the mean."
-_TWICE = "You divided by the world size twice (`ReduceOp.AVG` divides already)."
-_COPIES = ("Every rank still has its own gradients. What you reduce is a copy: fill the bucket "
-           "from `.grad`, and write each part of the result back into its parameter's `.grad`.")
+# --- 5.1: which gradients go together ------------------------------------------------------------
 
 
-def _write_back(flat, bucket):
-    parts = flat.split([parameter.numel() for parameter in bucket])
-    for parameter, part in zip(bucket, parts, strict=True):
-        parameter.grad.copy_(part.view_as(parameter))
+def in_forward_order(sizes, bucket_bytes):
+    last = len(sizes) - 1
+    buckets = make_buckets(sizes[::-1], bucket_bytes)
+    return [[last - index for index in bucket] for bucket in buckets]
 
 
-# 5.1
-
-# By the limit: the buckets' bytes. In reverse, the gradients have 12, 60, 20, 140, 28, 196 bytes.
-BUCKETS = {20: [72, 20, 140, 28, 196], 80: [92, 140, 224], 230: [232, 224]}
+def buckets_in_forward_order(sizes, bucket_bytes):
+    return make_buckets(sizes, bucket_bytes)[::-1]
 
 
-def average_in_buckets(model, bucket_bytes):
-    buckets, nbytes = [[]], 0
-    for parameter in reversed([each for each in model.parameters() if each.grad is not None]):
-        if nbytes >= bucket_bytes:
+def indices_in_forward_order(sizes, bucket_bytes):
+    return [sorted(bucket) for bucket in make_buckets(sizes, bucket_bytes)]
+
+
+def counts_from_the_end(sizes, bucket_bytes):
+    last = len(sizes) - 1
+    return [[last - index for index in bucket] for bucket in make_buckets(sizes, bucket_bytes)]
+
+
+def sizes_for_indices(sizes, bucket_bytes):
+    return [[sizes[index] for index in bucket] for bucket in make_buckets(sizes, bucket_bytes)]
+
+
+def closes_before_it_is_exceeded(sizes, bucket_bytes):
+    buckets, held = [], 0
+    for index in reversed(range(len(sizes))):
+        if not buckets or held + sizes[index] > bucket_bytes:
             buckets.append([])
-            nbytes = 0
-        buckets[-1].append(parameter)
-        nbytes += parameter.grad.numel() * parameter.grad.element_size()
+            held = 0
+        buckets[-1].append(index)
+        held += sizes[index]
+    return buckets
+
+
+def goes_on_at_the_size(sizes, bucket_bytes):
+    return make_buckets(sizes, bucket_bytes + 1)
+
+
+def forgets_the_last_bucket(sizes, bucket_bytes):
+    buckets, bucket, held = [], [], 0
+    for index in reversed(range(len(sizes))):
+        bucket.append(index)
+        held += sizes[index]
+        if held >= bucket_bytes:
+            buckets.append(bucket)
+            bucket, held = [], 0
+    return buckets
+
+
+def adds_an_empty_bucket(sizes, bucket_bytes):
+    buckets, held = [[]], 0
+    for index in reversed(range(len(sizes))):
+        buckets[-1].append(index)
+        held += sizes[index]
+        if held >= bucket_bytes:
+            buckets.append([])
+            held = 0
+    return buckets
+
+
+def begins_with_an_empty_bucket(sizes, bucket_bytes):
+    return [[], *make_buckets(sizes, bucket_bytes)]
+
+
+def goes_on_counting(sizes, bucket_bytes):
+    buckets, held = [], bucket_bytes
+    for index in reversed(range(len(sizes))):
+        if held >= bucket_bytes:
+            buckets.append([])
+        buckets[-1].append(index)
+        held = sum(sizes[index:])
+    return buckets
+
+
+def keeps_its_indices(sizes, bucket_bytes):
+    buckets, bucket, held = [], [], 0
+    for index in reversed(range(len(sizes))):
+        bucket.append(index)
+        held += sizes[index]
+        if held >= bucket_bytes or index == 0:
+            buckets.append(list(bucket))
+            held = 0
+    return buckets
+
+
+def one_list_for_all(sizes, bucket_bytes):
+    buckets, bucket, held = [], [], 0
+    for index in reversed(range(len(sizes))):
+        bucket.append(index)
+        held += sizes[index]
+        if held >= bucket_bytes or index == 0:
+            buckets.append(bucket)
+            bucket.clear()
+            held = 0
+    return buckets
+
+
+def one_by_one(sizes, bucket_bytes):
+    return [[index] for index in reversed(range(len(sizes)))]
+
+
+class MakeBuckets(Calculation):
+    slug = "make-buckets"
+    number = "5.1"
+    title = "Which gradients go together"
+    name = "make_buckets"
+    minutes = 5
+    hints = (
+        "Go through the indices from the last one to the first. What do you have to remember "
+        "from one to the next?",
+        "Remember the open bucket and the bytes in it. When does a new bucket begin: before you "
+        "put an index in, or after? What is left when the indices are used up?",
+        "Start a new, empty list as soon as the one before it holds `bucket_bytes` or more *and* "
+        "there is an index to put in. Set the count of bytes back to zero at the same place.",
+    )
+    solution = staticmethod(make_buckets)
+    mistakes = (
+        Mistake(in_forward_order, "You filled the buckets from the first index on. Backward "
+                "computes the last layer's gradients first: go from the last index to the first."),
+        Mistake(buckets_in_forward_order, "The buckets are right and stand in the wrong order. "
+                "The one with the last index comes first: its gradients are ready first."),
+        Mistake(indices_in_forward_order, "Within a bucket the indices ascend. Here they go from "
+                "the last to the first too."),
+        Mistake(counts_from_the_end, "You count indices from the end, as `enumerate(reversed("
+                "sizes))` does. An index says where the size stands in `sizes`."),
+        Mistake(sizes_for_indices, "You return sizes. Return their indices in `sizes`."),
+        Mistake(closes_before_it_is_exceeded, "You close a bucket before it would exceed "
+                "`bucket_bytes`. Here, as in DDP, the size is a threshold: the gradient that "
+                "reaches it still belongs to the bucket, which closes after it."),
+        Mistake(goes_on_at_the_size, "A bucket that holds exactly `bucket_bytes` is full, and you "
+                "go on filling it: close it at `>=`, not at `>`."),
+        Mistake(forgets_the_last_bucket, "The last bucket is missing: it is not full when the "
+                "indices run out. What is left over is a bucket too."),
+        Mistake(adds_an_empty_bucket, "The last of your buckets is empty where the one before it "
+                "came out full: begin a bucket only when there is an index to put in."),
+        Mistake(begins_with_an_empty_bucket, "Your first bucket is empty."),
+        Mistake(goes_on_counting, "From the second bucket on, each index is alone: set the count "
+                "of bytes back to zero when a bucket is closed."),
+        Mistake(keeps_its_indices, "A bucket keeps its indices after it was closed, so they are in "
+                "the next one again: start an empty list."),
+        Mistake(one_list_for_all, "All your buckets are one and the same list, which you empty. "
+                "Start a new list (`bucket = []`) where you call `clear()`."),
+        Mistake(one_by_one, "Each index has a bucket of its own. Collect indices until a bucket "
+                "holds `bucket_bytes`."),
+    )
+    SIZES = (196, 28, 140, 20, 60, 12)
+    CASES = ((SIZES, 80), (SIZES, 72), (SIZES, 1), (SIZES, 200), (SIZES, 456), (SIZES, 10**9),
+             ((7,), 7), ((), 20))
+
+    def trial(self, attempt):
+        return of_cases(_bucket_facts, [(list(sizes), limit) for sizes, limit in self.CASES],
+                        attempt)
+
+    def expected(self, world_size):
+        return of_cases(_bucket_facts, [(list(sizes), limit) for sizes, limit in self.CASES],
+                        make_buckets)
+
+
+def _bucket_facts(case, buckets):
+    if isinstance(buckets, list | tuple):
+        buckets = [list(each) if isinstance(each, tuple | range) else each for each in buckets]
+    sizes, limit = case
+    return {f"the buckets of {limit} bytes for the sizes {sizes}": buckets}
+
+
+# --- 5.2: the gradients of a bucket travel together ----------------------------------------------
+
+
+def sums_in_buckets(buckets, group=None):
+    ranks = dist.get_world_size(group)
     for bucket in buckets:
-        flat = torch.cat([parameter.grad.flatten() for parameter in bucket])
-        flat /= dist.get_world_size()
-        dist.all_reduce(flat)
-        parts = flat.split([parameter.numel() for parameter in bucket])
-        for parameter, part in zip(bucket, parts, strict=True):
-            parameter.grad.copy_(part.view_as(parameter))
+        gradients = [parameter.grad for parameter in bucket]
+        total = ring_all_reduce(pack(gradients, ranks), group)
+        for gradient, part in zip(gradients, unpack(total, gradients), strict=True):
+            gradient.copy_(part)
 
 
-def _write_first_part(flat, bucket):
-    for parameter in bucket:
-        parameter.grad.copy_(flat[:parameter.numel()].view_as(parameter))
+def divides_twice(buckets, group=None):
+    average_in_buckets(buckets, group)
+    for bucket in buckets:
+        for parameter in bucket:
+            parameter.grad /= dist.get_world_size(group)
 
 
-def _write_from_the_end(flat, bucket):
-    _write_back(flat, bucket[::-1])
+def divides_by_the_parameters(buckets, group=None):
+    sums_in_buckets(buckets, group)
+    for bucket in buckets:
+        for parameter in bucket:
+            parameter.grad /= len(bucket)
 
 
-def _in_buckets(*, order=reversed, number_bytes=4, early=False, more=0, limit=None, flush=True,
-                reset=True, recount=True, frozen=False, power=1, write=_write_back, source="grad"):
-    """Averages in buckets with one thing wrong; ``limit`` overrules the one that is given."""
+def leaves_the_gradients(buckets, group=None):
+    ranks, means = dist.get_world_size(group), []
+    for bucket in buckets:
+        gradients = [parameter.grad for parameter in bucket]
+        mean = ring_all_reduce(pack(gradients, ranks) / ranks, group)
+        means += unpack(mean, gradients)
+    return means
 
-    def attempt(model, bucket_bytes):
-        most, closed, bucket, size = limit or bucket_bytes, [], [], 0
-        for parameter in order(list(model.parameters())):
-            if parameter.grad is None and not frozen:
-                continue
-            nbytes = number_bytes * parameter.numel()
-            if bucket and (size + nbytes > most if early else size >= most + more):
-                closed.append(list(bucket))
-                bucket, size = [] if reset else bucket, 0 if recount else size
-            bucket.append(parameter)
-            size += nbytes
-        if flush or size >= most:
-            closed.append(bucket)
-        for bucket in closed:
-            flat = torch.cat([getattr(each, source).flatten() for each in bucket])
-            flat /= dist.get_world_size() ** power
-            dist.all_reduce(flat)
-            write(flat, bucket)
 
-    return attempt
+def drops_what_the_ring_returns(buckets, group=None):
+    ranks = dist.get_world_size(group)
+    for bucket in buckets:
+        gradients = [parameter.grad for parameter in bucket]
+        flat = pack(gradients, ranks) / ranks
+        ring_all_reduce(flat, group)
+        for gradient, part in zip(gradients, unpack(flat, gradients), strict=True):
+            gradient.copy_(part)
+
+
+def each_gradient_alone(buckets, group=None):
+    for bucket in buckets:
+        average_in_buckets([[parameter] for parameter in bucket], group)
+
+
+def all_in_one(buckets, group=None):
+    for dtype in (torch.float32, torch.float64):
+        average_in_buckets([[parameter for bucket in buckets for parameter in bucket
+                             if parameter.dtype == dtype]], group)
+
+
+def leaves_out_the_last(buckets, group=None):
+    average_in_buckets(buckets[:-1], group)
+
+
+def writes_the_first_part(buckets, group=None):
+    ranks = dist.get_world_size(group)
+    for bucket in buckets:
+        mean = ring_all_reduce(pack([each.grad for each in bucket], ranks) / ranks, group)
+        for parameter in bucket:
+            parameter.grad.copy_(mean[: parameter.numel()].view_as(parameter))
+
+
+def writes_in_another_order(buckets, group=None):
+    ranks = dist.get_world_size(group)
+    for bucket in buckets:
+        mean = ring_all_reduce(pack([each.grad for each in bucket], ranks) / ranks, group)
+        gradients = [parameter.grad for parameter in reversed(bucket)]
+        for gradient, part in zip(gradients, unpack(mean, gradients), strict=True):
+            gradient.copy_(part)
+
+
+def packs_the_parameters(buckets, group=None):
+    ranks = dist.get_world_size(group)
+    for bucket in buckets:
+        mean = ring_all_reduce(pack(bucket, ranks) / ranks, group)
+        for parameter, part in zip(bucket, unpack(mean, bucket), strict=True):
+            parameter.grad.copy_(part)
+
+
+def averages_the_weights(buckets, group=None):
+    ranks = dist.get_world_size(group)
+    for bucket in buckets:
+        mean = ring_all_reduce(pack(bucket, ranks) / ranks, group)
+        for parameter, part in zip(bucket, unpack(mean, bucket), strict=True):
+            parameter.data.copy_(part)
+
+
+def without_padding(buckets, group=None):
+    ranks = dist.get_world_size(group)
+    for bucket in buckets:
+        gradients = [parameter.grad for parameter in bucket]
+        flat = torch.cat([gradient.flatten() for gradient in gradients])
+        mean = ring_all_reduce(flat / ranks, group)
+        for gradient, part in zip(gradients, unpack(mean, gradients), strict=True):
+            gradient.copy_(part)
+
+
+def ring_of_all_ranks(buckets, group=None):
+    average_in_buckets(buckets)
+
+
+def divides_by_all_ranks(buckets, group=None):
+    ranks = dist.get_world_size()
+    for bucket in buckets:
+        gradients = [parameter.grad for parameter in bucket]
+        mean = ring_all_reduce(pack(gradients, ranks) / ranks, group)
+        for gradient, part in zip(gradients, unpack(mean, gradients), strict=True):
+            gradient.copy_(part)
+
+
+_SUM = "You summed and did not divide by the world size: every rank has to end with the mean."
+_TWICE = "You divided by the world size twice."
+_COPIES = ("Every rank still has its own gradients. `pack` copies them, and the ring returns a "
+           "new tensor: write each part of what it returns back into its `.grad`.")
+_WITHOUT_GROUP = ("You left out the group. Pass it on to `dist.get_world_size` and to your ring: "
+                  "where only some of the ranks call, they are all that there are.")
 
 
 class AverageInBuckets(Exercise):
     slug = "gradient-buckets"
-    number = "5.1"
-    title = "All-reduce the gradients in buckets"
+    number = "5.2"
+    title = "The gradients of a bucket travel together"
     name = "average_in_buckets"
-    minutes = 20
+    minutes = 12
+    world_sizes = (2, 3, 4, 1)  # one rank last: a ring of one sends nothing
+    seconds = 8.0
     hints = (
-        "Two loops: the first sorts the parameters into buckets (lists of parameters), the second "
-        "sends each bucket. Only the first needs `bucket_bytes`.",
-        "Walk through `reversed(list(model.parameters()))`, skip what has no gradient, and count "
-        "bytes with `numel() * element_size()`. What is left at the end is a bucket, too.",
-        "`torch.cat` of the flattened gradients makes one tensor; after the all-reduce, "
-        "`flat.split([numel of each])` takes it apart in the same order.",
+        "What does `pack` make of the gradients of one bucket, and where must the numbers be when "
+        "your function returns?",
+        "For one bucket: pack its gradients, divide, run your ring on the flat tensor. The ring "
+        "returns a *new* flat tensor. `unpack` gives a view into that for each gradient.",
+        "`mean = ring_all_reduce(pack(gradients, ranks) / ranks, group)`; then, for each gradient "
+        "and its part in `unpack(mean, gradients)`, `gradient.copy_(part)`.",
     )
     solution = staticmethod(average_in_buckets)
     mistakes = (
-        Mistake(_in_buckets(flush=False), "The last bucket is never sent: it is not full when the "
-                "parameters run out. Send what is left over *after* the loop: inside it, the last "
-                "parameter may be a frozen one that you pass over."),
-        *(Mistake(_in_buckets(order=list, **other), "You filled the buckets in forward order. "
-                  "Backward computes the last layer's gradients first: go through the parameters "
-                  "in reverse.")
-          for other in ({}, {"early": True}, {"recount": False}, {"flush": False})),
-        Mistake(_in_buckets(write=lambda *_: None), _COPIES),
-        Mistake(_in_buckets(limit=1), "Each gradient travels by itself: there is one all-reduce "
-                "for each parameter. Collect them until the bucket reaches `bucket_bytes`."),
-        Mistake(_in_buckets(limit=1e9), "Everything is in one bucket: it has to close when it "
-                "reaches `bucket_bytes` (bytes, not MiB)."),
-        Mistake(_in_buckets(early=True), "You close a bucket before it would exceed "
-                "`bucket_bytes`. Here, as in DDP, the size is a threshold: the gradient that "
-                "reaches it still belongs to the bucket, which closes after it."),
-        Mistake(_in_buckets(number_bytes=1), "You counted the gradients' numbers where "
-                "`bucket_bytes` counts bytes: a number has `element_size()` of them."),
-        Mistake(_in_buckets(reset=False), "A bucket keeps its parameters after it was sent, so "
-                "they travel again with the next one: start an empty bucket."),
-        Mistake(_in_buckets(recount=False), "From the second bucket on, each gradient travels by "
-                "itself: set the count of bytes back to zero when a bucket is closed."),
-        Mistake(_in_buckets(more=1), "A bucket that holds exactly `bucket_bytes` is full, and you "
-                "go on filling it: close it at `>=`, not at `>`."),
-        Mistake(_in_buckets(write=_write_first_part), "Each parameter of a bucket gets the first "
-                "numbers of it: its part begins where the one before it ends."),
-        Mistake(_in_buckets(write=_write_from_the_end), "The parts are written back in another "
-                "order than they were put together: parameters get the gradients of others."),
-        Mistake(_in_buckets(power=0), _SUM),
-        Mistake(_in_buckets(power=2), _TWICE),
-        Mistake(_in_buckets(source="data"), "The bucket holds the parameters' values; what has to "
+        Mistake(sums_in_buckets, _SUM),
+        Mistake(divides_twice, _TWICE),
+        Mistake(divides_by_the_parameters, "You divided by the number of parameters in the bucket. "
+                "The mean is over the ranks."),
+        *(Mistake(attempt, _COPIES)
+          for attempt in (leaves_the_gradients, drops_what_the_ring_returns)),
+        Mistake(each_gradient_alone, "Each gradient travels by itself: there is one all-reduce "
+                "for each parameter. Send a bucket as one flat tensor."),
+        Mistake(all_in_one, "You made fewer buckets than you were given. Send each bucket by "
+                "itself, in the order of the list."),
+        Mistake(leaves_out_the_last, "The last bucket is never sent."),
+        Mistake(writes_the_first_part, "Each parameter of a bucket gets the first numbers of it: "
+                "its part begins where the one before it ends."),
+        Mistake(writes_in_another_order, "The parts are written back in another order than they "
+                "were put together: parameters get the gradients of others."),
+        Mistake(packs_the_parameters, "The bucket holds the parameters' values; what has to "
                 "be averaged are their gradients, `.grad`."),
-        Mistake(_in_buckets(frozen=True), "A parameter's gradient is `None`: it is frozen. Leave "
-                "such parameters out of the buckets."),
+        Mistake(averages_the_weights, "You averaged the parameters, and the gradients are as they "
+                "were. What has to be averaged is `.grad`."),
+        Mistake(without_padding, "The ring cuts the flat tensor into N equal chunks, and N does "
+                "not divide the length of every bucket. `pack` adds the zeros that it takes."),
+        *(Mistake(attempt, _WITHOUT_GROUP)
+          for attempt in (ring_of_all_ranks, divides_by_all_ranks)),
     )
 
     def trial(self, attempt):
-        facts = {}
-        for limit in BUCKETS:
-            model = _with_gradients([dist.get_rank()])
-            with CallLog() as log:
-                attempt(model, limit)
-            facts |= _named(limit, model, [call.bytes for call in log.calls])
+        rank, ranks = dist.get_rank(), dist.get_world_size()
+        facts = _averaged("", attempt, [rank], None)
+        if ranks == 4:
+            pair = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
+            facts |= _averaged(_IN_A_PAIR, attempt, [rank], pair)
         return facts
 
     def expected(self, world_size):
-        return {fact: value for limit, sent in BUCKETS.items() for fact, value in _named(
-            limit, _with_gradients(range(world_size)), sent).items()}
+        facts = []
+        for rank in range(world_size):
+            facts.append(_of_buckets("", *_with_gradients(range(world_size)), 3))
+            if world_size == 4:
+                pair = [rank % 2, rank % 2 + 2]
+                facts[-1] |= _of_buckets(_IN_A_PAIR, *_with_gradients(pair), 3)
+        for each in facts if world_size == 1 else ():
+            del each[_NUMBER]  # a ring of one rank sends nothing
+        return facts
 
 
-def _named(limit, model, sent):
-    when = f" with buckets of {limit} bytes"
-    return {f"the bytes of each all-reduce{when}": sent, **gradients(model, when)}
+_NUMBER = "the number of all-reduces"
+_IN_A_PAIR = ", in a group of two ranks"
+
+
+def _averaged(where, attempt, ranks, group):
+    buckets, before = _with_gradients(ranks)
+    with CallLog() as log:
+        attempt(buckets, group)
+    return _of_buckets(where, buckets, before, _all_reduces(log.calls, dist.get_world_size(group)))
+
+
+def _of_buckets(where, buckets, before, number):
+    same = all(torch.equal(parameter, old) for bucket, values in zip(buckets, before, strict=True)
+               for parameter, old in zip(bucket, values, strict=True))
+    facts = {f"that the parameters are as they were{where}": same}
+    for index, bucket in enumerate(buckets):
+        for place, parameter in enumerate(bucket):
+            name = f"of parameter {place} in bucket {index}{where}"
+            facts |= {f"the gradient {name}": parameter.grad.clone()}
+    return facts | {f"{_NUMBER}{where}": number}
+
+
+def _all_reduces(calls, ranks):
+    """How many all-reduces these calls make up; a ring of N ranks has 2(N-1) sends on each."""
+    rings = sum(call.operation == "send" for call in calls) / max(1, 2 * (ranks - 1))
+    number = sum(call.operation == "all_reduce" for call in calls) + rings
+    return int(number) if number == int(number) else number
 
 
 def _with_gradients(ranks):
-    """A model with the mean of these ranks' gradients."""
-    torch.manual_seed(5)
-    model = nn.Sequential(nn.LayerNorm(7, bias=False), nn.Linear(7, 7), nn.LayerNorm(7, bias=False),
-                          nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 3))
-    for frozen in (model[0], model[2]):  # the last one that backward would come to, and another
-        frozen.weight.requires_grad_(False)
-    numbers = torch.arange(21.0).reshape(3, 7)
-    whole = torch.cat([torch.sin(1.7 * numbers + 5 * rank) for rank in ranks])
-    model(whole).square().mean().backward()
-    return model
+    """Three buckets of parameters with the mean of these ranks' gradients, and their values."""
+    buckets = [[nn.Parameter(torch.arange(1.0, 1 + rows * columns, dtype=dtype).view(rows, columns))
+                for rows, columns in shapes]
+               for shapes, dtype in ((((3, 5), (1, 4)), torch.float32),
+                                     (((2, 2), (1, 1), (4, 3)), torch.float32),
+                                     (((1, 7), (1, 3)), torch.float64))]
+    for number, parameter in enumerate(each for bucket in buckets for each in bucket):
+        own = [torch.sin(1.7 * parameter.detach() + 5 * rank + number) for rank in ranks]
+        parameter.grad = sum(own) / len(own)
+        parameter.data += len(own) * ranks[0]  # so that it shows where a mean of these is taken
+    return buckets, [[parameter.detach().clone() for parameter in bucket] for bucket in buckets]
 
 
-# 5.2
+# --- 5.3: buckets leave while backward computes --------------------------------------------------
+# A learner's class differs from the solution in one method or two, and so do these.
+
+Overlapped = parts.OverlappedGradients
 
 
-class OverlappedGradients:
-    def __init__(self, buckets):
-        self.buckets = buckets
-        self.number = {}
-        for number, bucket in enumerate(buckets):
+class TakesTheParameterForTheGradient:
+    def __init__(self, buckets, group):
+        self.group, self.thread, self.launched = group, ThreadPoolExecutor(1), []
+        for bucket in buckets:
             for parameter in bucket:
-                self.number[parameter] = number
-                parameter.register_post_accumulate_grad_hook(self.gradient_is_ready)
-        self.start_over()
+                parameter.register_post_accumulate_grad_hook(self.launch)
 
-    def start_over(self):
-        self.missing = [len(bucket) for bucket in self.buckets]
-        self.under_way = []
-
-    def gradient_is_ready(self, parameter):
-        number = self.number[parameter]
-        self.missing[number] -= 1
-        if self.missing[number] == 0:
-            bucket = self.buckets[number]
-            flat = torch.cat([each.grad.flatten() for each in bucket])
-            flat /= dist.get_world_size()
-            self.under_way.append((bucket, flat, dist.all_reduce(flat, async_op=True)))
-
-    def finish(self):
-        for bucket, flat, work in self.under_way:
-            work.wait()
-            parts = flat.split([parameter.numel() for parameter in bucket])
-            for parameter, part in zip(bucket, parts, strict=True):
-                parameter.grad.copy_(part.view_as(parameter))
-        self.start_over()
-
-
-def _overlapped(*, launch="full", waits=False, awaited=slice(None), power=1, reset=True,
-                clear=True, alone=False, write=_write_back):
-    """Overlapped gradients with one thing wrong; ``launch``: when a bucket leaves; ``awaited``:
-    which of the handles `finish` waits for."""
-
-    class Attempt:
-        def __init__(self, buckets):
-            self.buckets = [[each] for bucket in buckets for each in bucket] if alone else buckets
-            self.under_way, self.missing = [], list(map(len, self.buckets))
-            for number, bucket in enumerate(self.buckets):
-                for parameter in bucket:
-                    parameter.register_post_accumulate_grad_hook(
-                        lambda _, number=number: self.ready(number))
-
-        def ready(self, number):
-            self.missing[number] -= 1
-            if launch == "each" or (launch == "full" and self.missing[number] == 0):
-                self.send(self.buckets[number])
-
-        def send(self, bucket):
-            flat = torch.cat([parameter.grad.flatten() for parameter in bucket])
-            flat /= dist.get_world_size() ** power
-            self.under_way.append((bucket, flat, dist.all_reduce(flat, async_op=True)))
-            if waits:
-                self.under_way[-1][-1].wait()
-
-        def finish(self):
-            if launch == "finish":
-                for bucket in self.buckets:
-                    self.send(bucket)
-            for *_, work in self.under_way[awaited]:
-                work.wait()
-            for bucket, flat, _ in self.under_way:
-                write(flat, bucket)
-            if clear:
-                self.under_way = []
-            if reset:
-                self.missing = list(map(len, self.buckets))
-
-    return Attempt
-
-
-class _AverageParameters:
-    """The hook takes what it is given for the gradient."""
-
-    def __init__(self, buckets):
-        for parameter in (each for bucket in buckets for each in bucket):
-            parameter.register_post_accumulate_grad_hook(self.average)
+    def launch(self, gradient):
+        self.launched.append(self.thread.submit(self.average, gradient.data))
 
     def average(self, gradient):
-        gradient.data /= dist.get_world_size()
-        dist.all_reduce(gradient.data)
+        ranks = dist.get_world_size(self.group)
+        mean = ring_all_reduce(pack([gradient], ranks) / ranks, self.group)
+        gradient.copy_(*unpack(mean, [gradient]))
 
     def finish(self):
-        pass
+        for averaging in self.launched:
+            averaging.result()
+        self.launched = []
 
 
-_ALL_HANDLES = ("`finish` does not wait for every all-reduce. An earlier one may end after a later "
-                "one, and until its own `wait()` its tensor is not the mean: wait for each handle.")
+class LaunchesInFinish(Overlapped):
+    def gradient_is_ready(self, number, _parameter):
+        self.missing[number] -= 1
+
+    def finish(self):
+        for bucket in self.buckets:
+            self.launched.append(self.thread.submit(average_in_buckets, [bucket], self.group))
+        super().finish()
+
+
+class WaitsInTheHook(Overlapped):
+    def gradient_is_ready(self, number, parameter):
+        launched = len(self.launched)
+        super().gradient_is_ready(number, parameter)
+        for averaging in self.launched[launched:]:
+            averaging.result()
+
+
+class AveragesInTheHook(Overlapped):
+    def gradient_is_ready(self, number, _parameter):
+        self.missing[number] -= 1
+        if self.missing[number] == 0:
+            average_in_buckets([self.buckets[number]], self.group)
+
+
+class WaitsForTheFirst(Overlapped):
+    def finish(self):
+        self.launched = self.launched[:1]
+        super().finish()
+
+
+class WaitsForNone(Overlapped):
+    def finish(self):
+        self.launched = []
+        super().finish()
+
+
+class LaunchesAtEachGradient(Overlapped):
+    def gradient_is_ready(self, number, _parameter):
+        self.missing[number] -= 1
+        self.launched.append(
+            self.thread.submit(average_in_buckets, [self.buckets[number]], self.group))
+
+
+class EachGradientAlone(Overlapped):
+    def __init__(self, buckets, group):
+        super().__init__([[parameter] for bucket in buckets for parameter in bucket], group)
+
+
+class CountsOnce(Overlapped):
+    def finish(self):
+        for averaging in self.launched:
+            averaging.result()
+        self.launched = []
+
+
+class CountsOnceAndRaises(Overlapped):
+    def finish(self):
+        missing = self.missing
+        super().finish()
+        self.missing = missing
+
+
+class _WithItsOwnAverage(Overlapped):
+    """Averages a bucket with another function."""
+
+    average: staticmethod
+
+    def gradient_is_ready(self, number, _parameter):
+        self.missing[number] -= 1
+        if self.missing[number] == 0:
+            self.launched.append(
+                self.thread.submit(self.average, [self.buckets[number]], self.group))
+
+
+class Sums(_WithItsOwnAverage):
+    average = staticmethod(sums_in_buckets)
+
+
+class DividesTwice(_WithItsOwnAverage):
+    average = staticmethod(divides_twice)
+
+
+class AveragesCopies(_WithItsOwnAverage):
+    average = staticmethod(leaves_the_gradients)
+
+
+class SeveralThreads(Overlapped):
+    def __init__(self, buckets, group):
+        super().__init__(buckets, group)
+        self.thread = ThreadPoolExecutor(max_workers=len(buckets))
+
+
+class AThreadForEachBucket(Overlapped):
+    def gradient_is_ready(self, number, _parameter):
+        self.missing[number] -= 1
+        if self.missing[number] == 0:
+            self.launched.append(ThreadPoolExecutor(1).submit(
+                average_in_buckets, [self.buckets[number]], self.group))
+
+
+class InTheGroupOfAll(Overlapped):
+    def __init__(self, buckets, group):
+        super().__init__(buckets, None)
+
+
+class TakesWhatItGets(Overlapped):
+    def finish(self):
+        launched = self.launched
+        self.start_over()
+        for averaging in launched:
+            averaging.result()
+
+
+class AllowsASecondBackward(Overlapped):
+    def finish(self):
+        launched, missing = self.launched, self.missing
+        self.start_over()
+        if any(count > 0 for count in missing):
+            raise RuntimeError("a parameter got no gradient")
+        for averaging in launched:
+            averaging.result()
+
+
+class Asserts(Overlapped):
+    def finish(self):
+        complete = not any(self.missing)
+        launched = self.launched
+        self.start_over()
+        assert complete
+        for averaging in launched:
+            averaging.result()
+
+
+_WAITS = ("You wait in the hook, so backward stands still until the other ranks have come: nothing "
+          "overlaps. Hand the bucket to the thread, keep what `submit` returns, and wait in "
+          "`finish`.")
+_ALL_HANDLES = ("`finish` does not wait for every bucket. An earlier `.grad` may be the mean while "
+                "a later one is not yet: wait for all that was launched.")
+_COUNTS = ("The first step is right, the second is not: `finish` has to set the counts of missing "
+           "gradients back.")
+_ONE_THREAD = ("Two of your threads send at the same time, in one group. Their messages are "
+               "mixed up: nothing says which bucket one belongs to. One thread, with a queue, "
+               "averages one bucket after another.")
 
 
 class OverlapGradients(Exercise):
     slug = "overlapped-gradients"
-    number = "5.2"
+    number = "5.3"
     title = "Send buckets while backward computes"
     name = "OverlappedGradients"
     minutes = 30
+    world_sizes = (2, 3, 4, 1)
+    seconds = 15.0
     hints = (
         "`parameter.register_post_accumulate_grad_hook(f)` calls `f(parameter)` when backward has "
-        "added up that parameter's `.grad`. Each bucket has to know how many it still misses.",
-        "When the last gradient of a bucket is there: make the flat tensor, divide, launch "
-        "`dist.all_reduce(flat, async_op=True)`, and keep bucket, tensor and handle together.",
-        "In `finish`: for each one under way wait, and write the parts back into `.grad`. Then "
-        "make everything ready for the next step: all counts, and an empty list.",
+        "added up that parameter's `.grad`. How does a hook know that its bucket is complete?",
+        "Each bucket counts the gradients that it still misses. The hook of the last one submits "
+        "`average_in_buckets` for that bucket to the thread, and keeps the future.",
+        "In `finish`: look at the counts, wait for each future with `result()`, and make "
+        "everything ready for the next step: all counts, and an empty list.",
     )
-    solution = OverlappedGradients
+    solution = Overlapped
     mistakes = (
-        Mistake(_AverageParameters, "You sent the parameters, not their gradients. The hook is "
-                "called with the *parameter*, when its gradient is ready: what has to be averaged "
-                "is `parameter.grad`."),
-        Mistake(_overlapped(launch="finish"), "You launch when backward is over: nothing overlaps. "
+        Mistake(TakesTheParameterForTheGradient, "You sent the parameters, not their gradients. "
+                "The hook is called with the *parameter*, when its gradient is ready: what has to "
+                "be averaged is `parameter.grad`."),
+        Mistake(LaunchesInFinish, "You launch when backward is over: nothing overlaps. "
                 "Launch a bucket in the hook of its last missing gradient."),
-        Mistake(_overlapped(waits=True), "You wait in the hook, so backward stands still until the "
-                "other ranks have come: nothing overlaps. Launch with `async_op=True`, keep the "
-                "handle, and wait in `finish`."),
-        Mistake(_overlapped(awaited=slice(-1, None)), _ALL_HANDLES),
-        Mistake(_overlapped(awaited=slice(0)), _ALL_HANDLES),
-        Mistake(_overlapped(launch="each"), "A bucket leaves before its last gradient is there: "
+        *(Mistake(attempt, _WAITS) for attempt in (WaitsInTheHook, AveragesInTheHook)),
+        *(Mistake(attempt, _ALL_HANDLES) for attempt in (WaitsForTheFirst, WaitsForNone)),
+        Mistake(LaunchesAtEachGradient, "A bucket leaves before its last gradient is there: "
                 "another one's `.grad` is still None, or old. Count what is missing; and use "
                 "`register_post_accumulate_grad_hook`, since `register_hook` runs before `.grad` "
                 "is written. (A lambda in a loop sees the loop's last values: write "
                 "`lambda p, number=number: …`.)"),
-        Mistake(_overlapped(alone=True), "Each gradient travels by itself as soon as it is there. "
+        Mistake(EachGradientAlone, "Each gradient travels by itself as soon as it is there. "
                 "That overlaps, and pays a latency for each: one all-reduce for a bucket."),
-        Mistake(_overlapped(reset=False), "The first step is right, the second is not: "
-                "`finish` has to set the counts of missing gradients back."),
-        Mistake(_overlapped(reset=False, clear=False), "In the second step nothing is launched, "
-                "and `finish` writes the first step's means again: it has to set the counts back, "
-                "and to empty the list of what is under way."),
-        Mistake(_overlapped(power=2), _TWICE),
-        Mistake(_overlapped(power=0), _SUM),
-        Mistake(_overlapped(write=lambda *_: None), _COPIES),
+        *(Mistake(attempt, _COUNTS) for attempt in (CountsOnce, CountsOnceAndRaises)),
+        Mistake(DividesTwice, _TWICE),
+        Mistake(Sums, _SUM),
+        Mistake(AveragesCopies, _COPIES),
+        *(Mistake(attempt, _ONE_THREAD) for attempt in (SeveralThreads, AThreadForEachBucket)),
+        Mistake(InTheGroupOfAll, "The buckets travel in the group of all ranks, where other calls "
+                "of yours may be under way at the same time. Hand `group` on."),
+        Mistake(TakesWhatItGets, "A parameter got no gradient, so its bucket was never sent, and "
+                "`finish` says nothing: every rank would step along its own gradients. Raise "
+                "RuntimeError."),
+        Mistake(AllowsASecondBackward, "Backward ran twice before `finish`. The buckets had left "
+                "with the first gradients, so what was added later is each rank's own. Raise "
+                "RuntimeError."),
+        Mistake(Asserts, "`finish` fails, and not with a RuntimeError. (`assert` is for your own "
+                "mistakes, and is left out under `python -O`.)"),
     )
 
     def trial(self, attempt):
-        model = _Layers()
-        overlapped = attempt(model.buckets())
+        group, model = dist.new_group(), _Layers()
+        overlapped = attempt(model.buckets(), group)
         facts = {}
-        for step in (1, 2):
+        for step, backward in enumerate((_that_looks_for_sends, _with_a_late_rank), start=1):
             model.zero_grad()
             loss = model.loss(step, [dist.get_rank()])
-            with CallLog() as log, _Handles() as handles:
-                others_are_done = _backward_with_a_late_rank(loss, step, handles)
+            with _Watch(group) as watch:
+                found = backward(model, loss, watch)
                 overlapped.finish()
-            early = sum(call.time < model.last_layer for call in log.calls)
-            if handles.forgotten:
-                model.zero_grad()  # what they would hold is chance
-            facts |= _of_step(step, model, [call.bytes for call in log.calls], early,
-                              not others_are_done, handles.forgotten)
-            for work in handles.launched:
-                work.wait()
-        return facts
+                seen, forgotten = gradients(model, f" in step {step}"), watch.forgotten
+                watch.settle()
+            facts |= _of_step(step, seen, found, watch.all_reduces, watch.elsewhere, forgotten,
+                              watch.mixed)
+        return facts | {_UNUSED: _raised_by(attempt, 1), _AGAIN: _raised_by(attempt, 2)}
+
+    def explanation(self, attempt, got, world_size):
+        facts = [pair for of_rank in got for pair in of_rank.items()] if isinstance(
+            got, list) else []
+        if any(fact.startswith(_MIXED) and value is True for fact, value in facts):
+            return _ONE_THREAD
+        if any(fact.startswith(_FORGOTTEN) and value for fact, value in facts):
+            return _ALL_HANDLES
+        return super().explanation(attempt, got, world_size)
 
     def expected(self, world_size):
         model, facts = _Layers(), {}
-        for step in (1, 2):
+        elsewhere = AtMost(0, "all of them belong into the group that you were given")
+        for step, found in ((1, 2), (2, False)):
             model.zero_grad()
             model.loss(step, range(world_size)).backward()
-            facts |= _of_step(step, model, [4 * 35, 4 * 28, 4 * 42], 2, False, 0)
-        return facts
+            facts |= _of_step(step, gradients(model, f" in step {step}"), found, 3, elsewhere, 0,
+                              False)
+        if world_size == 1:  # a ring of one rank sends nothing
+            facts = {fact: value for fact, value in facts.items()
+                     if fact != _EARLY and not fact.startswith(f"{_NUMBER} in step")}
+        return facts | {_UNUSED: "RuntimeError", _AGAIN: "RuntimeError"}
 
 
-def _of_step(step, model, sent, early, waits, forgotten):
+_FORGOTTEN = "the number of all-reduces that nobody waits for"
+_MIXED = "whether two threads send at the same time"
+_EARLY = "the number of buckets sent before the last layer's gradients are there"
+_WAITING = "whether backward waits for other ranks"
+_UNUSED = "what `finish` raises when a parameter got no gradient"
+_AGAIN = "what `finish` raises when backward ran twice before it"
+
+
+def _of_step(step, seen, found, number, elsewhere, forgotten, mixed):
     when = f" in step {step}"
-    return {f"the number of all-reduces launched before the last layer's gradients{when}": early,
-            f"the bytes of each all-reduce{when}": sent,
-            f"whether backward waits for other ranks{when}": waits,
-            f"the number of all-reduces that nobody waits for{when}": forgotten,
-            **gradients(model, when)}
+    return {f"{_MIXED}{when}": mixed, {1: _EARLY, 2: _WAITING}[step]: found,
+            f"{_NUMBER}{when}": number, f"the number of calls in another group{when}": elsewhere,
+            f"{_FORGOTTEN}{when}": forgotten, **seen}
 
 
-class _Handles:
-    """In this block: which handles are waited for, and ``on_wait`` is called before each time."""
+def _that_looks_for_sends(model, loss, watch):
+    """Backward; before its last layer it gives two buckets the time to be sent. How many were."""
+    sent = 0
 
-    def __init__(self):
-        self.launched, self.asked = [], set()
-        self.on_wait = lambda: None
-        self._patches = [mock.patch.object(dist.Work, name, self._noting(getattr(dist.Work, name)))
-                         for name in ("wait", "get_future", "is_completed")]
+    def wait(_):
+        nonlocal sent
+        limit = time.monotonic() + 0.6 * (dist.get_world_size() > 1)
+        while watch.all_reduces < 2 and time.monotonic() < limit:
+            time.sleep(0.002)
+        sent = min(2, int(watch.all_reduces))
+        time.sleep(3 * watch.pause)  # until they have arrived
 
-    def _noting(self, method):
-        def noted(work, *args, **kwargs):
-            self.asked.add(id(work))
-            if method.__name__ != "is_completed":
-                self.on_wait()
-            return method(work, *args, **kwargs)
-
-        return noted
-
-    def _add(self, call, work):
-        self.launched.append(work)
-
-    @property
-    def forgotten(self):
-        return sum(id(work) not in self.asked for work in self.launched)
-
-    def __enter__(self):
-        for each in self._patches:
-            each.start()
-        recording.recorder_here().work_listeners.append(self._add)
-        return self
-
-    def __exit__(self, *_):
-        recording.recorder_here().work_listeners.remove(self._add)
-        for each in self._patches:
-            each.stop()
+    model.before_last_layer = wait
+    loss.backward()
+    model.before_last_layer = lambda _: None
+    return sent
 
 
-class _Layers(nn.ModuleList):
-    """Three layers; ``last_layer`` is when backward came to the first of them, its last one."""
-
-    def __init__(self):
-        torch.manual_seed(6)
-        super().__init__([nn.Linear(6, 6), nn.Linear(6, 4), nn.Linear(4, 7)])
-
-    def buckets(self):
-        return [list(layer.parameters()) for layer in reversed(self)]
-
-    def loss(self, step, ranks):
-        numbers = torch.arange(18.0).reshape(3, 6)
-        x = torch.cat([torch.sin(1.3 * numbers + 5 * rank + step) for rank in ranks])
-        first = self[0](x)
-        first.register_hook(self._comes_to_the_last_layer)
-        return self[2](torch.tanh(self[1](torch.tanh(first)))).square().mean()
-
-    def _comes_to_the_last_layer(self, _):
-        self.last_layer = time.monotonic()
-
-
-def _backward_with_a_late_rank(loss, step, handles):
-    """The last rank begins when the others have ended; returns whether they did so without it."""
+def _with_a_late_rank(model, loss, watch):
+    """The last rank begins when the others have ended; whether one of them waits for it."""
     rank, others = dist.get_rank(), dist.get_world_size() - 1
     store = _get_default_store()
-    keys = [f"backward {step} of rank {other} is done" for other in range(others)]
-    waits = f"backward {step} waits"
+    keys = [f"backward of rank {other} is done" for other in range(others)]
+    waits = "backward waits"
     done = True
     if rank == others > 0:
         limit = time.monotonic() + 1.0
@@ -413,132 +736,365 @@ def _backward_with_a_late_rank(loss, step, handles):
                 time.monotonic() < limit):
             time.sleep(0.002)
     elif others:
-        handles.on_wait = lambda: store.set(waits, "")
+        watch.on_wait = lambda: store.set(waits, "")
     loss.backward()
-    handles.on_wait = lambda: None
+    watch.on_wait = lambda: None
     if rank < others:
         store.set(keys[rank], "")
-    return done
+    return not done
 
 
-# 5.3
-
-# Of each bucket: when it is ready, and its bytes; then ranks, bytes/s and s. In order: hidden but
-# for the last one, a link that is always behind, latency, and two buckets with a pause between.
-CASES = (
-    (((0.010, 25e6), (0.030, 25e6), (0.050, 10e6)), 4, 12.5e9, 1e-5),
-    (((0.010, 25e6), (0.030, 50e6), (0.050, 1e6)), 4, 1.25e9, 5e-5),
-    (((0.001, 4e3), (0.002, 4e3), (0.003, 4e3), (0.004, 4e3)), 64, 50e9, 1.4e-5),
-    (((0.010, 1e6), (0.200, 80e6)), 2, 1e9, 1e-3),
-)
-
-
-def exposed_communication(buckets, world_size, bandwidth, latency):
-    free, communication = 0.0, 0.0
-    for ready, nbytes in buckets:
-        seconds = 2 * (world_size - 1) * (latency + nbytes / world_size / bandwidth)
-        free = max(free, ready) + seconds
-        communication += seconds
-    end_of_backward = buckets[-1][0]
-    return communication, free - end_of_backward
+def _raised_by(attempt, backwards):
+    """The name of what `finish` raises after backward through one layer of three, or twice."""
+    model = _Layers()
+    overlapped = attempt(model.buckets(), dist.new_group())
+    for _ in range(backwards):
+        loss = model.loss(4, [dist.get_rank()]) if backwards > 1 else model[2](torch.ones(1, 5))
+        loss.sum().backward()
+    try:
+        overlapped.finish()
+    except Exception as error:
+        return type(error).__name__
+    return "nothing"
 
 
-def _ring(ranks, nbytes, bandwidth, latency):
-    return 2 * (ranks - 1) * (latency + nbytes / ranks / bandwidth)
+class _Watch:
+    """In this block: this rank's sends and all-reduces, and which handles are waited for.
+
+    ``on_wait`` is called before the thread of backward waits. A send of another thread takes
+    ``pause`` seconds longer, so who does not wait for that thread has no mean yet.
+    """
+
+    def __init__(self, group):
+        self.group, self.calls, self.senders, self.works, self.asked = group, [], [], [], set()
+        self.on_wait, self.pause = lambda: None, 0.04 / dist.get_world_size()
+        self._patches = [mock.patch.object(dist.Work, name, self._noting(getattr(dist.Work, name)))
+                         for name in ("wait", "get_future", "is_completed")]
+
+    @property
+    def all_reduces(self):
+        return _all_reduces(self.calls, dist.get_world_size())
+
+    @property
+    def elsewhere(self):
+        return sum(call.group != self.group.group_name for call in self.calls)
+
+    @property
+    def mixed(self):
+        """Whether a thread sent between two sends of another one."""
+        in_turn = [sender for sender, _ in itertools.groupby(self.senders)]
+        return len(in_turn) > len(set(in_turn))
+
+    @property
+    def forgotten(self):
+        return sum(id(work) not in self.asked for work in self.works)
+
+    def settle(self):
+        """Waits until nothing is under way, where nobody else has."""
+        if self.all_reduces < 3:
+            limit = time.monotonic() + 0.5 * (dist.get_world_size() > 1)
+            while self.all_reduces < 3 and time.monotonic() < limit:
+                time.sleep(0.01)
+            time.sleep(5 * self.pause)
+        for work in self.works:
+            work.wait()
+
+    def _launches(self, call):
+        if call.group not in (self.group.group_name, dist.group.WORLD.group_name):
+            return  # of a thread that an earlier attempt has left behind
+        self.calls.append(call)
+        if call.operation == "send":
+            self.senders.append(threading.get_ident())
+            if threading.current_thread() is not threading.main_thread():
+                time.sleep(self.pause)
+
+    def _launched(self, call, work):
+        if not call.is_point_to_point:
+            self.works.append(work)
+
+    def _noting(self, method):
+        def noted(work, *args, **kwargs):
+            self.asked.add(id(work))
+            if (method.__name__ != "is_completed"
+                    and threading.current_thread() is threading.main_thread()):
+                self.on_wait()
+            return method(work, *args, **kwargs)
+
+        return noted
+
+    def __enter__(self):
+        for each in self._patches:
+            each.start()
+        recording.recorder_here().listeners.append(self._launches)
+        recording.recorder_here().work_listeners.append(self._launched)
+        return self
+
+    def __exit__(self, *_):
+        recording.recorder_here().listeners.remove(self._launches)
+        recording.recorder_here().work_listeners.remove(self._launched)
+        for each in self._patches:
+            each.stop()
 
 
-def _one_after_another(ready, times):
+class _Layers(nn.ModuleList):
+    """Three layers; ``before_last_layer`` is called when backward comes to the first of them.
+
+    Their buckets are equally large, so that messages which are mixed up bring wrong numbers, and
+    not the end of the process.
+    """
+
+    def __init__(self):
+        torch.manual_seed(6)
+        super().__init__([nn.Linear(5, 5) for _ in range(3)])
+
+    def buckets(self):
+        return [list(layer.parameters()) for layer in reversed(self)]
+
+    def loss(self, step, ranks):
+        numbers = torch.arange(15.0).reshape(3, 5)
+        x = torch.cat([torch.sin(1.3 * numbers + 5 * rank + step) for rank in ranks])
+        first = self[0](x)
+        first.register_hook(lambda gradient: self.before_last_layer(gradient))
+        return self[2](torch.tanh(self[1](torch.tanh(first)))).square().mean()
+
+    def before_last_layer(self, _):
+        pass
+
+
+# --- 5.4: the scheduler --------------------------------------------------------------------------
+
+
+def _schedule(layers, bucket_bytes):
+    """When forward and backward end, and for each bucket when it is ready, and its bytes."""
+    forward = now = sum(layer.forward_seconds for layer in layers)
+    ready = [0.0] * len(layers)
+    for index in reversed(range(len(layers))):
+        now += layers[index].backward_seconds
+        ready[index] = now
+    buckets = make_buckets([layer.gradient_bytes for layer in layers], bucket_bytes)
+    return forward, now, [(ready[bucket[-1]], sum(layers[index].gradient_bytes for index in bucket))
+                          for bucket in buckets]
+
+
+def counts_the_last_bucket(layers, bucket_bytes, ranks, bandwidth, latency):
+    _, end, buckets = _schedule(layers, bucket_bytes)
+    exposed = ring_seconds(buckets[-1][1], ranks, bandwidth, latency)
+    return end + exposed, exposed
+
+
+def counts_all_communication(layers, bucket_bytes, ranks, bandwidth, latency):
+    step, _ = predict_step(layers, bucket_bytes, ranks, bandwidth, latency)
+    _, _, buckets = _schedule(layers, bucket_bytes)
+    return step, sum(ring_seconds(nbytes, ranks, bandwidth, latency) for _, nbytes in buckets)
+
+
+def after_backward(layers, bucket_bytes, ranks, bandwidth, latency):
+    _, end, buckets = _schedule(layers, bucket_bytes)
+    sending = sum(ring_seconds(nbytes, ranks, bandwidth, latency) for _, nbytes in buckets)
+    return end + sending, sending
+
+
+def longer_of_the_two(layers, bucket_bytes, ranks, bandwidth, latency):
+    forward, end, buckets = _schedule(layers, bucket_bytes)
+    sending = sum(ring_seconds(nbytes, ranks, bandwidth, latency) for _, nbytes in buckets)
+    step = forward + max(end - forward, sending)
+    return step, step - end
+
+
+def never_waits_for_a_bucket(layers, bucket_bytes, ranks, bandwidth, latency):
+    _, end, buckets = _schedule(layers, bucket_bytes)
+    free = buckets[0][0] + sum(ring_seconds(nbytes, ranks, bandwidth, latency)
+                               for _, nbytes in buckets)
+    return max(end, free), max(0.0, free - end)
+
+
+def side_by_side(layers, bucket_bytes, ranks, bandwidth, latency):
+    _, end, buckets = _schedule(layers, bucket_bytes)
+    free = max(ready + ring_seconds(nbytes, ranks, bandwidth, latency)
+               for ready, nbytes in buckets)
+    return free, free - end
+
+
+def exposed_since_the_start(layers, bucket_bytes, ranks, bandwidth, latency):
+    step, _ = predict_step(layers, bucket_bytes, ranks, bandwidth, latency)
+    return step, step
+
+
+def without_forward(layers, bucket_bytes, ranks, bandwidth, latency):
+    step, exposed = predict_step(layers, bucket_bytes, ranks, bandwidth, latency)
+    return step - sum(layer.forward_seconds for layer in layers), exposed
+
+
+def begins_with_the_first_layer(layers, bucket_bytes, ranks, bandwidth, latency):
+    return predict_step(layers[::-1], bucket_bytes, ranks, bandwidth, latency)
+
+
+def each_layer_by_itself(layers, bucket_bytes, ranks, bandwidth, latency):
+    return predict_step(layers, 1e-9, ranks, bandwidth, latency)
+
+
+def ready_with_the_first_gradient(layers, bucket_bytes, ranks, bandwidth, latency):
+    _, end, buckets = _schedule(layers, bucket_bytes)
+    _, _, single = _schedule(layers, 1e-9)
+    indices = make_buckets([layer.gradient_bytes for layer in layers], bucket_bytes)
     free = 0.0
-    for start, seconds in zip(ready, times, strict=True):
-        free = max(free, start) + seconds
-    return free - ready[-1]
+    for bucket, (_, nbytes) in zip(indices, buckets, strict=True):
+        ready = single[len(layers) - 1 - bucket[0]][0]
+        free = max(free, ready) + ring_seconds(nbytes, ranks, bandwidth, latency)
+    return max(end, free), max(0.0, free - end)
 
 
-def _predict(seconds=_ring, exposed=_one_after_another, returned=lambda *pair: pair):
-    def attempt(buckets, world_size, bandwidth, latency):
-        times = [seconds(world_size, nbytes, bandwidth, latency) for _, nbytes in buckets]
-        return returned(sum(times), exposed([ready for ready, _ in buckets], times))
+def ready_before_its_layer(layers, bucket_bytes, ranks, bandwidth, latency):
+    _, end, buckets = _schedule(layers, bucket_bytes)
+    indices = make_buckets([layer.gradient_bytes for layer in layers], bucket_bytes)
+    free = 0.0
+    for bucket, (ready, nbytes) in zip(indices, buckets, strict=True):
+        ready -= layers[bucket[-1]].backward_seconds
+        free = max(free, ready) + ring_seconds(nbytes, ranks, bandwidth, latency)
+    return max(end, free), max(0.0, free - end)
 
-    return attempt
+
+def backward_waits(layers, bucket_bytes, ranks, bandwidth, latency):
+    now = sum(layer.forward_seconds for layer in layers)
+    sending = 0.0
+    for bucket in make_buckets([layer.gradient_bytes for layer in layers], bucket_bytes):
+        nbytes = sum(layers[index].gradient_bytes for index in bucket)
+        seconds = ring_seconds(nbytes, ranks, bandwidth, latency)
+        now += sum(layers[index].backward_seconds for index in bucket) + seconds
+        sending += seconds
+    return now, seconds
 
 
-class ExposedCommunication(Calculation):
-    slug = "exposed-communication"
-    number = "5.3"
-    title = "Predict what overlap cannot hide"
-    name = "exposed_communication"
-    minutes = 15
+def hidden_for_exposed(layers, bucket_bytes, ranks, bandwidth, latency):
+    step, exposed = predict_step(layers, bucket_bytes, ranks, bandwidth, latency)
+    _, _, buckets = _schedule(layers, bucket_bytes)
+    sending = sum(ring_seconds(nbytes, ranks, bandwidth, latency) for _, nbytes in buckets)
+    return step, sending - exposed
+
+
+def exposed_first(layers, bucket_bytes, ranks, bandwidth, latency):
+    return predict_step(layers, bucket_bytes, ranks, bandwidth, latency)[::-1]
+
+
+def on_a_link(seconds):
+    """A scheduler that takes another time for an all-reduce."""
+
+    def predicts(layers, bucket_bytes, ranks, bandwidth, latency):
+        _, end, buckets = _schedule(layers, bucket_bytes)
+        free = 0.0
+        for ready, nbytes in buckets:
+            free = max(free, ready) + seconds(nbytes, ranks, bandwidth, latency)
+        return max(end, free), max(0.0, free - end)
+
+    return predicts
+
+
+def one_message(nbytes, ranks, bandwidth, latency):
+    return latency + nbytes / bandwidth
+
+
+def one_latency(nbytes, ranks, bandwidth, latency):
+    return latency + 2 * (ranks - 1) / ranks * nbytes / bandwidth
+
+
+class PredictStep(Calculation):
+    slug = "predict-step"
+    number = "5.4"
+    title = "A scheduler: how long will the step take?"
+    name = "predict_step"
+    minutes = 25
     hints = (
-        "First the time of each all-reduce, as in chapter 03: 2(N-1) messages of n/N bytes each.",
-        "A bucket starts when it is ready *and* the link is free: `start = max(free, ready)`, and "
-        "then `free = start + seconds`.",
-        "After the end of backward nothing is computed. What is exposed is the time from there to "
-        "the end of the last all-reduce.",
+        "Two clocks: one is when backward has computed up to some layer, the other one is when the "
+        "link will be free again. Which of the two decides when a bucket leaves?",
+        "First walk through the layers from the last to the first and note when each one's "
+        "gradient is ready. Then walk through your buckets: which of its gradients completes one?",
+        "A bucket starts at `max(free, ready)` of its last index, and `free` is then the start "
+        "plus `ring_seconds` of its bytes. The step ends at `free`; exposed is what lies behind "
+        "the end of backward.",
     )
-    solution = staticmethod(exposed_communication)
+    solution = staticmethod(predict_step)
     mistakes = (
-        Mistake(_predict(exposed=lambda ready, times: times[-1]), "You count the last bucket only. "
-                "Where the link is slow, those before it are still on their way when backward "
-                "ends."),
-        Mistake(_predict(exposed=lambda ready, times: sum(times)), "You count all of communication "
-                "as exposed. What runs before the end of backward is hidden."),
-        Mistake(_predict(exposed=lambda ready, times: max(0.0, sum(times) - ready[-1])),
-                "You subtract all of backward from all of communication. But nothing can be sent "
-                "before the first bucket is ready, nor while the link waits for the next one."),
-        Mistake(_predict(exposed=lambda ready, times: max(0.0, ready[0] + sum(times) - ready[-1])),
-                "You take it that the link never waits once it has begun. It does when the next "
-                "bucket is not ready yet: follow `free` bucket by bucket."),
-        Mistake(_predict(exposed=lambda ready, times: max(
-                    start + seconds for start, seconds in zip(ready, times, strict=True))
-                    - ready[-1]),
-                "You let all-reduces run side by side, each at the full bandwidth. They share one "
-                "link: a bucket starts when it is ready and the one before it is done."),
-        Mistake(_predict(exposed=lambda ready, times: _one_after_another(ready, times) + ready[-1]),
-                "You return when the last all-reduce ends. Exposed is only what comes after the "
-                "end of backward."),
-        Mistake(_predict(lambda n, nbytes, bandwidth, latency:
-                         latency + 2 * (n - 1) / n * nbytes / bandwidth),
-                "The latency counts for each of the ring's 2(N-1) messages: they go one after "
-                "another."),
-        Mistake(_predict(lambda n, nbytes, bandwidth, latency: latency + nbytes / bandwidth),
-                "You took an all-reduce for one message. A ring all-reduce has 2(N-1) of them, "
-                "with n/N bytes each."),
-        Mistake(_predict(lambda n, nbytes, *link: _ring(n, nbytes / 2 * n / (n - 1), *link)),
-                "The bytes are counted once. In a ring each rank sends 2(N-1)/N times as many."),
-        Mistake(_predict(lambda n, nbytes, bandwidth, latency:
-                         (n - 1) * (latency + nbytes / bandwidth)), "Whole tensors go round in "
-                "yours. In a ring each message is an N-th of one, and there are 2(N-1) of them."),
-        Mistake(_predict(lambda n, nbytes, *link: _ring(n, 8 * nbytes, *link)), "You count bits: "
-                "the bandwidth is in bytes per second already."),
-        Mistake(_predict(lambda *ring: _ring(*ring) / 2), "A ring all-reduce goes round twice: N-1 "
-                "messages to add up, and as many again to bring the sums to all ranks."),
-        Mistake(_predict(returned=lambda everything, exposed: (exposed, everything)),
-                "The order of the two numbers: all communication first, then the exposed part."),
-        Mistake(_predict(returned=lambda everything, exposed: (everything, everything - exposed)),
-                "What you return second is hidden. Exposed is the rest."),
+        Mistake(counts_the_last_bucket, "You count the last bucket only. Where the link is slow, "
+                "those before it are still on their way when backward ends."),
+        Mistake(counts_all_communication, "The step is right. You count all of communication as "
+                "exposed. What runs before the end of backward is hidden."),
+        Mistake(after_backward, "Your buckets leave when backward is over. Each leaves as soon as "
+                "its own gradients are there and the link is free."),
+        Mistake(longer_of_the_two, "You took the longer one of backward and communication. But "
+                "nothing can be sent before the first bucket is ready, nor while the link waits "
+                "for the next one."),
+        Mistake(never_waits_for_a_bucket, "You take it that the link never waits once it has "
+                "begun. It does when the next bucket is not ready yet: follow it bucket by "
+                "bucket."),
+        Mistake(side_by_side, "You let all-reduces run side by side, each at the full bandwidth. "
+                "They share one link: a bucket starts when it is ready and the one before it is "
+                "done."),
+        Mistake(exposed_since_the_start, "You return when the last all-reduce ends. Exposed is "
+                "only what comes after the end of backward."),
+        Mistake(without_forward, "The step begins with forward, and you begin with backward."),
+        Mistake(begins_with_the_first_layer, "You go through the layers from the first to the "
+                "last. Backward begins with the last one."),
+        Mistake(each_layer_by_itself, "Each layer's gradient travels by itself. Ask "
+                "`make_buckets` which ones go together."),
+        Mistake(ready_with_the_first_gradient, "A bucket leaves with its first gradient. It is "
+                "complete with its last one."),
+        Mistake(ready_before_its_layer, "A gradient is there when its layer's backward has ended, "
+                "not when it begins."),
+        Mistake(backward_waits, "In yours, backward waits for each bucket to arrive. Backward goes "
+                "on while the link works."),
+        Mistake(hidden_for_exposed, "The step is right. What you return second is hidden. Exposed "
+                "is the rest."),
+        Mistake(exposed_first, "The order of the two numbers: the step first, then the exposed "
+                "part."),
+        Mistake(on_a_link(one_message), "You took an all-reduce for one message. A ring "
+                "all-reduce has 2(N-1) of them, with n/N bytes each: `ring_seconds`."),
+        Mistake(on_a_link(one_latency), "The latency counts for each of the ring's 2(N-1) "
+                "messages: they go one after another. `ring_seconds` knows."),
     )
 
     def trial(self, attempt):
-        facts = {}
-        for number, case in enumerate(CASES, start=1):
-            answer = attempt(list(case[0]), *case[1:])
-            if not isinstance(answer, tuple | list) or len(answer) != 2:
-                return {"the kind of answer": type(answer).__name__}
-            facts |= _of_case(number, *answer)
-        return {"the kind of answer": "two numbers"} | facts
+        return of_cases(_step_facts, _CASES, lambda name, layers, *rest: attempt(
+            list(layers), *rest))
 
     def expected(self, world_size):
-        return {"the kind of answer": "two numbers"} | {
-            fact: value for number, case in enumerate(CASES, start=1)
-            for fact, value in _of_case(number, *exposed_communication(*case)).items()}
+        return of_cases(_step_facts, _CASES, lambda name, layers, *rest: predict_step(
+            layers, *rest))
 
 
-def _of_case(number, communication, exposed):
-    buckets, ranks, bandwidth, latency = CASES[number - 1]
-    where = (f"for {len(buckets)} buckets, {ranks} ranks, {bandwidth / 1e9:g} GB/s and "
-             f"{1e6 * latency:g} µs")
-    return {f"the seconds of communication {where}": communication,
-            f"the exposed seconds {where}": exposed}
+def _layers(*numbers):
+    """From (forward ms, backward ms, MB of gradients)."""
+    return [Layer(forward / 1e3, backward / 1e3, megabytes * 1e6)
+            for forward, backward, megabytes in numbers]
 
 
-EXERCISES = (AverageInBuckets, OverlapGradients, ExposedCommunication)
+_UNEVEN = _layers((3, 7, 10), (2, 9, 30), (4, 11, 20), (5, 13, 25), (1, 6, 5))
+# By what each is about: layers, bytes of a bucket, ranks, bytes/s and s of the link.
+_CASES = (
+    ("a link that keeps up", _UNEVEN, 30e6, 4, 5e9, 1e-4),
+    ("a link that falls behind", _UNEVEN, 25e6, 3, 1.25e9, 5e-5),
+    ("a pause between two buckets", _layers((1, 150, 1), (2, 190, 80), (3, 10, 3)), 3e6, 2, 1e9,
+     1e-3),
+    ("latency alone", _layers(*[(0.2, 1, 0.004)] * 5), 4e3, 64, 5e10, 1.4e-5),
+    ("one bucket", _UNEVEN, 1e12, 8, 2e9, 1e-4),
+    ("one rank", _UNEVEN, 30e6, 1, 5e9, 1e-4),
+)
+
+
+def _step_facts(case, answer):
+    name, layers, bucket_bytes, ranks, *_ = case
+    where = (f"with {name} ({len(layers)} layers, buckets of {bucket_bytes:g} bytes, "
+             f"{ranks} rank{'s' * (ranks > 1)})")
+    pair = answer if isinstance(answer, tuple | list) and len(answer) == 2 else (None, None)
+    return {f"the kind of answer {where}": "two numbers" if pair is answer else
+            type(answer).__name__, f"the seconds of the step {where}": _as_float(pair[0]),
+            f"the exposed seconds {where}": _as_float(pair[1])}
+
+
+def _as_float(value):
+    """A whole number as a float, and what rounding leaves of nothing as 0."""
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return 0.0 if abs(value) < 1e-12 else float(value)
+    return value
+
+
+EXERCISES = (MakeBuckets, AverageInBuckets, OverlapGradients, PredictStep)

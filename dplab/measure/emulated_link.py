@@ -135,6 +135,7 @@ class _EmulatedGroup(dist.ProcessGroup):
                 end = begin + seconds
                 for channel in channels:
                     self._busy[channel] = end
+            work.began = begin
             work.scheduled.set()
             time.sleep(max(0.0, end - time.monotonic()))
             work.future.set_result(work.outputs)

@@ -9,6 +9,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -74,8 +75,9 @@ class Trace:
 
     def _launched(self, call, work):
         def completed(_):
+            queued = getattr(work, "began", call.time) - call.time  # an emulated link knows
             self.spans.append(Span(call.operation, COMMUNICATION, call.time, time.monotonic(),
-                                   call.bytes))
+                                   call.bytes, max(0.0, queued)))
 
         if call.is_point_to_point:  # gloo's sends and receives tell nobody when they end
             return
@@ -85,7 +87,7 @@ class Trace:
 def aligned(ranks: Sequence[Sequence[Span]]) -> list[list[Span]]:
     """The spans of all ranks, each rank's in order of start, with the first one at zero."""
     begin = min(span.start for spans in ranks for span in spans)
-    return [sorted((Span(span.name, span.lane, span.start - begin, span.end - begin, span.nbytes)
+    return [sorted((replace(span, start=span.start - begin, end=span.end - begin)
                     for span in spans), key=lambda span: (span.start, span.end))
             for spans in ranks]
 

@@ -1,9 +1,11 @@
 """Gradients in buckets: many small all-reduces become a few large ones.
 
-Each message costs a latency, however small it is, so gradients travel together: a bucket is one
-flat tensor with room for the gradients of several parameters. The parameters are taken in reverse,
-because backward computes the last layer's gradients first. After the all-reduce, each parameter's
-``.grad`` is a view into its bucket, so that nothing has to be copied back.
+Each message costs a latency, however small it is, so gradients travel together, in a flat tensor.
+Buckets are filled from the last parameter on, because backward computes the last layer's gradients
+first. A bucket closes when it reaches its size; what is left at the end is a bucket too.
+
+The first part of this file is that idea alone. The second part is what production needs beside it:
+buckets that keep their memory, one dtype in each, and parameters that a rank does not use.
 
 Source: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", 2020,
 section 3.2.3.
@@ -17,11 +19,40 @@ from dplab.parallel.manual_ddp import ManualDDP, refuse_sparse_gradient
 
 MIB = 2**20
 
+# --- the idea ------------------------------------------------------------------------------------
+
+
+def filled_in_reverse(parameters: list[nn.Parameter],
+                      bucket_bytes: float) -> list[list[nn.Parameter]]:
+    """Buckets from the last parameter to the first; each closes when it reaches its bytes."""
+    buckets: list[list[nn.Parameter]] = []
+    held = bucket_bytes
+    for parameter in reversed(parameters):
+        if held >= bucket_bytes:
+            buckets.append([])
+            held = 0
+        buckets[-1].append(parameter)
+        held += parameter.nbytes
+    return buckets
+
+
+def average_bucket(bucket):
+    """Replaces the gradients of one bucket by their means, with one all-reduce."""
+    flat = torch.cat([parameter.grad.flatten() for parameter in bucket]) / dist.get_world_size()
+    dist.all_reduce(flat)
+    parts = flat.split([parameter.numel() for parameter in bucket])
+    for parameter, part in zip(bucket, parts, strict=True):
+        parameter.grad.copy_(part.view_as(parameter))
+
+
+# --- what production needs beside it -------------------------------------------------------------
+
 
 class Bucket:
     """The gradients of some parameters of one dtype, side by side in one flat tensor.
 
-    Behind the gradients lies a flag for each parameter: whether this rank has used it. The flags
+    After the all-reduce each ``.grad`` is a view into it, so nothing has to be copied back. Behind
+    the gradients lies a flag for each parameter: whether this rank has used it. The flags
     are summed with the gradients, so every rank learns without another message whether anybody has.
     """
 
@@ -62,19 +93,15 @@ def bucket_parameters(module: nn.Module, bucket_mb: float) -> list[Bucket]:
     """The trainable parameters in reverse, in buckets that close when they reach ``bucket_mb`` MiB.
 
     So a bucket exceeds that size by less than its last parameter; a bucket holds one dtype only.
+    Buckets stand in the order in which they close, since that is when they are complete.
     """
-    closed: list[list[nn.Parameter]] = []
-    open_: dict[tuple, list[nn.Parameter]] = {}
     # parameters() yields a tied parameter once, so it has one place.
-    for parameter in reversed(list(module.parameters())):
-        if not parameter.requires_grad:
-            continue
-        kind = (parameter.dtype, parameter.device)
-        open_.setdefault(kind, []).append(parameter)
-        nbytes = sum(each.nbytes for each in open_[kind])
-        if nbytes >= bucket_mb * MIB:
-            closed.append(open_.pop(kind))
-    return [Bucket(parameters) for parameters in [*closed, *open_.values()]]
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    place = {parameter: index for index, parameter in enumerate(trained)}
+    kinds = {(parameter.dtype, parameter.device) for parameter in trained}
+    buckets = [bucket for kind in kinds for bucket in filled_in_reverse(
+        [each for each in trained if (each.dtype, each.device) == kind], bucket_mb * MIB)]
+    return [Bucket(bucket) for bucket in sorted(buckets, key=lambda bucket: -place[bucket[-1]])]
 
 
 class BucketedDDP(ManualDDP):

@@ -1,18 +1,60 @@
 """Gradients on their way while backward still computes: what makes PyTorch's DDP fast.
 
-Autograd calls a hook when it has added up a parameter's gradient. The hook puts the gradient into
-its bucket, and the last one of a bucket starts the bucket's all-reduce, which runs while backward
-goes on with the layers before. Only the last buckets are left to wait for at the end.
+Autograd calls a hook when it has added up a parameter's gradient. The hook of the last gradient of
+a bucket starts the bucket's all-reduce, which runs while backward goes on with the layers before.
+Only the last bucket, and what queues before it, is left to wait for at the end.
+
+The first part of this file is that idea alone. The second part is what production needs beside it:
+one order of launch on all ranks, ``no_sync()``, and parameters that a rank does not use.
 
 Source: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", 2020,
 section 3.2.4.
 """
 
+import functools
+
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from dplab.parallel.bucketed_ddp import BucketedDDP
 from dplab.parallel.manual_ddp import refuse_sparse_gradient
+
+# --- the idea ------------------------------------------------------------------------------------
+
+
+class OverlappedBuckets:
+    """Averages the gradients of buckets during backward; call ``finish()`` after each backward."""
+
+    def __init__(self, buckets: list[list[nn.Parameter]]):
+        self.buckets = buckets
+        for number, bucket in enumerate(buckets):
+            for parameter in bucket:
+                parameter.register_post_accumulate_grad_hook(
+                    functools.partial(self.gradient_is_ready, number))
+        self.start_over()
+
+    def start_over(self):
+        self.missing = [len(bucket) for bucket in self.buckets]
+        self.under_way = []
+
+    def gradient_is_ready(self, number, _parameter):
+        self.missing[number] -= 1
+        if self.missing[number] == 0:
+            bucket = self.buckets[number]
+            flat = torch.cat([each.grad.flatten() for each in bucket]) / dist.get_world_size()
+            self.under_way.append((bucket, flat, dist.all_reduce(flat, async_op=True)))
+
+    def finish(self):
+        for bucket, flat, work in self.under_way:
+            work.wait()
+            parts = flat.split([parameter.numel() for parameter in bucket])
+            for parameter, part in zip(bucket, parts, strict=True):
+                parameter.grad.copy_(part.view_as(parameter))
+        self.start_over()
+
+
+# --- what production needs beside it -------------------------------------------------------------
 
 
 class OverlappedDDP(BucketedDDP):

@@ -37,7 +37,8 @@ class Span:
     """Something that a rank did from ``start`` to ``end``, in seconds since the step began.
 
     ``lane`` is COMPUTE, COMMUNICATION or WAITING; ``nbytes`` is the size of what a collective
-    carries.
+    carries. ``queued``: of a collective, the seconds at its start in which it waited for the link
+    or for another rank, as far as they are known.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Span:
     start: float
     end: float
     nbytes: float = 0
+    queued: float = 0
 
     @property
     def seconds(self) -> float:

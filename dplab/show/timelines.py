@@ -35,8 +35,9 @@ def timeline(ranks: "Sequence[Sequence[Span]]", *, title: str, note: str | None 
 
     ``ranks`` has each rank's spans, in seconds from a common zero: ``name``, ``lane`` ("compute",
     "communication", "waiting"), ``start``, ``end``. A name that begins with a part of PART_COLORS
-    is that part. A collective is solid where its rank computes nothing, light where it does; those
-    under way at once share the band. ``names`` are the rows' labels, by default "rank r"; ``note``
+    is that part. A collective is solid where its rank computes nothing, light where it does, and
+    hollow in the seconds at its start in which it was ``queued``; those under way at once share the
+    band. ``names`` are the rows' labels, by default "rank r"; ``note``
     stands below the title. Raises ValueError for no rows, a row without spans, and spans that
     cannot be.
     """
@@ -87,6 +88,9 @@ class _Row:
                 raise ValueError(f"timeline cannot draw {span}")
             lanes[span.lane].append((span.name, span.start * factor, span.end * factor))
         self.collectives = lanes["communication"]
+        self.queued = [factor * getattr(span, "queued", 0.0)
+                       for span in sorted(spans, key=lambda span: (span.start, -span.end))
+                       if span.lane == "communication"]
         self.busy, sending = _union(lanes["compute"]), _union(self.collectives)
         waiting = _without(_union(self.collectives + lanes["waiting"]), self.busy)
         self.doing = [(next(filter(name.startswith, PART_COLORS), name), *piece)  # innermost wins
@@ -150,7 +154,12 @@ class _Rows(shares.LabelledBars):
         tracks = _tracks(row.collectives)
         pitch = min(THIN, most / (1 + max(tracks)))
         for index, (name, start, end) in enumerate(row.collectives):
-            top, exposed = low + tracks[index] * pitch, _without([(start, end)], row.busy)
+            top = low + tracks[index] * pitch
+            if row.queued[index] > 0:
+                began = min(end, start + row.queued[index])
+                self.hollow(name, start, began, top, 0.9 * pitch)
+                start = began
+            exposed = _without([(start, end)], row.busy)
             self.bar(name, start, end, top, 0.9 * pitch, HIDDEN,
                      lines=0.15 * self.scale * (end - start))
             for piece in exposed:
@@ -177,6 +186,12 @@ class _Rows(shares.LabelledBars):
             0.2 * min(self.scale * (end - start), height))
         if lines > 0:
             self._edges += [(x, y, y + height, min(0.7, lines)) for x in (start, end)]
+
+    def hollow(self, name, start, end, y, height):
+        """An outline: what waits there is not under way yet."""
+        self.axes.add_patch(Rectangle(
+            (start, y + 0.05 * height), end - start, 0.9 * height, label=f"{name} queued",
+            facecolor="none", edgecolor=MUTED, linewidth=0.8, clip_on=False))
 
     def edges(self):
         """Draws the white lines at the ends of all bars, in one go."""

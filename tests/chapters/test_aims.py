@@ -13,7 +13,7 @@ from sandbox import ROOT
 PATHS = sorted((ROOT / "chapters").glob("*.ipynb"))
 TO_BE_REWRITTEN = {
     "04_ddp_by_hand",
-    "05_buckets_and_overlap", "07_training_at_large_batch",
+    "07_training_at_large_batch",
     "08_zero_by_hand", "09_fsdp", "10_choosing_and_scaling",
 }
 REWRITTEN = [path for path in PATHS if path.stem not in TO_BE_REWRITTEN]

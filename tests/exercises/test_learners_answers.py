@@ -75,8 +75,10 @@ def test_a_right_answer_in_another_form_passes(number, answer):
 
 
 class WaitsForTheLastOnly:
-    def __init__(self, buckets):
-        self.buckets = buckets
+    """With torch's asynchronous all-reduce, and no thread."""
+
+    def __init__(self, buckets, group):
+        self.buckets, self.group = buckets, group
         self.left = [len(bucket) for bucket in buckets]
         self.sent = []
         for number, bucket in enumerate(buckets):
@@ -88,10 +90,13 @@ class WaitsForTheLastOnly:
         self.left[number] -= 1
         if not self.left[number]:
             flat = torch.cat([each.grad.flatten() for each in self.buckets[number]])
-            flat /= dist.get_world_size()
-            self.sent.append((number, flat, dist.all_reduce(flat, async_op=True)))
+            flat /= dist.get_world_size(self.group)
+            work = dist.all_reduce(flat, group=self.group, async_op=True)
+            self.sent.append((number, flat, work))
 
     def finish(self):
+        if any(self.left):
+            raise RuntimeError("not every gradient came once")
         self.sent[-1][2].wait()
         for number, flat, _ in self.sent:
             start = 0
@@ -108,21 +113,26 @@ class WaitsInItsHook(WaitsForTheLastOnly):
             work.wait()
 
 
-def flushed_in_the_loop(model, bucket_bytes):
-    bucket, size = [], 0
-    parameters = list(model.parameters())[::-1]
-    for parameter in parameters:
-        if parameter.grad is None:
-            continue
-        bucket.append(parameter)
-        size += 4 * parameter.numel()
-        if size >= bucket_bytes or parameter is parameters[-1]:
-            flat = torch.cat([each.grad.flatten() for each in bucket])
-            dist.all_reduce(flat)
-            flat /= dist.get_world_size()
-            for each, part in zip(bucket, flat.split([p.numel() for p in bucket]), strict=True):
-                each.grad[...] = part.view_as(each)
+def never_flushed(sizes, bucket_bytes):
+    bucket, size, full = [], 0, []
+    for index in range(len(sizes) - 1, -1, -1):
+        bucket += [index]
+        size += sizes[index]
+        if size >= bucket_bytes:
+            full += [bucket]
             bucket, size = [], 0
+    return full
+
+
+def closed_one_too_late(sizes, bucket_bytes):
+    full, size = [], bucket_bytes + 1
+    for index in list(range(len(sizes)))[::-1]:
+        if size > bucket_bytes:
+            full.append([])
+            size = 0
+        full[-1].append(index)
+        size += sizes[index]
+    return full
 
 
 def below_the_memory(parameters, ranks, memory, K, activations, gathered):
@@ -480,9 +490,10 @@ def receives_floats(tensor):
     ("4.3", trains("after step"), "own gradients. Average them between"),
     ("4.3", trains("after step", piece=False), "own gradients. Average them between"),
     ("4.3", trains("never", broadcast="each step"), "Rank 0's weights overwrite"),
-    ("5.2", WaitsForTheLastOnly, "wait for each handle"),
-    ("5.2", WaitsInItsHook, "You wait in the hook"),
-    ("5.1", flushed_in_the_loop, "The last bucket is never sent"),
+    ("overlapped-gradients", WaitsForTheLastOnly, "wait for all that was launched"),
+    ("overlapped-gradients", WaitsInItsHook, "You wait in the hook"),
+    ("make-buckets", never_flushed, "The last bucket is missing"),
+    ("make-buckets", closed_one_too_late, "close it at `>=`"),
     ("10.1", below_the_memory, "Compare with `<=`"),
     ("10.3", WrittenAtOnce, "killed while it saved"),
     ("10.3", MovedAway, "died while it saved"),
@@ -499,19 +510,11 @@ def test_a_wrong_answer_is_named(number, answer, said):
     assert not verdict.why.startswith(AT_LEAST), verdict
 
 
-def summed_and_forward(model, bucket_bytes):
-    """5.1: in forward order, and not divided."""
-    buckets, size = [[]], 0
-    for parameter in model.parameters():
-        if parameter.grad is not None:
-            if size >= bucket_bytes:
-                buckets.append([])
-                size = 0
-            buckets[-1].append(parameter)
-            size += 4 * parameter.numel()
-    for bucket in buckets:
+def summed_without_the_last(buckets, group=None):
+    """gradient-buckets: the last bucket stays, and the others are not divided."""
+    for bucket in buckets[:-1]:
         flat = torch.cat([each.grad.flatten() for each in bucket])
-        dist.all_reduce(flat)
+        dist.all_reduce(flat, group=group)
         for each, part in zip(bucket, flat.split([p.numel() for p in bucket]), strict=True):
             each.grad.copy_(part.view_as(each))
 
@@ -544,7 +547,7 @@ def in_seconds_and_without_restart(failures, days, log_ranks, ranks, save_second
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "answer", "halves"), [
-    ("5.1", summed_and_forward, ("did not divide", "forward order")),
+    ("gradient-buckets", summed_without_the_last, ("did not divide", "last bucket")),
     ("7.1", same_noise_and_order, ("same order", "draw the same noise")),
     ("9.2", clips_by_its_own, ("own shards", "after clipping")),
     ("10.4", in_seconds_and_without_restart, ("is in seconds", "leaves out the restart")),
@@ -622,7 +625,7 @@ def divides_by_zero(*numbers):
     return 1 / (numbers[1] - numbers[1])
 
 
-@pytest.mark.parametrize("number", ["3.5", "5.3", "6.2", "8.1", "10.1", "10.4"])
+@pytest.mark.parametrize("number", ["3.5", "make-buckets", "6.2", "8.1", "10.1", "10.4"])
 def test_what_runs_on_no_rank_is_not_said_to(number):
     exercise = find(number)
     wrong = exercise.judge(always((1.0, 2.0)))
@@ -719,6 +722,6 @@ def test_the_answer_to_another_exercise_is_not_judged(answer, capsys, tmp_path, 
 
 
 def test_a_function_is_no_class():
-    verdict = find("5.2").judge(lambda buckets: None)
+    verdict = find("overlapped-gradients").judge(lambda buckets, group: None)
     assert verdict.outcome == NOT_ATTEMPTED
     assert "asks for the class `OverlappedGradients`" in verdict.why

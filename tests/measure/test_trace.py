@@ -166,3 +166,28 @@ def test_layer_times_are_those_of_backward_in_the_order_of_forward():
     assert model[0].weight.grad is kept and model[2].weight.grad is None
     with pytest.raises(ValueError, match="trainable"):
         layer_times(nn.Sequential(nn.ReLU(), nn.Linear(2, 2).requires_grad_(False)), torch.ones(2))
+
+
+def launched_late():
+    """Two all-reduces at once; rank 1 is late with both."""
+    dist.barrier()
+    with Trace() as trace:
+        time.sleep(0.1 * dist.get_rank())
+        works = [dist.all_reduce(torch.ones(4), async_op=True) for _ in range(2)]
+        for work in works:
+            work.wait()
+    return sorted(trace.spans, key=lambda span: span.end)
+
+
+def test_a_collective_on_a_link_is_queued_while_another_rank_or_the_link_is_not_ready():
+    early, late = run(launched_late, 2, link=EmulatedLink(1e9, 0.02), backend="gloo")
+    assert early[0].queued == pytest.approx(0.1, abs=0.03)  # waits for rank 1
+    assert late[0].queued == pytest.approx(0, abs=0.02)
+    assert late[1].queued == pytest.approx(0.04, abs=0.02)  # waits for the one before it
+    for span in (*early, *late):  # two messages of 20 ms
+        assert span.seconds - span.queued == pytest.approx(0.04, abs=0.02)
+
+
+def test_without_a_link_nobody_knows_what_is_queued():
+    for spans in run(launched_late, 2, backend="gloo"):
+        assert [span.queued for span in spans] == [0, 0]

@@ -17,7 +17,13 @@ from torch import nn
 from dplab import run
 from dplab.measure import CallLog
 from dplab.parallel import BucketedDDP, OverlappedDDP
-from dplab.parallel.bucketed_ddp import MIB, bucket_parameters
+from dplab.parallel.bucketed_ddp import (
+    MIB,
+    average_bucket,
+    bucket_parameters,
+    filled_in_reverse,
+)
+from dplab.parallel.overlapped_ddp import OverlappedBuckets
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -164,3 +170,39 @@ def test_a_gradient_computed_twice_is_named():
     for message in run(backward_twice, 2):
         assert "'weight'" in message or "'bias'" in message
         assert "no_sync()" in message
+
+
+def ideas_beside_wrappers():
+    """The gradients of two steps by the idea alone, after backward and during it, and by a class.
+
+    Also whether the idea's first all-reduce is launched before backward ends.
+    """
+    found = {}
+    for name in ("after", "during", "class"):
+        module = layers(1, 2, 3, 4, 5)
+        buckets = filled_in_reverse(list(module), 4 * 8)
+        overlapped = OverlappedBuckets(buckets) if name == "during" else None
+        model = BucketedDDP(module, 4 * 8 / MIB) if name == "class" else None
+        for _ in range(2):
+            module.zero_grad()
+            loss_of(module).backward()
+            if overlapped is not None:
+                found["early"] = len(overlapped.under_way)
+                overlapped.finish()
+            elif model is not None:
+                model.finish_gradient_sync()
+            else:
+                for bucket in buckets:
+                    average_bucket(bucket)
+        found[name] = [parameter.grad.clone() for parameter in module]
+    return found
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_the_idea_alone_averages_as_the_classes_do(ranks):
+    for found in run(ideas_beside_wrappers, ranks):
+        assert found["early"] == 2
+        for after, during, of_class in zip(found["after"], found["during"], found["class"],
+                                           strict=True):
+            torch.testing.assert_close(after, of_class)
+            torch.testing.assert_close(during, of_class)

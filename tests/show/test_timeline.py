@@ -99,6 +99,18 @@ def test_solid_and_light_parts_of_a_collective_are_its_own_bar():
     assert to_hex(whole["all-reduce 0"].get_facecolor()) != PART_COLORS["communication"].lower()
 
 
+def test_what_waits_for_the_link_is_hollow():
+    spans = [Span("backward", COMPUTE, 0, 4),
+             Span("all-reduce 0", COMMUNICATION, 1, 6, queued=2)]
+    bars = bars_of(show.timeline([spans], title=""))
+    [hollow] = [bar for bar in bars if bar.get_label() == "all-reduce 0 queued"]
+    assert (hollow.get_x(), hollow.get_width()) == (1, 2) and hollow.get_facecolor()[3] == 0
+    [light] = [bar for bar in bars if bar.get_label() == "all-reduce 0"]
+    assert (light.get_x(), light.get_x() + light.get_width()) == (3, 6)
+    [solid] = [bar for bar in bars if bar.get_label() == "exposed"]
+    assert (solid.get_x(), solid.get_width()) == (4, 2)
+
+
 def test_no_bar_covers_another(case):
     _, figure = case
     bars = [bar for bar in bars_of(figure) if bar.get_label() != "exposed" and bar.get_width()]
