@@ -246,7 +246,7 @@ class Readings:
     @property
     def each_for_the_other(self) -> list[int]:
         """The ranks that wait for a rank that waits for them."""
-        peers = {place.rank: place.peer for place in self.waiting if place.is_between_two}
+        peers = {place.rank: place.peer for place in self.waiting if place.peer is not None}
         return [rank for rank, peer in peers.items() if peers.get(peer) == rank]
 
     @property
@@ -255,7 +255,7 @@ class Readings:
         between = [place for place in self.waiting if place.is_between_two]
         found: dict[int, list[int]] = {}
         for place in between:
-            if place.peer not in [other.rank for other in between]:
+            if place.peer is not None and place.peer not in [other.rank for other in between]:
                 found.setdefault(place.peer, []).append(place.rank)
         return found
 
