@@ -39,7 +39,7 @@ GUESSES: dict[Key, tuple[str, ...]] = {
     2: ("weight-of-a-token", "yes-or-no", "plain-all-reduce", "mean-of-a-sum", "orders-of-a-sum",
         "three-runs"),
     3: ("rank-0-receives-first", "equal-bits", "messages-of-a-tree", "the-real-crossover",
-        "a-slow-machine"),
+        "a-slow-machine", "ring-or-tree-of-1024"),
     4: ("ddp-child-processes", "leave-outs-that-agree", "padded-draws", "accuracy-with-repeats",
         "forgotten-in-a-checkpoint"),
     "A": ("error-with-mixed-signs", "ones-on-four-ranks", "sure-gradient"),
