@@ -38,7 +38,7 @@ GUESSES: dict[Key, tuple[str, ...]] = {
         "rows-of-eight-adapters", "parameters-that-fill-80-gb", "exposed-with-slices"),
     2: ("weight-of-a-token", "yes-or-no", "plain-all-reduce", "mean-of-a-sum", "four-runs"),
     3: ("rank-0-receives-first", "equal-bits", "messages-of-a-tree", "the-real-crossover",
-        "a-slow-machine"),
+        "a-slow-machine", "ring-or-tree-of-1024"),
     4: ("ddp-child-processes", "leave-outs-that-agree", "padded-draws", "accuracy-with-repeats",
         "forgotten-in-a-checkpoint"),
     "A": ("error-with-mixed-signs", "ones-on-four-ranks", "sure-gradient"),

@@ -818,3 +818,29 @@ def test_a_function_is_no_class():
     verdict = find("5.2").judge(lambda buckets: None)
     assert verdict.outcome == NOT_ATTEMPTED
     assert "asks for the class `OverlappedGradients`" in verdict.why
+
+
+def textbook(send, towards, kept):
+    """The ring over a list of chunks: chunk r+send·s goes, and the next one grows."""
+    def ring_reduce_scatter(flat, group=None):
+        rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+        chunks = list(flat.clone().chunk(ranks))
+        for turn in range(ranks - 1):
+            arriving = exchange(chunks[(rank + send * turn) % ranks], (rank + towards) % ranks,
+                                (rank - towards) % ranks, group)
+            grown = (rank + send * (turn + 1)) % ranks
+            chunks[grown] = chunks[grown] + arriving
+        return chunks[(rank + kept) % ranks].clone()
+
+    return ring_reduce_scatter
+
+
+@pytest.mark.parametrize(("send", "towards", "kept", "said"), [
+    (-1, 1, 0, "end elsewhere"), (1, -1, 0, "end elsewhere"),
+    (1, 1, 0, "Parts of different chunks"), (-1, -1, 0, "Parts of different chunks"),
+    (1, 1, 1, "the wrong chunk"), (-1, 1, 1, "it is a neighbour's")])
+def test_a_textbook_ring_that_starts_at_its_own_chunk_hears_where_it_ends(send, towards, kept,
+                                                                          said):
+    verdict = find("ring-reduce-scatter").judge(textbook(send, towards, kept))
+    assert verdict.outcome == WRONG
+    assert said in verdict.why and "do not send on" not in verdict.why
