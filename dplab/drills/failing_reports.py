@@ -370,8 +370,8 @@ SUSPECTS = (
             early_end),
     Suspect("wrong shape", "A rank is in the same call as the others, with a tensor that does not "
             "fit.", "ranks", wrong_shape),
-    Suspect("other collective", "A rank is in another call than the others: it left one out, or "
-            "calls them in another order.", "ranks", other_collective),
+    Suspect("other collective", "A rank is in another collective than the others: it left one out, "
+            "or calls them in another order.", "ranks", other_collective),
     Suspect("deadlock", "Two ranks each wait for the other.", "ranks", deadlock),
     Suspect("missing transfer", "A rank went past a send or a receive that another rank waits for.",
             "ranks", missing_transfer),
