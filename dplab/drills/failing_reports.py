@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from types import EllipsisType
 
 import torch
 import torch.distributed as dist
@@ -107,6 +108,26 @@ def the_longer_one_sends_mended(losses):
         dist.send(mine, partner)
 
 
+def largest_so_far(losses):
+    rank, last = dist.get_rank(), dist.get_world_size() - 1
+    largest, so_far = losses.max(), torch.zeros(())
+    if rank > 0:
+        dist.recv(so_far, rank - 1)
+    if rank < last and largest > so_far:
+        dist.send(largest, rank + 1)
+    dist.all_reduce(losses.sum())
+
+
+def largest_so_far_mended(losses):
+    rank, last = dist.get_rank(), dist.get_world_size() - 1
+    largest, so_far = losses.max(), torch.zeros(())
+    if rank > 0:
+        dist.recv(so_far, rank - 1)
+    if rank < last:
+        dist.send(largest.maximum(so_far), rank + 1)
+    dist.all_reduce(losses.sum())
+
+
 # What the ranks are given. ``odd``: the rank whose losses bring the fault to light.
 
 
@@ -151,6 +172,15 @@ def equally_long_in_one_pair(world_size, odd, chances):
     return losses
 
 
+def larger_on_each_rank_but_one(world_size, odd, chances):
+    """Not the first rank, which has nothing to compare with, nor the last, which never sends."""
+    losses = losses_of(world_size, chances)
+    for rank, each in enumerate(losses):
+        each[1] = 8.0 + rank
+    losses[1 + odd % (world_size - 2)].clamp_(max=6.5)
+    return losses
+
+
 # Readings
 
 
@@ -162,6 +192,7 @@ class Place:
     text: str  # as the reader sees it
     operation: str = ""
     tensor: str = ""  # dtype and shape
+    peer: int | None = None  # of a send or receive
 
     @property
     def is_between_two(self):
@@ -212,6 +243,22 @@ class Readings:
         """How many of the ranks in a call have which operation, or which tensor."""
         return Counter(getattr(place, name) for place in self.waiting)
 
+    @property
+    def each_for_the_other(self) -> list[int]:
+        """The ranks that wait for a rank that waits for them."""
+        peers = {place.rank: place.peer for place in self.waiting if place.peer is not None}
+        return [rank for rank, peer in peers.items() if peers.get(peer) == rank]
+
+    @property
+    def passed_by(self) -> dict[int, list[int]]:
+        """The ranks that are in no send or receive, by rank those that wait for them in one."""
+        between = [place for place in self.waiting if place.is_between_two]
+        found: dict[int, list[int]] = {}
+        for place in between:
+            if place.peer is not None and place.peer not in [other.rank for other in between]:
+                found.setdefault(place.peer, []).append(place.rank)
+        return found
+
     def rare(self, name) -> list[int]:
         """The ranks in a call that differ from most in their operation, or in their tensor."""
         [(usual, _), *others] = self.values(name).most_common() or [("", 0)]
@@ -221,7 +268,7 @@ class Readings:
     def to_blame(self) -> list[int]:
         """The ranks whose code took another way than that of the others."""
         if any(place.is_between_two for place in self.waiting):
-            return [place.rank for place in self.waiting]
+            return self.each_for_the_other or list(self.passed_by)
         return self.raised or self.returned or self.rare("operation") or self.rare("tensor")
 
     def _raised(self, text):
@@ -237,7 +284,8 @@ def _place(rank, doing, number):
     if call[1] == "called":
         doing = f"is in {call[2]} {number} of {call[3]}"
     doing = re.sub(r": [^:]+, line \d+", "", doing)  # the file is the drill's
-    return Place(rank, f"rank {rank} {doing}", call[2], call[3])
+    peer = re.search(r"\] (?:to|from) rank (\d+)", doing)
+    return Place(rank, f"rank {rank} {doing}", call[2], call[3], int(peer[1]) if peer else None)
 
 
 # Suspects
@@ -270,17 +318,36 @@ def wrong_shape(readings):
 
 def other_collective(readings):
     operations = readings.values("operation")
+    collectives = Counter({name: count for name, count in operations.items()
+                           if name not in ("send", "recv")})
+    if len(collectives) > 1:
+        return True, f"The ranks are in different collectives: {_listed(collectives)}."
     if len(operations) > 1:
-        return True, f"The ranks are in different calls: {_listed(operations)}."
+        return False, f"All ranks that are in a collective are in {_listed(collectives)}."
     return False, f"All ranks that are in a call are in {_listed(operations)}."
 
 
 def deadlock(readings):
-    if any(place.is_between_two for place in readings.waiting):
-        ranks = _ranks([place.rank for place in readings.waiting])
+    if readings.each_for_the_other:
+        ranks = _ranks(readings.each_for_the_other)
         return True, f"{ranks} each wait in a send to the other, and nobody receives."
+    if readings.passed_by:
+        waits = ", ".join(f"rank {place.rank} waits for rank {place.peer}"
+                          for place in readings.waiting if place.is_between_two)
+        return False, f"No two ranks wait for each other: {waits}."
     return False, (f"The ranks that are in a call are in {_listed(readings.values('operation'))}, "
                    "not in a send or receive of two ranks.")
+
+
+def missing_transfer(readings):
+    if not any(place.is_between_two for place in readings.waiting):
+        return False, "No rank waits in a send or a receive of two ranks."
+    if not readings.passed_by:
+        return False, "Each rank in a send or a receive waits for a rank that is in one too."
+    [(rank, waiting)] = readings.passed_by.items()
+    there = readings.places[rank].text.partition(":")[0]
+    waits = "wait" if len(waiting) > 1 else "waits"
+    return True, f"{_ranks(waiting)} {waits} for rank {rank}, and {there}."
 
 
 def _listed(counts):
@@ -303,9 +370,11 @@ SUSPECTS = (
             early_end),
     Suspect("wrong shape", "A rank is in the same call as the others, with a tensor that does not "
             "fit.", "ranks", wrong_shape),
-    Suspect("other collective", "A rank is in another call than the others: it left one out, or "
-            "calls them in another order.", "ranks", other_collective),
+    Suspect("other collective", "A rank is in another collective than the others: it left one out, "
+            "or calls them in another order.", "ranks", other_collective),
     Suspect("deadlock", "Two ranks each wait for the other.", "ranks", deadlock),
+    Suspect("missing transfer", "A rank went past a send or a receive that another rank waits for.",
+            "ranks", missing_transfer),
 )
 
 
@@ -347,6 +416,9 @@ CASES = (
     Case("e", "deadlock", "of_all_ranks", (Failure(
         the_longer_one_sends, the_longer_one_sends_mended, _HANGS, gloo_gives_up, (4,),
         equally_long_in_one_pair),)),
+    Case("f", "missing transfer", "of_all_ranks", (Failure(
+        largest_so_far, largest_so_far_mended, _HANGS, gloo_gives_up, (4,),
+        larger_on_each_rank_but_one),)),
 )
 
 
@@ -357,7 +429,7 @@ class FailingReport(SickJob):
     minutes = 5
     suspects_known = SUSPECTS
     cases = CASES
-    answer = 'job.diagnose("…", rank=…)'
+    answer = 'job.diagnose("…", rank=...)'
 
     def _draw_settings(self, chances: random.Random) -> list[torch.Tensor]:
         """Each rank's losses."""
@@ -383,7 +455,7 @@ class FailingReport(SickJob):
         healthy = readings.error is None
         return healthy, "All ranks returned." if healthy else readings.head
 
-    def diagnose(self, suspect: str = "", rank: int | None = None) -> None:
+    def diagnose(self, suspect: str = "", rank: "int | EllipsisType | None" = None) -> None:
         """Says whether this is what went wrong, and whether on this rank, with the reading."""
         known = self._suspect_named(suspect)
         if known is None or not self._has_run():
@@ -391,8 +463,8 @@ class FailingReport(SickJob):
         to_blame = self._readings.to_blame()
         if not known.finding(self._readings)[0] or rank in to_blame:
             super().diagnose(suspect)
-        elif rank is None:
-            cards.card("On which rank?", f'`job.diagnose("{known.name}", rank=…)`')
+        elif rank is None or rank is ...:
+            cards.card("On which rank?", f'`job.diagnose("{known.name}", rank=...)`')
         elif isinstance(rank, bool) or rank not in range(self._world_size):
             cards.card(f"There is no rank {rank!r}", f"The ranks are 0 to {self._world_size - 1}.")
         else:
@@ -408,7 +480,7 @@ class FailingReport(SickJob):
 
     @instrument
     def torchrun(self) -> None:
-        """What plain torchrun prints for the same job: lines with a rank and an error."""
+        """What plain torchrun prints for the same job, where gloo gives up after 8 s."""
         print(f"Starting {self._world_size} processes with torchrun …", flush=True)
         print(self._readings.torchrun)
 

@@ -235,11 +235,11 @@ class SickJob:
 
     def _suspect_named(self, name):
         named = {suspect.name: suspect for suspect in self.suspects_known}
-        text = " ".join(name.lower().split()) if isinstance(name, str) else ""
+        text = " ".join(name.lower().strip("… ").split()) if isinstance(name, str) else ""
         if text not in named:
             near = difflib.get_close_matches(text, named, n=3, cutoff=0.5) or list(named)
             head = f"There is no suspect {name!r}" if text else "Which suspect?"
-            example = f'job.diagnose("{near[0]}")'
+            example = self.answer.replace("…", near[0], 1)
             cards.card(head, f"Write for example `{example}`. {_LISTED}", "\n".join(near))
         return named.get(text)
 

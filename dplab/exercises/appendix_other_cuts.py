@@ -270,6 +270,24 @@ def _columns_gathered_and_rows(x, w, v):
     return reduced(_mine(_joined(_hidden(x, w)), 1) @ _mine(v, 0))
 
 
+def _joined_as_objects(part):
+    pieces = [None] * dist.get_world_size()
+    dist.all_gather_object(pieces, part)
+    return torch.cat(pieces, dim=1)
+
+
+def _columns_gathered_as_objects(x, w, v):
+    return _joined_as_objects(_hidden(x, w)) @ v
+
+
+def _columns_gathered_as_objects_and_rows(x, w, v):
+    return reduced(_mine(_joined_as_objects(_hidden(x, w)), 1) @ _mine(v, 0))
+
+
+def _columns_twice_as_objects(x, w, v):
+    return _joined_as_objects(_joined_as_objects(_hidden(x, w)) @ _mine(v, 1))
+
+
 def _hidden_filled_with_zeros(x, w, v):
     widths = [part.shape[1] for part in w.tensor_split(dist.get_world_size(), dim=1)]
     start = sum(widths[:dist.get_rank()])
@@ -385,7 +403,7 @@ _ROWS_OF_X = ("You cut the batch. That is data parallelism: each rank needs the 
 class TwoLayers(Exercise):
     slug = "two-layers-one-sum"
     number = "B.2"
-    title = "Two layers, one all-reduce"
+    title = "Two layers with a relu between them"
     name = "two_layers"
     minutes = 15
     hints = (
@@ -404,6 +422,9 @@ class TwoLayers(Exercise):
         Mistake(_columns_twice, _HIDDEN_SENT),
         Mistake(_columns_gathered, _HIDDEN_SENT),
         Mistake(_columns_gathered_and_rows, _HIDDEN_SENT),
+        Mistake(_columns_twice_as_objects, _HIDDEN_SENT),
+        Mistake(_columns_gathered_as_objects, _HIDDEN_SENT),
+        Mistake(_columns_gathered_as_objects_and_rows, _HIDDEN_SENT),
         Mistake(_hidden_filled_with_zeros, _HIDDEN_SENT),
         Mistake(_whole_on_every_rank, _COMPUTED_TWICE),
         Mistake(_first_layer_whole, _COMPUTED_TWICE),
@@ -558,6 +579,35 @@ def _hidden_recomputed_and_summed(x, columns, rows, g):
     return reduced(to_hidden @ columns.T), x.T @ to_hidden, hidden.T @ g
 
 
+def _forward_again(x, columns, rows, g):
+    reduced(torch.relu(x @ columns) @ rows)
+    return two_layers_backward(x, columns, rows, g)
+
+
+def _slope_of_the_output(x, columns, rows, g):
+    hidden = torch.relu(x @ columns)
+    g = g * (reduced(hidden @ rows) > 0)
+    to_hidden = g @ rows.T
+    return reduced(to_hidden @ columns.T), x.T @ to_hidden, hidden.T @ g
+
+
+def _slope_of_the_output_too(x, columns, rows, g):
+    output = reduced(torch.relu(x @ columns) @ rows)
+    return two_layers_backward(x, columns, rows, g * (output > 0))
+
+
+def _slope_of_the_partial_output(x, columns, rows, g):
+    hidden = torch.relu(x @ columns)
+    g = g * (hidden @ rows > 0)
+    to_hidden = g @ rows.T
+    return reduced(to_hidden @ columns.T), x.T @ to_hidden, hidden.T @ g
+
+
+def _slope_of_the_partial_output_too(x, columns, rows, g):
+    output = torch.relu(x @ columns) @ rows
+    return two_layers_backward(x, columns, rows, g * (output > 0))
+
+
 def _no_slope(x, columns, rows, g):
     hidden = torch.relu(x @ columns)
     to_hidden = g @ rows.T
@@ -629,6 +679,8 @@ _AS_IN_DATA_PARALLEL = ("You summed gradients of weights over the ranks, as data
                         "belong together. Each rank sees the whole batch, so its own are complete.")
 _G_IS_WHOLE = ("You combined `g` over the ranks. It is the gradient of the output, the same on "
                "every rank, and complete: nothing has to be added or divided.")
+_SLOPE_OF_OUTPUT = ("You set `g` to 0 where the *output* is not above 0. The relu stands between "
+                    "the layers, and the output has none: `g @ rows.T * (hidden > 0)`.")
 _OTHER_COLUMNS = ("You summed hidden values, or their gradient, over the ranks. Each rank has "
                   "other hidden columns, which do not add up to anything.")
 
@@ -640,12 +692,12 @@ class TwoLayersBackward(Exercise):
     name = "two_layers_backward"
     minutes = 10
     hints = (
-        "Write the five products of `block_backward` as einsums. h is the letter that is cut. In "
+        "Write the five products of `pair_backward` as einsums. h is the letter that is cut. In "
         "which of the five is h the letter that is summed, and missing in the result?",
         "In forward the sum over h is the second product, and B.2 has done it. In backward it is "
         "the product that makes the gradient of `x`. The others have h in their result: each rank "
         "has its part of it, complete.",
-        "`to_x, to_columns, to_rows = block_backward(x, columns, rows, g)`, then "
+        "`to_x, to_columns, to_rows = pair_backward(x, columns, rows, g)`, then "
         "`dist.all_reduce(to_x)`; return the three.",
     )
     solution = staticmethod(two_layers_backward)
@@ -667,6 +719,12 @@ class TwoLayersBackward(Exercise):
         Mistake(_hidden_recomputed_and_summed, _OTHER_COLUMNS),
         Mistake(_no_slope, "The slope of relu is missing: where a hidden value is 0, no gradient "
                 "goes back."),
+        Mistake(_slope_of_the_output, _SLOPE_OF_OUTPUT),
+        Mistake(_slope_of_the_output_too, _SLOPE_OF_OUTPUT),
+        Mistake(_slope_of_the_partial_output, _SLOPE_OF_OUTPUT),
+        Mistake(_slope_of_the_partial_output_too, _SLOPE_OF_OUTPUT),
+        Mistake(_forward_again, "The gradients are right, but you also computed the output, with "
+                "its all-reduce. No gradient needs the output: `hidden` is enough."),
         Mistake(_times_hidden, "You multiplied with the hidden values. The slope of relu is 1 "
                 "where they are above 0, and 0 elsewhere: `hidden > 0`."),
         Mistake(_hidden_without_relu, "You left out the relu of the hidden values. The gradient of "
@@ -735,7 +793,7 @@ def _given(rank, world_size):
 # B.4
 
 
-def most_ranks(b, d, h, flops, bandwidth, element):
+def ranks_at_equal_times(b, d, h, flops, bandwidth, element):
     # Of a rank: 2 · 2·b·d·h / N operations, and 2(N−1)/N · element·b·d bytes. Everything but N − 1
     # and h stands on both sides.
     return 1 + 2 * h * bandwidth / (element * flops)
@@ -797,15 +855,15 @@ def _weights_sent(b, d, h, flops, bandwidth, element):
 
 
 def _numbers_not_bytes(b, d, h, flops, bandwidth, element):
-    return most_ranks(b, d, h, flops, bandwidth, 1)
+    return ranks_at_equal_times(b, d, h, flops, bandwidth, 1)
 
 
 def _always_bf16(b, d, h, flops, bandwidth, element):
-    return most_ranks(b, d, h, flops, bandwidth, 2)
+    return ranks_at_equal_times(b, d, h, flops, bandwidth, 2)
 
 
 def _bits(b, d, h, flops, bandwidth, element):
-    return most_ranks(b, d, h, flops, bandwidth / 8, element)
+    return ranks_at_equal_times(b, d, h, flops, bandwidth / 8, element)
 
 
 def _upside_down(b, d, h, flops, bandwidth, element):
@@ -813,11 +871,11 @@ def _upside_down(b, d, h, flops, bandwidth, element):
 
 
 def _rounded(*sizes):
-    return int(most_ranks(*sizes))
+    return int(ranks_at_equal_times(*sizes))
 
 
 def _columns_of_a_rank(b, d, h, flops, bandwidth, element):
-    return h / most_ranks(b, d, h, flops, bandwidth, element)
+    return h / ranks_at_equal_times(b, d, h, flops, bandwidth, element)
 
 
 _HALF = ("Your N − 1 is half of what it should be. Did you count one product? Forward has two, one "
@@ -827,11 +885,11 @@ _ONE_LESS = ("Your answer is one too small. Either it is N − 1, or you took 2 
              "is right for many ranks only: keep N on both sides.")
 
 
-class MostRanks(Calculation):
+class RanksAtEqualTimes(Calculation):
     slug = "ranks-before-the-sum-is-longer"
     number = "B.4"
-    title = "How many ranks may share two layers"
-    name = "most_ranks"
+    title = "Where the all-reduce takes half of the time"
+    name = "ranks_at_equal_times"
     minutes = 15
     hints = (
         "Two times must be equal. Which products does a rank compute in forward, with which "
@@ -842,7 +900,7 @@ class MostRanks(Calculation):
         "`4 * b * d * h / N / flops = 2 * (N - 1) / N * element * b * d / bandwidth`: b, d and the "
         "1/N cancel. Solve for N − 1.",
     )
-    solution = staticmethod(most_ranks)
+    solution = staticmethod(ranks_at_equal_times)
     mistakes = (
         Mistake(_one_product, _HALF),
         Mistake(_backward_too, "You counted the products of backward too, and not its all-reduce. "
@@ -869,8 +927,8 @@ class MostRanks(Calculation):
         Mistake(_always_bf16, "You took 2 bytes for every number. `element` says how many there "
                 "are: 4 in fp32."),
         Mistake(_bits, "You multiplied by 8. `bandwidth` is in bytes a second already."),
-        Mistake(_upside_down, "Your fraction is upside down: a faster link allows more ranks, and "
-                "a faster device fewer."),
+        Mistake(_upside_down, "Your fraction is upside down: with a faster link the times are "
+                "equal at more ranks, and with a faster device at fewer."),
         Mistake(_rounded, "You rounded. Return the number as it comes: a part of a rank is fine "
                 "here."),
         Mistake(_columns_of_a_rank, "This is how many of the h columns each rank has. Return the "
@@ -900,8 +958,8 @@ class MostRanks(Calculation):
 
 def _ranks_fact(case, answer):
     b, d, h, flops, bandwidth, element = case
-    return {f"`most_ranks({b}, {d}, {h}, {flops:g}, {bandwidth:g}, {element})`": (
+    return {f"`ranks_at_equal_times({b}, {d}, {h}, {flops:g}, {bandwidth:g}, {element})`": (
         float(answer) if isinstance(answer, int) else answer)}
 
 
-EXERCISES = (SplitOverD, TwoLayers, TwoLayersBackward, MostRanks)
+EXERCISES = (SplitOverD, TwoLayers, TwoLayersBackward, RanksAtEqualTimes)

@@ -3,6 +3,8 @@ ranks that wait for each other.
 """
 
 import dis
+import math
+import re
 import time
 from dataclasses import replace
 
@@ -114,6 +116,16 @@ def dealt_by_rank_0(x, y):
     return y
 
 
+def dealt_by_all_and_returned_x(x, y):
+    dist.all_to_all_single(y, x)
+    return x
+
+
+def summed_and_dealt_and_returned_x(x, y):
+    dist.reduce_scatter_single(y, x)
+    return x
+
+
 def summed_and_cut(x, y):
     dist.all_reduce(x)
     rank = dist.get_rank()
@@ -145,6 +157,9 @@ _OTHER_SOURCE = ("Puzzle A: you sent rank {}'s numbers to everyone. The numbers 
                  "tens. Whose are those? `src` names that rank.")
 _UNFILLED = ("Puzzle {}: `y` is still all zeros, so your call did not fill it. A call with one "
              "tensor overwrites that tensor; a call with two fills the first.")
+
+_RETURNED_X = ("Puzzle {}: you returned `x`, which still holds this rank's own numbers. The call "
+               "has filled `y`.")
 
 
 class OneCallEach(Exercise):
@@ -214,8 +229,10 @@ class OneCallEach(Exercise):
         Mistake(otherwise("C", summed_and_returned_y), _UNFILLED.format("C")),
         Mistake(otherwise("C", nothing), "Puzzle C: you returned `x`, which still holds this "
                 "rank's own numbers."),
-        Mistake(otherwise("D", nothing), "Puzzle D: you returned this rank's own numbers. Either "
-                "nothing was sent, or the call has filled `y` and you returned `x`."),
+        Mistake(otherwise("C", summed_and_dealt_and_returned_x), _RETURNED_X.format("C")),
+        Mistake(otherwise("D", nothing), "Puzzle D: you returned this rank's own numbers. Nothing "
+                "was sent."),
+        Mistake(otherwise("D", dealt_by_all_and_returned_x), _RETURNED_X.format("D")),
         Mistake(otherwise("D", gathered_and_cut), "Puzzle D: the numbers are right. But you gave "
                 "every rank all sixteen numbers, and each rank threw twelve of them away. One call "
                 "leaves only the four, in `y`."),
@@ -261,19 +278,57 @@ class OneCallEach(Exercise):
     def explanation(self, attempt, got, world_size):
         """Which puzzles are right and which are open, where the first wrong one is open."""
         if isinstance(got, RankError):
-            return super().explanation(attempt, got, world_size)
-        wrong = [puzzle for puzzle in "ABCD" if not all(
-            agree(right, found[fact], self.tolerance)
-            for facts, found in zip(self.expected_of_all(world_size), got, strict=True)
-            for fact, right in facts.items() if f"puzzle {puzzle} " in f"{fact} ")]
+            return self._of_error(attempt, got, world_size)
+        wrong = self._wrong(got, world_size)
         still_open = [puzzle for puzzle in wrong if all(
             facts[f"what puzzle {puzzle} leaves"] is None
             and not facts[f"that puzzle {puzzle} makes a call"] for facts in got)]
         if not still_open or still_open[0] != wrong[0]:
-            return super().explanation(attempt, got, world_size)
+            if wrong[1:]:
+                attempt = _right_but_for(attempt, wrong[0])
+                got = self._observe(attempt, world_size, quiet=True)
+            why = super().explanation(attempt, got, world_size)
+            if not wrong[1:]:
+                return why
+            return (why or f"Puzzle {wrong[0]} is not right yet.") + _not_right_either(wrong[1:])
         right = [puzzle for puzzle in "ABCD" if puzzle not in wrong]
         return (f"Right: {', '.join(right)}. " if right else "") + (
             f"Still open: {', '.join(still_open)}.")
+
+    def _wrong(self, got, world_size):
+        """The puzzles that are not right on every rank."""
+        return [puzzle for puzzle in "ABCD" if not all(
+            agree(right, found[fact], self.tolerance)
+            for facts, found in zip(self.expected_of_all(world_size), got, strict=True)
+            for fact, right in facts.items() if f"puzzle {puzzle} " in f"{fact} ")]
+
+    def _of_error(self, attempt, error, world_size):
+        """Of an error in a puzzle, and of the puzzles before it, whose answers the error hides."""
+        why = super().explanation(attempt, error, world_size)
+        at = re.search(r"in puzzle ([BCD]):", str(error))
+        if at is None:
+            return why
+        before = "ABCD"[:"ABCD".index(at[1])]
+        got = self._observe(_right_but_for(attempt, before), world_size, quiet=True)
+        wrong = [] if isinstance(got, RankError) else self._wrong(got, world_size)
+        if not wrong:
+            return why
+        why = why or f"The call in puzzle {at[1]} raises the error below."
+        return why + _not_right_either(wrong)
+
+
+def _right_but_for(attempt, puzzles):
+    """The attempt in these puzzles, and the solution in the others."""
+    def mixed(puzzle, x, y):
+        return (attempt if puzzle in puzzles else one_call_each)(puzzle, x, y)
+
+    return mixed
+
+
+def _not_right_either(puzzles):
+    *first, last = puzzles
+    listed = f"{', '.join(first)} and {last} are" if first else f"{last} is"
+    return f" {listed} not right either."
 
 
 def _numbers(rank):
@@ -479,7 +534,7 @@ def _values(rank):
 
 def swap(tensor):
     rank = dist.get_rank()
-    partner = rank + 1 if rank % 2 == 0 else rank - 1
+    partner = rank ^ 1  # 0 and 1, 2 and 3, …
     if partner < dist.get_world_size():
         theirs = torch.empty_like(tensor)
         if rank % 2 == 0:
@@ -576,6 +631,30 @@ def received_while_sending(tensor):
         sending.wait()
 
 
+def received_and_sent_at_once(tensor):
+    if (partner := _partner()) is not None:
+        receiving = dist.irecv(tensor, partner)
+        sending = dist.isend(tensor, partner)
+        receiving.wait()
+        sending.wait()
+
+
+def sent_while_receiving(tensor):
+    if (partner := _partner()) is not None:
+        receiving = dist.irecv(tensor, partner)
+        dist.send(tensor, partner)
+        receiving.wait()
+
+
+def copied_before_the_wait(tensor):
+    if (partner := _partner()) is not None:
+        theirs = torch.empty_like(tensor)
+        sending = dist.isend(tensor, partner)
+        dist.recv(theirs, partner)
+        tensor.copy_(theirs)
+        sending.wait()
+
+
 def one_way(tensor):
     if (partner := _partner()) is not None:
         if dist.get_rank() % 2 == 0:
@@ -618,9 +697,17 @@ def among_all(tensor):
 
 _OVERWRITES = ("A rank receives into `tensor` before it has sent what was there, so it sends its "
                "partner's own numbers back. Receive into another tensor, and copy at the end.")
+_SHARED = ("You receive into `tensor` while it is still being sent. What arrives may overwrite "
+           "what has yet to leave: which comes first is luck. Receive into another tensor, wait "
+           "for the send, and copy at the end.")
+_CHANGED = ("You write into `tensor` before the `wait()` of its send: some of the old numbers may "
+            "not have left yet. Wait for the send first, then copy.")
 _REBOUND = ("The partner's numbers have come, but `tensor` still holds this rank's own. Write them "
             "into it with `tensor.copy_(…)`: an assignment `tensor = …` only gives the name to "
             "another tensor.")
+_TOO_SMALL = ("The tensor that you receive into is smaller than `tensor`. gloo aborts a process "
+              "that gets more bytes than its tensor has room for. `torch.empty_like(tensor)` makes "
+              "one that fits.")
 _OTHER_DTYPE = ("The tensor that you receive into is float32, and `tensor` has another dtype here. "
                 "gloo aborts a process that gets more bytes than its tensor has room for. "
                 "`torch.empty_like(tensor)` makes one that fits.")
@@ -647,9 +734,10 @@ class RepairDeadlock(Exercise):
     mistakes = (
         Mistake(odd_ranks_overwrite, _OVERWRITES),
         Mistake(even_ranks_overwrite, _OVERWRITES),
-        Mistake(received_while_sending, "You receive into `tensor` while it is still being sent. "
-                "Whichever rank comes later, its own numbers come back to it. Receive into another "
-                "tensor, wait for the send, and copy at the end."),
+        Mistake(received_while_sending, _SHARED),
+        Mistake(received_and_sent_at_once, _SHARED),
+        Mistake(sent_while_receiving, _SHARED),
+        Mistake(copied_before_the_wait, _CHANGED),
         Mistake(one_way, "Even ranks send and odd ranks receive, and that is half of a swap. The "
                 "numbers of the odd ranks have to come back."),
         Mistake(in_a_new_tensor, _REBOUND),
@@ -676,7 +764,7 @@ class RepairDeadlock(Exercise):
 
     def trial(self, attempt):
         rank, facts = dist.get_rank(), {}
-        with CallLog() as log:
+        with CallLog() as log, InFlight() as flight:
             for swap_name, late, tensors in ((EVEN_LATE, 0, _squares), (ODD_LATE, 1, _whole)):
                 tensor = tensors(rank)
                 if rank % 2 == late:
@@ -684,13 +772,16 @@ class RepairDeadlock(Exercise):
                 attempt(tensor)
                 facts[swap_name] = tensor
         among_all = sum(not call.is_point_to_point for call in log.calls)
-        return {**facts, OF_ALL: among_all, BOTH_WAYS: log.count() - among_all}
+        return {**facts, OF_ALL: among_all, BOTH_WAYS: log.count() - among_all,
+                SHARED: flight.shared, CHANGED: flight.changed()}
 
     def expected(self, world_size):
         def facts(rank):
             partner = rank ^ 1 if rank ^ 1 < world_size else rank
             of_all = {OF_ALL: AtMost(0, "only partners talk to each other")}
-            return {EVEN_LATE: _squares(partner), ODD_LATE: _whole(partner),
+            return {SHARED: AtMost(0, "what arrives may overwrite what has yet to leave"),
+                    CHANGED: AtMost(0, "some of the old numbers may not have left yet"),
+                    EVEN_LATE: _squares(partner), ODD_LATE: _whole(partner),
                     **(of_all if world_size > 1 else {}),
                     BOTH_WAYS: 0 if partner == rank else 4}
 
@@ -711,9 +802,10 @@ class RepairDeadlock(Exercise):
 
     def explanation(self, attempt, got, world_size):
         if isinstance(got, RankError):
-            # The tensors of this shape are whole numbers.
-            is_float = got.kind == "died" and "recv of float32[2, 3]" in str(got)
-            return _OTHER_DTYPE if is_float else super().explanation(attempt, got, world_size)
+            return _of_the_receive(got) or super().explanation(attempt, got, world_size)
+        for fact, why in ((SHARED, _SHARED), (CHANGED, _CHANGED)):
+            if any(facts[fact] for facts in got):
+                return why  # whatever the tensors hold: that was luck
         own = all(agree(tensors(rank), found[fact], self.tolerance)
                   for rank, (right, found) in enumerate(
                       zip(self.expected_of_all(world_size), got, strict=True))
@@ -728,6 +820,83 @@ class RepairDeadlock(Exercise):
         return super().explanation(attempt, got, world_size)
 
 
+def _of_the_receive(error):
+    """Why the process died in a receive; "" where it did not, or the tensor has room."""
+    into = re.search(r"recv of (\w+)\[([\d, ]*)\]", str(error))
+    if error.kind != "died" or into is None:
+        return ""
+    if into[1] == "float32" and into[2] == "2, 3":  # the tensors of this shape are whole numbers
+        return _OTHER_DTYPE
+    room = math.prod(int(length) for length in into[2].split(",") if length.strip())
+    return _TOO_SMALL if into[1] == "float32" and room < len(_squares(0)) else ""
+
+
+class InFlight:
+    """What becomes of tensors between the start of their send or receive and its ``wait()``.
+
+    ``shared``: how often a tensor was given to a send while a receive into the same memory was not
+    over, or to a receive while a send from it was not. Time decides nothing here: a call is over
+    when its ``wait()`` has returned.
+    """
+
+    def __init__(self):
+        self.shared = 0
+        self._open = []  # [operation, tensor, its version after the start, work]
+        self._changed = 0
+
+    def __enter__(self):
+        self._originals = {name: getattr(dist.ProcessGroup, name)
+                           for name in ("send", "recv", "recv_anysource")}
+        for name, original in self._originals.items():
+            setattr(dist.ProcessGroup, name, self._started(name, original))
+        self._wait = wait = dist.Work.wait
+
+        def and_over(work, *args, **kwargs):
+            result = wait(work, *args, **kwargs)
+            self._over(work)
+            return result
+
+        dist.Work.wait = and_over
+        return self
+
+    def __exit__(self, *_):
+        dist.Work.wait = self._wait
+        for name, original in self._originals.items():
+            setattr(dist.ProcessGroup, name, original)
+
+    def changed(self):
+        """How many tensors were written to before their send was waited for."""
+        return self._changed + sum(map(_is_changed, self._open))
+
+    def _started(self, name, original):
+        def call(group, tensors, *args, **kwargs):
+            operation = "send" if name == "send" else "recv"
+            self.shared += any(other[0] != operation and _overlap(other[1], tensor)
+                               for other in self._open for tensor in tensors)
+            work = original(group, tensors, *args, **kwargs)
+            self._open += [[operation, tensor, tensor._version, work] for tensor in tensors]
+            return work
+
+        return call
+
+    def _over(self, work):
+        over = [each for each in self._open if each[3] is work]
+        self._changed += sum(map(_is_changed, over))
+        self._open = [each for each in self._open if each[3] is not work]
+
+
+def _is_changed(started):
+    operation, tensor, version, _ = started
+    return operation == "send" and tensor._version != version
+
+
+def _overlap(one, other):
+    """Whether two tensors, each without gaps, have memory in common."""
+    (begin, end), (start, stop) = ((each.data_ptr(), each.data_ptr() + each.nbytes)
+                                   for each in (one, other))
+    return begin < stop and start < end
+
+
 def _rebinds_its_argument(function):
     """Whether it assigns to the name of its first argument."""
     code = getattr(function, "__code__", None)
@@ -738,6 +907,8 @@ def _rebinds_its_argument(function):
 
 EVEN_LATE = "`tensor` after the first swap (even ranks are late)"
 ODD_LATE = "`tensor` after the second swap (odd ranks are late)"
+SHARED = "the number of tensors that are sent and received into at once"
+CHANGED = "the number of tensors that are written to before the `wait()` of their send"
 OF_ALL = "the number of collectives of all ranks"
 BOTH_WAYS = "the number of sends and receives in two swaps"
 _LATE = 0.05  # seconds: so that the other rank is already waiting

@@ -189,6 +189,15 @@ def whole_batch_gathered(x, hidden, w2, to_logits):
     return own_backward(x, hidden, w2, to_logits / dist.get_world_size())
 
 
+def packed_rows_gathered(x, hidden, w2, to_logits):
+    packed = torch.cat([x, hidden, to_logits], dim=1)
+    parts = [torch.empty_like(packed) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, packed)
+    sizes = x.shape[1], hidden.shape[1], to_logits.shape[1]
+    x, hidden, to_logits = torch.cat(parts).split(sizes, dim=1)
+    return own_backward(x, hidden, w2, to_logits / dist.get_world_size())
+
+
 def row_by_row(*inputs):
     mean = []
     for gradient in own_backward(*inputs):
@@ -203,6 +212,8 @@ def divides_its_input(x, hidden, w2, to_logits):
     return reduced(to_w1), reduced(to_w2)
 
 
+_ALL_ROWS = ("The gradients are right, but every rank received the whole batch and did all the "
+             "work: nothing is parallel. What has to travel has the shape of the weights.")
 _ONE_OF_TWO = ("Only one of the two gradients is averaged over the ranks. Both are sums over the "
                "rows, and each rank has only its own rows.")
 _WITHIN_ROWS = ("You summed a tensor that has one line for each *row* over the ranks. Row 0 of "
@@ -275,9 +286,8 @@ class DataParallelBackward(Exercise):
                 "means are equal by then, and their sum is N times as large."),
         Mistake(on_rank_0_only, "Only rank 0 calls the all-reduce, and waits for ever. A "
                 "collective is called by every rank.", hangs=True),
-        Mistake(whole_batch_gathered, "The gradients are right, but every rank received the whole "
-                "batch and did all the work: nothing is parallel. What has to travel has the "
-                "shape of the weights."),
+        Mistake(whole_batch_gathered, _ALL_ROWS),
+        Mistake(packed_rows_gathered, _ALL_ROWS),
         Mistake(row_by_row, "The gradients are right, but this rank launched more than two "
                 "collectives. One all-reduce for each whole gradient is enough, and no barrier is "
                 "needed: an all-reduce waits for all ranks anyway."),
@@ -363,6 +373,10 @@ def forward_too(d, f, ranks, flops, bandwidth, element):
 
 def one_product_without_additions(d, f, ranks, flops, bandwidth, element):
     return _seconds(d, f, ranks, bandwidth, element) * flops / (d * f)
+
+
+def three_products_for_two_layers(d, f, ranks, flops, bandwidth, element):
+    return _seconds(d, f, ranks, bandwidth, element) * flops / (3 * d * f)
 
 
 def tensor_once(d, f, ranks, flops, bandwidth, element):
@@ -456,23 +470,27 @@ class RowsToHide(Calculation):
     hints = (
         "Two times must be equal. What is the first one: how many bytes does a rank send, and how "
         "long does that take?",
-        "The second is that of backward: in exercise 1.1, how many products did you write for one "
-        "layer? And how often does each of them use one weight, if there is one row? It multiplies "
-        "and adds each time.",
+        "The second is that of backward: in exercise 1.1, how many products did you write for the "
+        "*second* layer, which has a layer before it? And how often does each of them use one "
+        "weight, if there is one row? It multiplies and adds each time.",
         "The gradient has `element * d * f` bytes, so a rank sends `2 * (ranks - 1) / ranks` times "
         "that. A product takes `2 * d * f` operations a row, and backward has two products. Divide "
         "the first time by backward's time for one row.",
     )
     solution = staticmethod(rows_to_hide)
     mistakes = (
-        Mistake(one_product, "You took half of backward's operations. Backward of a layer has two "
-                "products: the gradient of its weights, and that of its input, which the layer "
-                "before it needs. Each multiplies and adds once for every row and weight."),
+        Mistake(one_product, "You took half of backward's operations. Backward of a layer computes "
+                "the gradient of its weights, and that of its input, which the layer before it "
+                "needs. How many products are these? Each multiplies *and* adds once for every "
+                "row and weight."),
         Mistake(forward_too, "You counted forward's product too. The gradient does not exist "
                 "during forward, so only backward can hide its all-reduce."),
         Mistake(one_product_without_additions, "You took a quarter of backward's operations. A "
                 "layer has two products in backward, and each multiplies *and* adds once for "
                 "every row and weight."),
+        Mistake(three_products_for_two_layers, "You took three quarters of backward's operations, "
+                "as in exercise 1.1: three products for two layers. The first layer of a network "
+                "has one product fewer. Which one, and what does a layer in the middle compute?"),
         Mistake(tensor_once, "You let a rank send its gradient once. In an all-reduce it sends "
                 "2(N−1)/N times the tensor."),
         Mistake(half_an_all_reduce, "You let a rank send (N−1)/N of the tensor. That is a "

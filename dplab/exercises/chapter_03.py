@@ -182,6 +182,25 @@ _DIVIDED = "You divided by the world size: this exercise asks for the sum."
 _NOTHING = "You return nothing: return the result as a new tensor."
 
 
+def _divided(whole):
+    return lambda tensor, group=None: whole(tensor, group) / dist.get_world_size(group)
+
+
+def _in_float32(whole):
+    return lambda tensor, group=None: whole(tensor.float(), group).to(tensor.dtype)
+
+
+def _among_all(whole):
+    return lambda tensor, group=None: whole(tensor)
+
+
+def _returning_nothing(whole):
+    def attempt(tensor, group=None):
+        whole(tensor, group)
+
+    return attempt
+
+
 # --- 3.1: exchange -------------------------------------------------------------------------------
 
 def send_first(outgoing, to, source, group=None):
@@ -413,6 +432,47 @@ def returns_its_own_chunk(flat, group=None):
     return chunks[rank]
 
 
+def _along_the_ring(flat, group, first, direction, to_the_right=True):
+    """All chunks after N-1 steps: in step s, chunk r+first+direction·s goes, and the next grows."""
+    rank, ranks, right, left = _ring(group)
+    to, source = (right, left) if to_the_right else (left, right)
+    chunks = flat.clone().view(ranks, -1)
+    for step in range(ranks - 1):
+        sent = rank + first + direction * step
+        arriving = exchange(chunks[sent % ranks], to, source, group)
+        chunks[(sent + direction) % ranks] += arriving
+    return chunks
+
+
+def completes_a_neighbours_chunk(flat, group=None):
+    return _along_the_ring(flat, group, 0, -1)[dist.get_rank(group)]
+
+
+def completes_the_other_neighbours_chunk(flat, group=None):
+    return _along_the_ring(flat, group, 0, 1, to_the_right=False)[dist.get_rank(group)]
+
+
+def counts_up_to_the_right(flat, group=None):
+    return _along_the_ring(flat, group, 0, 1)[dist.get_rank(group)]
+
+
+def counts_back_to_the_left(flat, group=None):
+    return _along_the_ring(flat, group, 0, -1, to_the_right=False)[dist.get_rank(group)]
+
+
+def counts_up_from_the_next(flat, group=None):
+    return _along_the_ring(flat, group, 1, 1)[dist.get_rank(group)].clone()
+
+
+def counts_back_from_the_last(flat, group=None):
+    return _along_the_ring(flat, group, -1, -1, to_the_right=False)[dist.get_rank(group)].clone()
+
+
+def counts_up_to_its_right_neighbours(flat, group=None):
+    _, ranks, right, _ = _ring(group)
+    return _along_the_ring(flat, group, 0, 1)[right].clone() if ranks > 1 else flat.clone()
+
+
 def adds_the_same_chunk_each_time(flat, group=None):
     rank, ranks, right, left = _ring(group)
     chunks = flat.view(ranks, -1)
@@ -496,10 +556,6 @@ def does_not_copy_the_first_chunk(flat, group=None):
     return total
 
 
-def adds_float32(flat, group=None):
-    return ring_reduce_scatter(flat.float(), group).to(flat.dtype)
-
-
 def sends_each_chunk_to_its_rank(flat, group=None):
     rank, ranks, *_ = _ring(group)
     chunks = flat.view(ranks, -1)
@@ -514,10 +570,6 @@ def calls_the_collective(flat, group=None):
     total = flat.clone()
     dist.all_reduce(total, group=group)
     return total.chunk(dist.get_world_size(group))[dist.get_rank(group)].clone()
-
-
-def reduces_without_the_group(flat, group=None):
-    return ring_reduce_scatter(flat)
 
 
 def _reduce_scatter_of(rank, ranks, flat, group):
@@ -567,10 +619,6 @@ def reduces_without_modulo(flat, group=None):
     return total
 
 
-def mean_of_its_chunk(flat, group=None):
-    return ring_reduce_scatter(flat, group) / dist.get_world_size(group)
-
-
 def returns_all_chunks(flat, group=None):
     rank = dist.get_rank(group)
     whole = flat.clone()
@@ -578,8 +626,29 @@ def returns_all_chunks(flat, group=None):
     return whole
 
 
-def returns_no_chunk(flat, group=None):
-    ring_reduce_scatter(flat, group)
+_NOT_SENT_ON = ("You return chunk r as it was. What arrives is added to a tensor that you do not "
+                "send on: in each step, send the sum of the step before.")
+_ENDS_ELSEWHERE = ("The sums travel as they should, but they end elsewhere: the chunk that is "
+                   "complete on rank r is a neighbour's, and you return chunk r as it was. Start "
+                   "with another chunk, so that the way of chunk r ends at rank r.")
+_MIXED = ("Parts of different chunks come together, and you return chunk r as it was. What arrives "
+          "belongs to your own part of the same chunk: if you send to the right, the chunk that "
+          "you send is one further back in each step; to the left, one further on.")
+_AS_IT_WAS = {"its own part": _NOT_SENT_ON, "a sum": _ENDS_ELSEWHERE, "a mixture": _MIXED}
+_SENT_ON = "what it sends in the second step"
+
+
+def _sent_on(sent, rank, ranks):
+    """What the second message of this rank holds: a sum of parts of one chunk, or not."""
+    parts = [tensor.chunk(ranks) for tensor in _inputs("float32", range(ranks))]
+    own = parts[rank]
+    if (sent.shape, sent.dtype) != (own[0].shape, own[0].dtype):
+        return "another kind of tensor"
+    if any(torch.equal(sent, part) for part in own):
+        return "its own part"
+    neighbours = parts[(rank + 1) % ranks], parts[(rank - 1) % ranks]
+    return "a sum" if any(torch.allclose(sent, mine + theirs[chunk]) for theirs in neighbours
+                          for chunk, mine in enumerate(own)) else "a mixture"
 
 
 class RingReduceScatter(OnARing):
@@ -605,13 +674,19 @@ class RingReduceScatter(OnARing):
                 "has to end with chunk r: you start one chunk too far back."),
         Mistake(passes_on_without_adding, "The chunk that arrives overwrites yours. It holds the "
                 "sum of the ranks that it has passed: add it to your own part."),
-        Mistake(returns_its_own_chunk, "You return chunk r as it was. What arrives is added to a "
-                "tensor that you do not send on: in each step, send the sum of the step before."),
+        Mistake(returns_its_own_chunk, _NOT_SENT_ON),
+        *(Mistake(attempt, _ENDS_ELSEWHERE) for attempt in (
+            completes_a_neighbours_chunk, completes_the_other_neighbours_chunk)),
+        *(Mistake(attempt, _MIXED) for attempt in (
+            counts_up_to_the_right, counts_back_to_the_left)),
         Mistake(adds_the_same_chunk_each_time, "You add the same chunk in every step, so parts of "
                 "different chunks come together. Another chunk arrives each time: add your own "
                 "part of that one."),
-        Mistake(counts_the_chunks_upwards, "You add a part of the wrong chunk. What arrives from "
-                "the left is one chunk further back in each step, not one further on."),
+        *(Mistake(attempt, "You add a part of the wrong chunk. What arrives from the left is one "
+                  "chunk further back in each step, not one further on; from the right, one "
+                  "further on.") for attempt in (
+            counts_the_chunks_upwards, counts_up_from_the_next, counts_back_from_the_last,
+            counts_up_to_its_right_neighbours)),
         Mistake(sends_its_own_part_each_time, "You send your own parts, and not the sums: only "
                 "one other rank's part gets into your chunk. Send what has arrived, with your "
                 "part added."),
@@ -625,21 +700,47 @@ class RingReduceScatter(OnARing):
         Mistake(adds_in_place, "The sum is right, and the caller's tensor is changed: its chunks "
                 "hold partial sums now. Add into a tensor of your own."),
         Mistake(does_not_copy_the_first_chunk, _SHARES_MEMORY),
-        Mistake(adds_float32, _FLOAT32),
+        Mistake(_in_float32(ring_reduce_scatter), _FLOAT32),
         Mistake(sends_each_chunk_to_its_rank, _STRAIGHT),
         Mistake(calls_the_collective, _FINISHED),
         *(Mistake(attempt, _WITHOUT_GROUP) for attempt in (
-            reduces_without_the_group, takes_its_rank_among_all, counts_all_ranks,
+            _among_all(ring_reduce_scatter), takes_its_rank_among_all, counts_all_ranks,
             exchanges_without_the_group, uses_the_group_in_exchange_only)),
         Mistake(_by(send_first), _CIRCLE, hangs=True),
         Mistake(_by(receive_first), _EMPTY_CIRCLE, hangs=True),
         Mistake(_by(receives_from_where_it_sends), _WRONG_SIDE, hangs=True),
         Mistake(reduces_without_modulo, _NO_SUCH_RANK),
-        Mistake(mean_of_its_chunk, _DIVIDED),
+        Mistake(_divided(ring_reduce_scatter), _DIVIDED),
         Mistake(returns_all_chunks, "You return the whole tensor, and only chunk r of it is "
                 "complete on rank r: return that one."),
-        Mistake(returns_no_chunk, _NOTHING),
+        Mistake(_returning_nothing(ring_reduce_scatter), _NOTHING),
     )
+
+    def explanation(self, attempt, got, world_size):
+        """Where chunk r comes back as it was, what three ranks send on tells the reason."""
+        why = super().explanation(attempt, got, world_size)
+        if why in _AS_IT_WAS.values():
+            on_three = self._observe(attempt, 3, quiet=True)
+            if not isinstance(on_three, RankError):
+                return _AS_IT_WAS.get(on_three[0].get(_SENT_ON), "")
+        return why
+
+    def _facts(self, where, attempt, tensor, group):
+        """With what is sent in the second step: on two ranks there is none."""
+        sent, send = [], dist.ProcessGroup.send
+
+        def keep(group, tensors, *arguments):
+            sent.append(tensors[0].clone())
+            return send(group, tensors, *arguments)
+
+        dist.ProcessGroup.send = keep  # in this rank's process only
+        try:
+            facts = super()._facts(where, attempt, tensor, group)
+        finally:
+            dist.ProcessGroup.send = send
+        if where == ", float32" and len(sent) > 1:
+            facts[_SENT_ON] = _sent_on(sent[1], dist.get_rank(), dist.get_world_size())
+        return facts
 
     def parts_of(self, tensors, rank):
         return [tensor.chunk(len(tensors))[rank] for tensor in tensors]
@@ -733,10 +834,6 @@ def sends_to_every_rank(chunk, group=None):
     return chunks.view(-1)
 
 
-def gathers_float32(chunk, group=None):
-    return ring_all_gather(chunk.float(), group).to(chunk.dtype)
-
-
 def returns_rows(chunk, group=None):
     return ring_all_gather(chunk, group).view(-1, len(chunk))
 
@@ -749,10 +846,6 @@ def calls_all_gather(chunk, group=None):
     whole = chunk.new_empty(dist.get_world_size(group) * len(chunk))
     dist.all_gather_single(whole, chunk, group=group)
     return whole
-
-
-def gathers_without_the_group(chunk, group=None):
-    return ring_all_gather(chunk)
 
 
 def _all_gather_of(rank, ranks, chunk, group):
@@ -798,14 +891,6 @@ def gathers_without_modulo(chunk, group=None):
     return chunks.view(-1)
 
 
-def gathers_and_divides(chunk, group=None):
-    return ring_all_gather(chunk, group) / dist.get_world_size(group)
-
-
-def returns_nothing_gathered(chunk, group=None):
-    ring_all_gather(chunk, group)
-
-
 class RingAllGather(OnARing):
     slug = "ring-all-gather"
     number = "3.3"
@@ -839,21 +924,21 @@ class RingAllGather(OnARing):
         Mistake(sends_all_that_it_has, "You send room for all chunks in each step. One chunk is "
                 "enough: the one that your neighbour does not have yet."),
         Mistake(sends_to_every_rank, _STRAIGHT),
-        Mistake(gathers_float32, _FLOAT32),
+        Mistake(_in_float32(ring_all_gather), _FLOAT32),
         Mistake(returns_rows, "The numbers are right, in rows. Return them flat, in one "
                 "dimension: `view(-1)`."),
         Mistake(returns_the_input_on_one_rank, _SHARES_MEMORY),
         Mistake(calls_all_gather, _FINISHED),
         *(Mistake(attempt, _WITHOUT_GROUP) for attempt in (
-            gathers_without_the_group, gathers_by_its_rank_among_all, gathers_for_all_ranks,
+            _among_all(ring_all_gather), gathers_by_its_rank_among_all, gathers_for_all_ranks,
             gathers_from_all_ranks)),
         Mistake(_gather_by(send_first), _CIRCLE, hangs=True),
         Mistake(_gather_by(receive_first), _EMPTY_CIRCLE, hangs=True),
         Mistake(_gather_by(receives_from_where_it_sends), _WRONG_SIDE, hangs=True),
         Mistake(gathers_without_modulo, _NO_SUCH_RANK),
-        Mistake(gathers_and_divides, "You divided by the world size. An all-gather computes "
+        Mistake(_divided(ring_all_gather), "You divided by the world size. An all-gather computes "
                 "nothing: every chunk arrives as it was."),
-        Mistake(returns_nothing_gathered, _NOTHING),
+        Mistake(_returning_nothing(ring_all_gather), _NOTHING),
     )
 
     def given_to(self, name, rank, place, ranks):
@@ -885,10 +970,6 @@ def gathers_first(flat, group=None):
 def gathers_everything(flat, group=None):
     rows = ring_all_gather(flat, group).view(dist.get_world_size(group), -1)
     return rows.sum(dim=0)
-
-
-def mean_of_all(flat, group=None):
-    return ring_all_reduce(flat, group) / dist.get_world_size(group)
 
 
 def writes_into_its_input(flat, group=None):
@@ -948,7 +1029,7 @@ class RingAllReduce(OnARing):
                 "tensors whole. Reduce and scatter first; then the parts are small."),
         Mistake(gathers_everything, "The sum is right, and every rank has sent its whole tensor "
                 "N-1 times. Let the reduce-scatter add, and gather only finished chunks."),
-        Mistake(mean_of_all, _DIVIDED),
+        Mistake(_divided(ring_all_reduce), _DIVIDED),
         Mistake(writes_into_its_input, "The caller's tensor is overwritten with the sum. Leave "
                 "it as it is, and return a new one."),
         Mistake(writes_into_its_input_only, "The sum is in the caller's tensor, as with "
@@ -1046,7 +1127,7 @@ class RingSeconds(Calculation):
         Mistake(seconds_of_one_half, "This is one half of the ring. An all-reduce is a "
                 "reduce-scatter and then an all-gather: twice as many messages and bytes."),
         Mistake(seconds_of_whole_tensors, "Here each message takes as long as the whole tensor. It "
-                "carries one chunk, a N-th of the bytes."),
+                "carries one chunk, an N-th of the bytes."),
         Mistake(latency_once, "The latency counts once for each message that waits for the one "
                 "before it. Count the steps of both halves."),
         Mistake(latency_left_out, "The latency is missing; small tensors have little else."),

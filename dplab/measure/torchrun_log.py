@@ -29,14 +29,17 @@ class TorchrunLog:
     __repr__ = __str__
 
 
-def torchrun_log(script: str, world_size: int, *, timeout: float = 120) -> TorchrunLog:
+def torchrun_log(script: str, world_size: int, *, timeout: float = 120,
+                 **variables: str) -> TorchrunLog:
     """Runs the script under plain torchrun on this many ranks, and reads what is printed.
 
-    A job that is still there after ``timeout`` seconds is ended, with all its processes.
+    ``variables`` are added to its environment. A job that is still there after ``timeout`` seconds
+    is ended, with all its processes.
     """
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "job.py").write_text(script)
         job = subprocess.Popen([*_COMMAND, str(world_size), "job.py"], cwd=folder, text=True,
+                               env=os.environ | variables,
                                stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
                                start_new_session=True)
         try:

@@ -16,11 +16,10 @@ tensors; it predicts the time of every pair and takes the shortest. So does `ncc
 The latency is that of NCCL's own tuner: so much for a call, so much for each step. A ring of N
 ranks has N−1 steps; this is what makes all-gathers slow on thousands of ranks, where no tree can
 replace the ring. The protocol LL has cheap steps at half the bandwidth or less, LL128 is between,
-Simple has all the bandwidth. NVLS is an all-reduce for which the switch of a node adds (NVLink 4
-and 5, more than 4 GPUs); between nodes it goes on as a tree. The overhead of a call and the share
-of the makers' bandwidth come from published measurements in ``collectives.json``, each with its
-source; tables marked ``held_out`` there give no rate. `Cluster.pace` says which of the measured
-rates.
+Simple has all the bandwidth. NVLS lets the switch of a node add (NVLink 4 and 5, more than 4 GPUs);
+between nodes it goes on as a tree. The overhead of a call and the share of the makers' bandwidth
+come from published measurements in ``collectives.json``, each with its source; tables marked
+``held_out`` there give no rate. `Cluster.pace` says which of the measured rates.
 
 `basis` says which measurements a cluster's times rest on. A network is taken for InfiniBand or
 RoCE unless its link's name begins with "EFA" or "TCPX", which were measured to have more overhead.

@@ -29,7 +29,7 @@ def row_limits(needed: Mapping[str, float], fitting: Mapping[str, float], *,
         # In turn above a line's beginning and below its end, where neighbours are close.
         above = slowest_first.index(link) % 2 == 0
         axes.annotate(link, (ROWS[0], ratios[0]) if above else (ROWS[-1], ratios[-1]),
-                      (4, 6) if above else (-4, -6), textcoords="offset points",
+                      (4, 3) if above else (-4, -6), textcoords="offset points",
                       ha="left" if above else "right", va="bottom" if above else "top",
                       color=rank_color(number))
     axes.axhline(1, color=MUTED, linewidth=1)

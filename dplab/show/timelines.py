@@ -30,16 +30,17 @@ BAND, THIN, GAP = 22, 15, 12
 
 
 def timeline(ranks: "Sequence[Sequence[Span]]", *, title: str, note: str | None = None,
-             names: Sequence[str] | None = None) -> CourseFigure:
+             names: Sequence[str] | None = None,
+             since: str = "the step began") -> CourseFigure:
     """Draws a row per rank: a band of what it computes, and below it a bar per collective.
 
     ``ranks`` has each rank's spans, in seconds from a common zero: ``name``, ``lane`` ("compute",
     "communication", "waiting"), ``start``, ``end``. A name that begins with a part of PART_COLORS
     is that part. A collective is solid where its rank computes nothing, light where it does, and
     hollow in the seconds at its start in which it was ``queued``; those under way at once share the
-    band. ``names`` are the rows' labels, by default "rank r"; ``note``
-    stands below the title. Raises ValueError for no rows, a row without spans, and spans that
-    cannot be.
+    band. ``names`` are the rows' labels, by default "rank r"; ``note`` stands below the title, and
+    ``since`` on the axis says what the zero is. Raises ValueError for no rows, a row without spans,
+    and spans that cannot be.
     """
     names = [f"rank {rank}" for rank in range(len(ranks))] if names is None else names
     if not ranks or len(names) != len(ranks) or not all(ranks):
@@ -71,7 +72,7 @@ def timeline(ranks: "Sequence[Sequence[Span]]", *, title: str, note: str | None 
             y = draw.row(row, lane, max(THIN, min(3 * THIN, 12 * THIN / len(rows))), y)
             lane = "" if row.collectives else lane
         draw.edges()
-        shares.frame_rows(figure, axes, title, f"time since the step began [{unit}]", left,
+        shares.frame_rows(figure, axes, title, f"time since {since} [{unit}]", left,
                       plot_width, y, scale)
         axes.vlines(axes.get_xticks(), top, y, GRID, linewidth=0.8, zorder=0.5)
     figure.alt = " ".join(f"{title}. {'; '.join(row.said for row in rows)}. {note}".split())

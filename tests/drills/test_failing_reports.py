@@ -7,6 +7,7 @@ import inspect
 import io
 import re
 from contextlib import redirect_stdout
+from pathlib import Path
 
 import pytest
 
@@ -15,7 +16,7 @@ from dplab.desk import record
 from dplab.drills.failing_reports import CASES, SUSPECTS, FailingReport
 
 BY_SLUG = {case.slug: case for case in CASES}
-ODD_RANKS = {"a": 1, "b": 1, "c": 1, "d": 1, "e": 2}  # how many ranks of a job are to blame
+ODD_RANKS = {"a": 1, "b": 1, "c": 1, "d": 1, "e": 2, "f": 1}  # how many ranks of a job are to blame
 
 
 @pytest.fixture(autouse=True)
@@ -57,7 +58,8 @@ def odd_in_the_data(job):
     odd = {"a": lambda each: len(each) == 0,
            "b": lambda each: not each.isfinite().all(),
            "c": lambda each: any(batch.max() < 7 for batch in each.split(4)),
-           "d": lambda each: each.max() > 9}[job._case.slug]
+           "d": lambda each: each.max() > 9,
+           "f": lambda each: each.max() < 7}[job._case.slug]
     return [rank for rank, each in enumerate(losses) if odd(each)]
 
 
@@ -162,6 +164,27 @@ def test_an_answer_without_a_rank_of_the_job_is_no_try(rank, answer):
     assert record.entries("drills") == {}
 
 
+def test_the_prepared_cell_is_no_try_until_it_is_filled_in():
+    job = job_of("f")
+    assert 'job.diagnose("exception", rank=...)' in said_by(job.diagnose, "…", rank=...)
+    assert "On which rank?" in said_by(job.diagnose, "missing transfer", rank=...)
+    assert record.entries("drills") == {}
+
+
+def test_a_missing_transfer_is_no_odd_line():
+    """Two ranks are in the one call and two in the other: who went past is found by comparing."""
+    readings = readings_of(seed_of_the_chapter())
+    assert readings.values("operation") == {"all_reduce": 2, "recv": 2}
+    [guilty] = readings.to_blame()
+    assert readings.places[guilty].operation == "all_reduce"
+
+
+def seed_of_the_chapter():
+    source = (Path(__file__).parents[2] / "chapters/00_start_here.ipynb").read_text()
+    [seed] = re.findall(r'dplab\.drill\(\\"00\\", seed=(\d+)\)', source)[:1]
+    return int(seed)
+
+
 def test_a_failure_of_the_machine_is_not_the_fault_to_find(monkeypatch):
     def fail(*_, **__):
         raise dplab.RankError("rank 1 was killed", rank=1, kind="died")
@@ -173,7 +196,7 @@ def test_a_failure_of_the_machine_is_not_the_fault_to_find(monkeypatch):
 
 def test_the_card_says_what_can_be_typed_and_gives_nothing_away():
     said = said_by(dplab.drill, "00", seed=seeds_of("b", 1)[0])
-    for name in ("job.ranks()", "job.torchrun()", 'job.diagnose("…", rank=…)', "early end"):
+    for name in ("job.ranks()", "job.torchrun()", 'job.diagnose("…", rank=...)', "early end"):
         assert name in said
     words = {word for suspect in SUSPECTS for word in suspect.name.split()}
     assert not words & set(re.findall(r"[\w-]+", said.partition("job.ranks()")[0].lower()))

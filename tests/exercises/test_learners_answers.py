@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 import dplab
 from dplab.desk import record
-from dplab.exercises import find
+from dplab.exercises import chapter_00, find
 from dplab.exercises.exercise import AT_LEAST, CRASHED, NOT_ATTEMPTED, PASSED, WRONG
 from dplab.exercises.stack.parts import exchange
 from dplab.predict import step
@@ -347,6 +347,78 @@ def swaps_in_a_batch_in_place(tensor):
             work.wait()
 
 
+def starts_its_receive_first(tensor):
+    partner = dist.get_rank() ^ 1
+    if partner < dist.get_world_size():
+        arriving = dist.irecv(tensor, partner)
+        leaving = dist.isend(tensor, partner)
+        arriving.wait()
+        leaving.wait()
+
+
+def sends_while_it_receives(tensor):
+    partner = dist.get_rank() ^ 1
+    if partner < dist.get_world_size():
+        arriving = dist.irecv(tensor.view(-1), partner)
+        dist.send(tensor, partner)
+        arriving.wait()
+
+
+def copies_too_early(tensor):
+    partner = dist.get_rank() ^ 1
+    if partner < dist.get_world_size():
+        theirs = torch.empty_like(tensor)
+        leaving = dist.isend(tensor, partner)
+        dist.irecv(theirs, partner).wait()
+        tensor[:] = theirs
+        leaving.wait()
+
+
+def receives_into_three(tensor):
+    partner = dist.get_rank() ^ 1
+    if partner < dist.get_world_size():
+        theirs = torch.empty(3, dtype=tensor.dtype)
+        leaving = dist.isend(tensor, partner)
+        dist.recv(theirs, partner)
+        leaving.wait()
+        tensor.copy_(theirs)
+
+
+def sends_a_copy(tensor):
+    partner = dist.get_rank() ^ 1
+    if partner < dist.get_world_size():
+        leaving = dist.isend(tensor.clone(), partner)
+        dist.recv(tensor, partner)
+        leaving.wait()
+
+
+def swaps_in_a_batch(tensor):
+    partner = dist.get_rank() ^ 1
+    if partner < dist.get_world_size():
+        theirs = torch.empty_like(tensor)
+        for work in dist.batch_isend_irecv([dist.P2POp(dist.irecv, theirs, partner),
+                                            dist.P2POp(dist.isend, tensor, partner)]):
+            work.wait()
+        tensor.copy_(theirs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("answer", [sends_a_copy, swaps_in_a_batch])
+def test_a_swap_through_a_second_tensor_passes(answer):
+    verdict = find("0.3").judge(answer)
+    assert verdict.outcome == PASSED, verdict
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("answer", [starts_its_receive_first, sends_while_it_receives])
+def test_one_tensor_for_both_ways_is_refused_though_the_numbers_may_be_right(answer):
+    """On one tensor, each of the two swaps counts once on each rank: no timing decides."""
+    exercise = find("0.3")
+    for _ in range(3):
+        facts = exercise._observe(answer, 2, quiet=True)
+        assert [each[chapter_00.SHARED] for each in facts] == [2, 2]
+
+
 def assigns_the_name(tensor):
     partner = dist.get_rank() ^ 1
     if partner < dist.get_world_size():
@@ -401,6 +473,27 @@ def puts_side_by_side(x, y):
 def transposes(x, y):
     dist.all_to_all_single(y, x)
     return y
+
+
+def transposes_and_returns_x(x, y):
+    dist.all_to_all_single(y, x)
+    return x
+
+
+def is_wrong_everywhere(puzzle, x, y):
+    if puzzle == "A":
+        return adds_up(x, y)
+    if puzzle == "B":
+        dist.broadcast(x, src=0)
+        return x
+    return transposes_and_returns_x(x, y) if puzzle == "D" else adds_up(x, y)
+
+
+def raises_in_d(puzzle, x, y):
+    if puzzle == "D":
+        dist.all_gather_single(y, x)
+        return y
+    return find("0.1").solution(puzzle, x, y) if puzzle == "C" else adds_up(x, y)
 
 
 def returns_the_call(puzzle, x, y):
@@ -467,6 +560,10 @@ def receives_floats(tensor):
     ("0.1", solves(c=transposes), "Puzzle C: an all-to-all adds nothing"),
     ("0.1", solves(c=is_open, d=is_open), "Right: A, B. Still open: C, D."),
     ("0.1", solves(b=is_open), "Right: A, C, D. Still open: B."),
+    ("0.1", is_wrong_everywhere, "Puzzle A: you added the numbers of all ranks"),
+    ("0.1", is_wrong_everywhere, "B, C and D are not right either."),
+    ("0.1", raises_in_d, "A and B are not right either."),
+    ("0.1", solves(d=transposes_and_returns_x), "Puzzle D: you returned `x`"),
     ("0.1", returns_the_call, "`dist.broadcast` returns None"),
     ("0.2", keeps_what_the_call_returns, "`dist.all_reduce` returns None"),
     ("0.2", divides_the_call, "`dist.all_reduce` returns None"),
@@ -478,6 +575,10 @@ def receives_floats(tensor):
     ("0.3", waits_at_once, "oth ranks of a pair still begin with a send"),
     ("0.3", waits_for_nothing, "a call returns at once"),
     ("0.3", swaps_in_a_batch_in_place, "while it is still being sent"),
+    ("0.3", starts_its_receive_first, "while it is still being sent"),
+    ("0.3", sends_while_it_receives, "while it is still being sent"),
+    ("0.3", copies_too_early, "Wait for the send first"),
+    ("0.3", receives_into_three, "is smaller than `tensor`"),
     ("0.3", assigns_the_name, "only gives the name"),
     ("3.2", ends_with_the_next_chunk, "it is a neighbour's"),
     ("3.2", shifted_and_not_copied, "it is a neighbour's"),
@@ -725,3 +826,29 @@ def test_a_function_is_no_class():
     verdict = find("overlapped-gradients").judge(lambda buckets, group: None)
     assert verdict.outcome == NOT_ATTEMPTED
     assert "asks for the class `OverlappedGradients`" in verdict.why
+
+
+def textbook(send, towards, kept):
+    """The ring over a list of chunks: chunk r+send·s goes, and the next one grows."""
+    def ring_reduce_scatter(flat, group=None):
+        rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+        chunks = list(flat.clone().chunk(ranks))
+        for turn in range(ranks - 1):
+            arriving = exchange(chunks[(rank + send * turn) % ranks], (rank + towards) % ranks,
+                                (rank - towards) % ranks, group)
+            grown = (rank + send * (turn + 1)) % ranks
+            chunks[grown] = chunks[grown] + arriving
+        return chunks[(rank + kept) % ranks].clone()
+
+    return ring_reduce_scatter
+
+
+@pytest.mark.parametrize(("send", "towards", "kept", "said"), [
+    (-1, 1, 0, "end elsewhere"), (1, -1, 0, "end elsewhere"),
+    (1, 1, 0, "Parts of different chunks"), (-1, -1, 0, "Parts of different chunks"),
+    (1, 1, 1, "the wrong chunk"), (-1, 1, 1, "it is a neighbour's")])
+def test_a_textbook_ring_that_starts_at_its_own_chunk_hears_where_it_ends(send, towards, kept,
+                                                                          said):
+    verdict = find("ring-reduce-scatter").judge(textbook(send, towards, kept))
+    assert verdict.outcome == WRONG
+    assert said in verdict.why and "do not send on" not in verdict.why

@@ -27,6 +27,23 @@ def test_the_errors_of_the_ranks_and_the_rank_that_is_named():
     assert str(log).endswith(f"(first observed failure): rank {log.blamed}")
 
 
+RETURNS_EARLY = """
+import torch, torch.distributed as dist
+
+dist.init_process_group("gloo")
+for _ in range(2 - dist.get_rank()):
+    dist.all_reduce(torch.ones(1))
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+def test_a_variable_reaches_the_ranks():
+    """With it, torch names the rank that did not come."""
+    log = torchrun_log(RETURNS_EARLY, 2, TORCH_DISTRIBUTED_DEBUG="DETAIL")
+    assert "[Rank 0]: Ranks 1 failed to pass monitoredBarrier" in str(log)
+
+
 @pytest.mark.slow
 def test_a_script_that_ends_well_names_no_rank():
     log = torchrun_log("print('done')", 1)
