@@ -130,7 +130,7 @@ PARTS = (
           chunks="none: flat is whole", padding="ignored", dtypes=_ANY, group=_NO_RANKS),
     _part("broadcast-weights", "04", "broadcast_weights(model, group=None)",
           parts.broadcast_weights, gives="None", chunks=_NONE, padding=_NONE,
-          dtypes="any, also bool, complex, float8 and uint16, kept",
+          dtypes="any that gloo broadcasts, kept",
           overwrites="all parameters and buffers, also frozen ones and those that no state_dict "
                      "has, in place, with those of the group's rank 0"),
     _part("average-gradients", "04", "average_gradients(model, group=None)",
