@@ -39,8 +39,8 @@ GUESSES: dict[Key, tuple[str, ...]] = {
     2: ("sum-loss", "plain-all-reduce", "mean-of-a-sum", "tiny-in-float16", "orders-of-a-sum",
         "three-runs"),
     3: ("rank-0-receives-first", "equal-bits", "messages-of-a-tree", "the-real-crossover"),
-    4: ("ddp-child-processes", "leave-outs-that-agree", "padded-draws", "accuracy-with-repeats",
-        "forgotten-in-a-checkpoint"),
+    4: ("leave-outs-that-agree", "padded-draws", "accuracy-with-repeats",
+        "forgotten-and-no-loss-differs"),
     "A": ("error-with-mixed-signs", "thousand-ones", "gap-after-80-steps"),
     "B": ("product-that-cut-f-sums", "layers-where-pipeline-wins", "intensity-on-64-ranks"),
 }

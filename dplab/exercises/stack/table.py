@@ -25,9 +25,9 @@ What holds for every part:
             `ring_all_gather = dplab.mine("ring-all-gather")`. So the names travel to the ranks with
             the function that uses them. The course's version of a part comes on the reader's
             earlier parts: `dplab.exercises.stack.build`.
-  today     The exercises of chapter 03 have their rows' contracts. Those of later chapters which
-            have these slugs take no group yet; each takes its row's contract when its chapter is
-            rewritten, and until then what a reader wrote for it is no part of the stack.
+  today     The exercises of chapters 03 and 04 have their rows' contracts. Those of later chapters
+            which have these slugs take no group yet; each takes its row's contract when its chapter
+            is rewritten, and until then what a reader wrote for it is no part of the stack.
 """
 
 # What tests/tools/ring_beside_backward.py measured on two cores that were busy (load 20).
