@@ -1,4 +1,4 @@
-"""Draws ddp_by_hand.svg: the four things that DDP by hand does, and what each is there for."""
+"""Draws ddp_by_hand.svg: the four steps of data-parallel training, and what each is there for."""
 
 from dplab.show import Canvas, rank_color, save_beside, style
 from dplab.show.palette import FAINT, GRID, INK, MUTED, WARNING
@@ -14,28 +14,28 @@ DRIFTED = [w - 1.8 * g for w, g in zip(WEIGHTS, MEAN, strict=True)]
 SPLIT = [list(range(rank, 16, RANKS)) for rank in range(RANKS)]
 
 STEPS = (
-    ("Broadcast the weights", "once, before the first step",
+    ("The same start", "once, before the first step",
      "weights at the start",
      "The ranks start from different\nweights, and equal updates\nkeep them apart."),
-    ("Split the data", "each epoch, by a sampler",
+    ("Own data", "in each step",
      "samples of each rank",
      "All ranks compute the same\nsamples; three quarters of the\nbatch are never seen."),
-    ("All-reduce the gradients", "each step, after backward",
+    ("The mean of gradients", "in each step, after backward",
      "gradients in the step",
      "Every rank follows its own\ngradient: four models, each\ntrained on a quarter."),
-    ("Take the same step", "each step, same optimizer",
+    ("The same update", "in each step, same optimizer",
      "weights after the step",
      "A rank with another learning\nrate or momentum drifts away\nfrom the others."),
 )
 
-TITLE = "DDP by hand is four things, and leaving one out raises no error"
+TITLE = "Data-parallel training is four steps, and leaving one out raises no error"
 ALT = (
-    "The four things that DDP by hand does, in order, each with how four ranks look with it and "
-    "without it. Broadcast the weights once, or the ranks start from different weights and stay "
-    "apart. Split the data by a sampler, or all ranks compute the same samples and three quarters "
-    "of the batch are never seen. All-reduce the gradients after each backward, or every rank "
-    "trains a model of its own. Take the same optimizer step, or one rank's weights drift away. "
-    "None of the four omissions raises an error."
+    "The four steps of data-parallel training, in order, each with how four ranks look with it and "
+    "without it. The same start, once, or the ranks start from different weights and stay apart. "
+    "Own data in each step, or all ranks compute the same samples and three quarters of the batch "
+    "are never seen. The mean of the gradients after each backward, or every rank trains a model "
+    "of its own. The same update, or one rank's weights drift away. None of the four omissions "
+    "raises an error."
 )
 
 TOP, ROW = 104, 126

@@ -1,11 +1,13 @@
-"""Data-parallel training by hand, in the simplest form that is correct.
+"""Data-parallel training by hand: four steps around the loop of one device.
 
-Every rank holds a whole copy of the model, and all copies start equal because rank 0 broadcasts
-its own. Each rank computes gradients from its own part of the batch, and an all-reduce turns them
-into their mean over the ranks. Equal parameters, equal gradients and equal optimizers make equal
-parameters again, so the copies never part.
+All ranks start with rank 0's weights, and each computes gradients from its own part of the batch.
+An all-reduce turns the gradients into their mean over the ranks, and every rank takes the same
+step with it. Equal weights, gradients and optimizers make equal weights again, so the ranks stay
+equal for good.
 
-PyTorch's DistributedDataParallel does the same, in buckets and during backward (Li et al., 2020,
+The first part of this file is that idea alone. The second part makes of it a wrapper for any
+model: frozen, tied and unused parameters, buffers, any strides, accumulation. PyTorch's
+DistributedDataParallel does the same, in buckets and during backward (Li et al., 2020,
 https://arxiv.org/abs/2006.15704); here each gradient travels by itself, after backward.
 """
 
@@ -14,6 +16,27 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 from torch import nn
+
+# --- the idea ------------------------------------------------------------------------------------
+#
+#     for tensor in state of the model:    _take_rank_0s(tensor)           once
+#     own = batch[rank::ranks]                                             in each step
+#     loss(model(own)).backward()
+#     for gradient in gradients:           _take_the_mean(gradient)
+#     optimizer.step()
+
+
+def _take_rank_0s(message):
+    dist.broadcast(message, src=0)
+
+
+def _take_the_mean(message):
+    # Scaled before the sum, as in DDP: the sum of N large numbers could overflow.
+    message.mul_(1 / dist.get_world_size())
+    dist.all_reduce(message, op=dist.ReduceOp.SUM)
+
+
+# --- what production needs -----------------------------------------------------------------------
 
 
 def broadcast_module(module: nn.Module) -> None:
@@ -28,7 +51,7 @@ def broadcast_tensors(tensors) -> None:
         # `.data`, because autograd may have saved this buffer for a backward that is still to
         # come, and would take an ordinary in-place write for an error.
         message = tensor.data.contiguous()
-        dist.broadcast(message, src=0)
+        _take_rank_0s(message)
         tensor.data.copy_(message)
 
 
@@ -42,7 +65,6 @@ def average_gradients(module: nn.Module) -> None:
     """
     for name, parameter in module.named_parameters():
         refuse_sparse_gradient(name, parameter)
-    world_size = dist.get_world_size()
     # parameters() yields a tied parameter once, so it is reduced once.
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
 
@@ -53,9 +75,7 @@ def average_gradients(module: nn.Module) -> None:
             parameter.grad = torch.zeros_like(parameter)
         # The message is in row-major order on every rank, whatever the gradient's strides.
         message = parameter.grad.contiguous()
-        # Scaled before the sum, as in DDP: the sum of N large numbers could overflow.
-        message.mul_(1 / world_size)
-        dist.all_reduce(message, op=dist.ReduceOp.SUM)
+        _take_the_mean(message)
         parameter.grad.copy_(message)
 
 

@@ -12,7 +12,6 @@ from sandbox import ROOT
 
 PATHS = sorted((ROOT / "chapters").glob("*.ipynb"))
 TO_BE_REWRITTEN = {
-    "04_ddp_by_hand",
     "07_training_at_large_batch",
     "08_zero_by_hand", "09_fsdp", "10_choosing_and_scaling",
 }

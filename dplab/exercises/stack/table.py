@@ -25,9 +25,9 @@ What holds for every part:
             `ring_all_gather = dplab.mine("ring-all-gather")`. So the names travel to the ranks with
             the function that uses them. The course's version of a part comes on the reader's
             earlier parts: `dplab.exercises.stack.build`.
-  today     The exercises of chapter 03 have their rows' contracts. Those of later chapters which
-            have these slugs take no group yet; each takes its row's contract when its chapter is
-            rewritten, and until then what a reader wrote for it is no part of the stack.
+  today     The exercises of chapters 03 and 04 have their rows' contracts. Those of later chapters
+            which have these slugs take no group yet; each takes its row's contract when its chapter
+            is rewritten, and until then what a reader wrote for it is no part of the stack.
 """
 
 # What tests/tools/ring_beside_backward.py measured on two cores that were busy (load 20).
@@ -130,7 +130,7 @@ PARTS = (
           chunks="none: flat is whole", padding="ignored", dtypes=_ANY, group=_NO_RANKS),
     _part("broadcast-weights", "04", "broadcast_weights(model, group=None)",
           parts.broadcast_weights, gives="None", chunks=_NONE, padding=_NONE,
-          dtypes="any, also bool, complex, float8 and uint16, kept",
+          dtypes="any that gloo broadcasts, kept",
           overwrites="all parameters and buffers, also frozen ones and those that no state_dict "
                      "has, in place, with those of the group's rank 0"),
     _part("average-gradients", "04", "average_gradients(model, group=None)",
