@@ -513,9 +513,9 @@ class RowsToHide(Calculation):
                 "faster device needs more."),
         Mistake(thumb_upside_down, "This is W/C, and it is upside down: a faster link needs fewer "
                 "rows. Nor is the rule of thumb C/W exact: keep 2(N−1)/N and `element`."),
-        Mistake(divided_by_what_is_sent, "Your fraction is upside down: it divides by the time of "
-                "the all-reduce, which is 0 for one rank. Divide that time by backward's time for "
-                "one row."),
+        Mistake(divided_by_what_is_sent, "You divide by something that is 0 for one rank, as N−1 "
+                "and the time of an all-reduce are. They belong above the line: one rank needs 0 "
+                "rows, and a faster link needs fewer."),
         Mistake(at_least_one, "You return at least 1. One rank alone sends nothing, so 0 rows are "
                 "enough for it."),
         Mistake(rounded_up, _ROUNDED),

@@ -30,7 +30,7 @@ _WHY = {
     "dtype": "gloo does not check: with other sizes it aborts, with equal ones it adds raw bytes.",
     "shape": "A collective needs as many elements from every rank; gloo aborts or hangs here.",
     "reduce operation": "gloo does not check: every rank would get a different, wrong result.",
-    "root": "Each waits for data from a rank that thinks another one sends it.",
+    "root": "The ranks do not agree which of them has the data, or gets it.",
 }
 
 _ALL_SEND = "A send ends when the other rank receives."
