@@ -26,6 +26,7 @@ TITLES: dict[Key, str] = {
     8: "ZeRO by hand",
     9: "FSDP",
     10: "Choosing and scaling",
+    13: "Communicate less",
     "A": "Rounding or a mistake?",
     "B": "Other cuts",
 }
