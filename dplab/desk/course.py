@@ -29,6 +29,7 @@ TITLES: dict[Key, str] = {
     13: "Communicate less",
     "A": "Rounding or a mistake?",
     "B": "Other cuts",
+    "C": "Precision, compile, and DDP's switches",
 }
 
 # The slugs of each chapter's guesses, in its order; a test compares.
@@ -48,6 +49,7 @@ GUESSES: dict[Key, tuple[str, ...]] = {
         "most-of-the-three"),
     "A": ("error-with-mixed-signs", "ones-on-four-ranks", "sure-gradient"),
     "B": ("product-that-cut-f-sums", "least-sent-at-two-depths", "cut-that-leaves-most-intensity"),
+    "C": ("ranks-with-finite-weights", "early-when-uncut", "tied-under-both-names"),
 }
 
 
