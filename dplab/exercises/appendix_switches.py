@@ -182,16 +182,16 @@ class SkipTogether(Exercise):
         "Rank 1's piece holds an infinity. What does rank 0 see of it? In a step in which every "
         "piece is finite, what does rank 0 have to know before it may go on?",
         "Every rank makes the same collective call in every step, before it decides anything. One "
-        "number is enough, and it must be finite itself.",
-        "Count: `unusable = (~gradient.isfinite()).sum()`. All-reduce the count, and let every rank "
-        "branch on the sum. Divide by the scale that came in, and then find the next one.",
+        "number is enough.",
+        "Count: `unusable = (~gradient.isfinite()).sum()`. All-reduce the count, and let every "
+        "rank branch on the sum. Divide by the scale that came in, and then find the next one.",
     )
     solution = staticmethod(scaled_step)
     mistakes = (
         Mistake(decides_alone, "Each rank decides by its own piece. Where one piece overflows, "
                 "this rank skips and the others step: the pieces are from different models then."),
-        Mistake(tells_only_if_broken, "Only a rank whose piece has overflowed calls the collective, "
-                "and the others never do. Call it on every rank in every step, then branch.",
+        Mistake(tells_only_if_broken, "Only a rank whose piece has overflowed calls the "
+                "collective, and the others never do. Call it on every rank in every step, then branch.",
                 hangs=True),
         Mistake(leaves_before_the_call, "A rank whose piece has overflowed returns before "
                 "the collective, and the others wait in it. Call it on every rank, then branch.",
