@@ -191,8 +191,8 @@ class SkipTogether(Exercise):
         Mistake(decides_alone, "Each rank decides by its own piece. Where one piece overflows, "
                 "this rank skips and the others step: the pieces are from different models then."),
         Mistake(tells_only_if_broken, "Only a rank whose piece has overflowed calls the "
-                "collective, and the others never do. Call it on every rank in every step, then branch.",
-                hangs=True),
+                "collective, and the others never do. Call it on every rank in every step, then "
+                "branch.", hangs=True),
         Mistake(leaves_before_the_call, "A rank whose piece has overflowed returns before "
                 "the collective, and the others wait in it. Call it on every rank, then branch.",
                 hangs=True),
