@@ -26,8 +26,10 @@ TITLES: dict[Key, str] = {
     8: "ZeRO by hand",
     9: "FSDP",
     10: "Choosing and scaling",
+    13: "Communicate less",
     "A": "Rounding or a mistake?",
     "B": "Other cuts",
+    "C": "Precision, compile, and DDP's switches",
 }
 
 # The slugs of each chapter's guesses, in its order; a test compares.
@@ -47,6 +49,7 @@ GUESSES: dict[Key, tuple[str, ...]] = {
         "most-of-the-three"),
     "A": ("error-with-mixed-signs", "ones-on-four-ranks", "sure-gradient"),
     "B": ("product-that-cut-f-sums", "least-sent-at-two-depths", "cut-that-leaves-most-intensity"),
+    "C": ("ranks-with-finite-weights", "early-when-uncut", "tied-under-both-names"),
 }
 
 

@@ -13,7 +13,7 @@ from sandbox import ROOT
 PATHS = sorted((ROOT / "chapters").glob("*.ipynb"))
 TO_BE_REWRITTEN = {
     "07_training_at_large_batch",
-    "08_zero_by_hand", "09_fsdp", "10_choosing_and_scaling",
+    "08_zero_by_hand", "09_fsdp", "10_choosing_and_scaling", "13_communicate_less",
 }
 REWRITTEN = [path for path in PATHS if path.stem not in TO_BE_REWRITTEN]
 STATED = re.compile(r"\babout (\d+) minutes\b")
