@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from dplab import RankError
 from dplab.exercises.compare import AtMost, agree
-from dplab.exercises.exercise import Exercise, Mistake
+from dplab.exercises.exercise import AT_LEAST, Exercise, Mistake
 from dplab.measure import CallLog
 
 # 0.1: four puzzles, one call each
@@ -290,7 +290,8 @@ class OneCallEach(Exercise):
             why = super().explanation(attempt, got, world_size)
             if not wrong[1:]:
                 return why
-            return (why or f"Puzzle {wrong[0]} is not right yet.") + _not_right_either(wrong[1:])
+            why = why or f"{AT_LEAST}puzzle {wrong[0]} is not right yet."
+            return why + _not_right_either(wrong[1:])
         right = [puzzle for puzzle in "ABCD" if puzzle not in wrong]
         return (f"Right: {', '.join(right)}. " if right else "") + (
             f"Still open: {', '.join(still_open)}.")
