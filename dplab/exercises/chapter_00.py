@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from dplab import RankError
 from dplab.exercises.compare import AtMost, agree
-from dplab.exercises.exercise import Exercise, Mistake
+from dplab.exercises.exercise import AT_LEAST, Exercise, Mistake
 from dplab.measure import CallLog
 
 # 0.1: four puzzles, one call each
@@ -276,7 +276,10 @@ class OneCallEach(Exercise):
             for rank in range(world_size)]
 
     def explanation(self, attempt, got, world_size):
-        """Which puzzles are right and which are open, where the first wrong one is open."""
+        """Of the first wrong puzzle; the others that are not right by their names alone.
+
+        Where the first wrong one is still open, the right and the open ones are named.
+        """
         if isinstance(got, RankError):
             return self._of_error(attempt, got, world_size)
         wrong = self._wrong(got, world_size)
@@ -284,13 +287,13 @@ class OneCallEach(Exercise):
             facts[f"what puzzle {puzzle} leaves"] is None
             and not facts[f"that puzzle {puzzle} makes a call"] for facts in got)]
         if not still_open or still_open[0] != wrong[0]:
-            if wrong[1:]:
-                attempt = _right_but_for(attempt, wrong[0])
-                got = self._observe(attempt, world_size, quiet=True)
-            why = super().explanation(attempt, got, world_size)
             if not wrong[1:]:
-                return why
-            return (why or f"Puzzle {wrong[0]} is not right yet.") + _not_right_either(wrong[1:])
+                return super().explanation(attempt, got, world_size)
+            attempt = _right_but_for(attempt, wrong[0])
+            got = self._observe(attempt, world_size, quiet=True)
+            why = (super().explanation(attempt, got, world_size)
+                   or f"{AT_LEAST}puzzle {wrong[0]} is not right yet.")
+            return why + _not_right_either(wrong[1:])
         right = [puzzle for puzzle in "ABCD" if puzzle not in wrong]
         return (f"Right: {', '.join(right)}. " if right else "") + (
             f"Still open: {', '.join(still_open)}.")

@@ -663,7 +663,7 @@ def test_of_two_mistakes_one_is_named(number, answer, halves):
 def test_of_an_answer_that_is_begun_the_first_puzzle_that_is_wrong_is_named():
     verdict = find("0.1").judge(cuts_what_all_have)
     assert verdict.outcome == WRONG
-    assert verdict.why.startswith(AT_LEAST) and "threw three of them away" in verdict.why, verdict
+    assert verdict.why.startswith("Puzzle C") and "threw three of them away" in verdict.why, verdict
 
 
 def needs_two_values(values):
@@ -709,7 +709,7 @@ def forgets_its_send(tensor):
 def test_ranks_that_only_send_and_receive_are_advised_on_no_collective():
     verdict = find("0.3").judge(forgets_its_send)
     assert verdict.outcome == WRONG and "With `isend` a call returns at once" in verdict.why
-    assert "gave no answer" in verdict.detail and "collectives" not in verdict.detail, verdict
+    assert "collectives" not in verdict.detail, verdict
 
 
 def test_what_a_swap_left_is_said_by_its_owner():
