@@ -1,7 +1,7 @@
 """Chapter 05's drills: training whose gradients travel in buckets, and whose overlap is sick.
 
 The job runs on two or three real ranks over an emulated link. Computing is emulated: backward
-sleeps in each stage, as a CPU does whose GPU computes. The last two stages lie side by side, and
+sleeps in each stage. The last two stages lie side by side, and
 a rank's data decide which of them comes first. So ranks need not agree on what is ready first.
 """
 
@@ -338,7 +338,7 @@ SUSPECTS = (
     Suspect("waiting hook", "Backward stands still until each bucket has arrived.", "steps",
             waiting_hook),
     Suspect("tiny buckets", "There are many more messages than needed.", "calls", tiny_buckets),
-    Suspect("wrong tensor", "The messages carry something else than the gradients.", "gradients",
+    Suspect("wrong tensor", "The means do not end up in `.grad`.", "gradients",
             wrong_tensor),
     Suspect("swapped launches", "Ranks send their buckets in different orders.", "calls",
             swapped_launches),
@@ -368,26 +368,26 @@ def none_beside(readings):
 
 CASES = (
     Case("a", "late start", "ready_order", (
-        Fault(ready_order_of_forward, ready_order, "We send during backward now, on {n} GPUs, and "
-              "the step is as slow as it was when we sent everything afterwards. The profile of "
-              "the network is empty for most of backward.", none_beside, world_sizes=(2, 3)),
-        Fault(ready_order_by_name, ready_order, "Somebody tidied up how parameters are listed. "
-              "Since then nothing overlaps any more on {n} GPUs. Loss is fine.", none_beside,
+        Fault(ready_order_of_forward, ready_order, "We have sent during backward since last "
+              "week, on {n} GPUs, and the step is as slow as it was when we sent everything "
+              "afterwards.", none_beside, world_sizes=(2, 3)),
+        Fault(ready_order_by_name, ready_order, "Loss is fine. But since our last release nothing "
+              "overlaps any more on {n} GPUs, says the profile.", none_beside,
               world_sizes=(2, 3)))),
     Case("b", "waiting hook", "start", (
-        Fault(start_and_finish, start, "Messages leave during backward on {n} GPUs, I can see "
-              "them in the profile. Yet the step is not faster than without overlap, and backward "
-              "itself has become long.", none_beside, world_sizes=(2, 3)),
-        Fault(start_one_by_one, start, "Loss is fine and messages leave early. But on {n} GPUs "
-              "a step takes as long as its computing and its communication together.",
+        Fault(start_and_finish, start, "We turned overlap on, for {n} GPUs, and the step did not "
+              "become faster. No error, no warning. Is overlap worth the trouble?", none_beside,
+              world_sizes=(2, 3)),
+        Fault(start_one_by_one, start, "Loss is fine. But on {n} GPUs a step takes as long as "
+              "its computing and its communication together.",
               none_beside, world_sizes=(2, 3)))),
     Case("c", "tiny buckets", "bucket_bytes", (
-        Fault(bucket_bytes_in_kib, bucket_bytes, "After a clean-up of our units the step on {n} "
-              "GPUs takes much longer. The same bytes are sent, and they are sent during "
-              "backward.", is_very_slow, world_sizes=(2, 3)),
-        Fault(bucket_bytes_of_a_bias, bucket_bytes, "The link is busy all the time on {n} GPUs, "
-              "and it still works long after backward. It carries no more bytes than last week.",
-              is_very_slow, world_sizes=(2, 3)))),
+        Fault(bucket_bytes_in_kib, bucket_bytes, "Since our last release the step on {n} GPUs "
+              "takes more than twice as long as its computing. The loss is what it was.",
+              is_very_slow, world_sizes=(2, 3)),
+        Fault(bucket_bytes_of_a_bias, bucket_bytes, "The step is far too long on {n} GPUs, and "
+              "nobody has made the model larger. Loss is fine.", is_very_slow,
+              world_sizes=(2, 3)))),
     Case("d", "wrong tensor", "to_average", (
         Fault(average_what_the_hook_gets, to_average, "Step time on {n} GPUs is what we had "
               "hoped for. The loss goes down, a little worse than on one GPU. No error, no "
@@ -396,8 +396,8 @@ CASES = (
               "pieces. But the checkpoints of our {n} ranks are different files. Should they be?",
               ends_apart, world_sizes=(2, 3)))),
     Case("e", "swapped launches", "leaving", (
-        Fault(leaving_at_once, leaving, "Fast on {n} GPUs, and most gradients agree with one "
-              "GPU's. Those of two layers do not agree with anything I can compute.", ends_apart,
+        Fault(leaving_at_once, leaving, "The step on {n} GPUs is fast. The loss goes down, but "
+              "not as on one GPU. No error, no warning.", ends_apart,
               world_sizes=(2, 3)),)),
 )
 
@@ -423,10 +423,10 @@ class LateBuckets(SickJob):
     def _description(self):
         settings = self._settings
         return (f"The job runs on {self._world_size} ranks. The model has {settings.stages} "
-                f"stages of four parameters each, of which the last two lie side by side. Backward "
-                f"computes {1e3 * settings.seconds:.0f} ms in each stage. One all-reduce takes "
-                f"{1e3 * settings.latency:.0f} ms on this link, whatever its size. A bucket should "
-                "hold one stage.")
+                f"stages of four parameters each. The last two, with which backward begins, lie "
+                f"side by side. Backward computes {1e3 * settings.seconds:.0f} ms in each stage. "
+                f"One all-reduce takes {1e3 * settings.latency:.0f} ms on this link, whatever its "
+                "size. A bucket should hold one stage.")
 
     def _run(self, part):
         parts = replace(Parts(), **{self._case.part: part})

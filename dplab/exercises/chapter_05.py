@@ -3,10 +3,12 @@
 The solutions stand in `dplab.exercises.stack.parts`, since later parts call them.
 """
 
+import inspect
 import itertools
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+import traceback
+from concurrent.futures import Future, ThreadPoolExecutor
 from unittest import mock
 
 import torch
@@ -14,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.distributed_c10d import _get_default_store
 
-from dplab.exercises.compare import AtMost
+from dplab.exercises.compare import BESIDE, AtMost
 from dplab.exercises.exercise import Calculation, Exercise, Mistake
 from dplab.exercises.stack import parts
 from dplab.exercises.stack.parts import (
@@ -255,6 +257,18 @@ def all_in_one(buckets, group=None):
                              if parameter.dtype == dtype]], group)
 
 
+def all_in_one_dtype(buckets, group=None):
+    average_in_buckets([[parameter for bucket in buckets for parameter in bucket]], group)
+
+
+def puts_views_in_their_place(buckets, group=None):
+    ranks = dist.get_world_size(group)
+    for bucket in buckets:
+        mean = ring_all_reduce(pack([each.grad for each in bucket], ranks) / ranks, group)
+        for parameter, part in zip(bucket, unpack(mean, bucket), strict=True):
+            parameter.grad = part
+
+
 def leaves_out_the_last(buckets, group=None):
     average_in_buckets(buckets[:-1], group)
 
@@ -317,8 +331,8 @@ def divides_by_all_ranks(buckets, group=None):
 
 _SUM = "You summed and did not divide by the world size: every rank has to end with the mean."
 _TWICE = "You divided by the world size twice."
-_COPIES = ("Every rank still has its own gradients. `pack` copies them, and the ring returns a "
-           "new tensor: write each part of what it returns back into its `.grad`.")
+_COPIES = ("The sum over the ranks does not come back into `.grad`. `pack` makes a copy, and the "
+           "ring returns a new tensor: write each part of what it returns into its `.grad`.")
 _WITHOUT_GROUP = ("You left out the group. Pass it on to `dist.get_world_size` and to your ring: "
                   "where only some of the ranks call, they are all that there are.")
 
@@ -328,7 +342,7 @@ class AverageInBuckets(Exercise):
     number = "5.2"
     title = "The gradients of a bucket travel together"
     name = "average_in_buckets"
-    minutes = 12
+    minutes = 6
     world_sizes = (2, 3, 4, 1)  # one rank last: a ring of one sends nothing
     seconds = 8.0
     hints = (
@@ -349,8 +363,12 @@ class AverageInBuckets(Exercise):
           for attempt in (leaves_the_gradients, drops_what_the_ring_returns)),
         Mistake(each_gradient_alone, "Each gradient travels by itself: there is one all-reduce "
                 "for each parameter. Send a bucket as one flat tensor."),
-        Mistake(all_in_one, "You made fewer buckets than you were given. Send each bucket by "
-                "itself, in the order of the list."),
+        *(Mistake(attempt, "You made fewer buckets than you were given. Send each bucket by "
+                  "itself, in the order of the list.")
+          for attempt in (all_in_one, all_in_one_dtype)),
+        Mistake(puts_views_in_their_place, "The means are right, and each `.grad` is a new tensor. "
+                "Who kept the tensor from before, as an optimizer or a bucket may, does not see "
+                "them. Write into it: `parameter.grad.copy_(part)`."),
         Mistake(leaves_out_the_last, "The last bucket is never sent."),
         Mistake(writes_the_first_part, "Each parameter of a bucket gets the first numbers of it: "
                 "its part begins where the one before it ends."),
@@ -392,12 +410,18 @@ _IN_A_PAIR = ", in a group of two ranks"
 
 def _averaged(where, attempt, ranks, group):
     buckets, before = _with_gradients(ranks)
+    gradients_before = [parameter.grad for bucket in buckets for parameter in bucket]
+    memory = [gradient.data_ptr() for gradient in gradients_before]
     with CallLog() as log:
         attempt(buckets, group)
-    return _of_buckets(where, buckets, before, _all_reduces(log.calls, dist.get_world_size(group)))
+    now = [parameter.grad for bucket in buckets for parameter in bucket]
+    kept = all(gradient is old and gradient.data_ptr() == address for gradient, old, address
+               in zip(now, gradients_before, memory, strict=True))
+    number = _all_reduces(log.calls, dist.get_world_size(group))
+    return _of_buckets(where, buckets, before, number, kept)
 
 
-def _of_buckets(where, buckets, before, number):
+def _of_buckets(where, buckets, before, number, kept=True):
     same = all(torch.equal(parameter, old) for bucket, values in zip(buckets, before, strict=True)
                for parameter, old in zip(bucket, values, strict=True))
     facts = {f"that the parameters are as they were{where}": same}
@@ -405,7 +429,8 @@ def _of_buckets(where, buckets, before, number):
         for place, parameter in enumerate(bucket):
             name = f"of parameter {place} in bucket {index}{where}"
             facts |= {f"the gradient {name}": parameter.grad.clone()}
-    return facts | {f"{_NUMBER}{where}": number}
+    return facts | {f"{_NUMBER}{where}": number,
+                    f"that each `.grad` is the tensor that it was{where}": kept}
 
 
 def _all_reduces(calls, ranks):
@@ -457,28 +482,27 @@ class TakesTheParameterForTheGradient:
 
 
 class LaunchesInFinish(Overlapped):
-    def gradient_is_ready(self, number, _parameter):
-        self.missing[number] -= 1
+    def gradient_is_ready(self, parameter):
+        self.missing[parameter] -= 1
 
     def finish(self):
         for bucket in self.buckets:
-            self.launched.append(self.thread.submit(average_in_buckets, [bucket], self.group))
+            if not any(self.missing[each] for each in bucket):
+                self.launch(bucket)
         super().finish()
 
 
 class WaitsInTheHook(Overlapped):
-    def gradient_is_ready(self, number, parameter):
-        launched = len(self.launched)
-        super().gradient_is_ready(number, parameter)
-        for averaging in self.launched[launched:]:
-            averaging.result()
+    def launch(self, bucket):
+        super().launch(bucket)
+        self.launched[-1].result()
 
 
 class AveragesInTheHook(Overlapped):
-    def gradient_is_ready(self, number, _parameter):
-        self.missing[number] -= 1
-        if self.missing[number] == 0:
-            average_in_buckets([self.buckets[number]], self.group)
+    def launch(self, bucket):
+        averaging = Future()
+        averaging.set_result(average_in_buckets([bucket], self.group))
+        self.launched.append(averaging)
 
 
 class WaitsForTheFirst(Overlapped):
@@ -494,10 +518,54 @@ class WaitsForNone(Overlapped):
 
 
 class LaunchesAtEachGradient(Overlapped):
-    def gradient_is_ready(self, number, _parameter):
-        self.missing[number] -= 1
-        self.launched.append(
-            self.thread.submit(average_in_buckets, [self.buckets[number]], self.group))
+    def gradient_is_ready(self, parameter):
+        self.missing[parameter] -= 1
+        self.launch(self.buckets[_number_of(parameter, self.buckets)])
+
+
+class LaunchesWhatIsFull(Overlapped):
+    def gradient_is_ready(self, parameter):
+        self.missing[parameter] -= 1
+        bucket = self.buckets[_number_of(parameter, self.buckets)]
+        if not any(self.missing[each] for each in bucket):
+            self.launch(bucket)
+
+
+class LaunchesOneAtMost(Overlapped):
+    def gradient_is_ready(self, parameter):
+        self.missing[parameter] -= 1
+        for bucket in self.buckets[len(self.launched):][:1]:
+            if not any(self.missing[each] for each in bucket):
+                self.launch(bucket)
+
+
+class CountsForBuckets(Overlapped):
+    """Counts what a bucket misses, and not what each parameter does."""
+
+    def start_over(self):
+        self.left = [len(bucket) for bucket in self.buckets]
+        self.launched = []
+
+    def gradient_is_ready(self, parameter):
+        self.left[_number_of(parameter, self.buckets)] -= 1
+        while len(self.launched) < len(self.left) and self.left[len(self.launched)] == 0:
+            self.launch(self.buckets[len(self.launched)])
+
+    def finish(self):
+        launched, left = self.launched, self.left
+        self.start_over()
+        if any(left):
+            raise RuntimeError("not every bucket is full")
+        for averaging in launched:
+            averaging.result()
+
+
+class LaunchesWhatHasItsCount(CountsForBuckets):
+    def gradient_is_ready(self, parameter):
+        number = _number_of(parameter, self.buckets)
+        self.left[number] -= 1
+        if self.left[number] == 0:
+            self.launch(self.buckets[number])
 
 
 class EachGradientAlone(Overlapped):
@@ -519,16 +587,29 @@ class CountsOnceAndRaises(Overlapped):
         self.missing = missing
 
 
+class CountsOnceAndRaisesAgain(Overlapped):
+    def finish(self):
+        missing = self.missing
+        try:
+            super().finish()
+        finally:
+            self.missing = missing
+
+
+class RaisesBeforeItStartsOver(Overlapped):
+    def finish(self):
+        if any(self.missing.values()):
+            raise RuntimeError("not every parameter got one gradient")
+        super().finish()
+
+
 class _WithItsOwnAverage(Overlapped):
     """Averages a bucket with another function."""
 
     average: staticmethod
 
-    def gradient_is_ready(self, number, _parameter):
-        self.missing[number] -= 1
-        if self.missing[number] == 0:
-            self.launched.append(
-                self.thread.submit(self.average, [self.buckets[number]], self.group))
+    def launch(self, bucket):
+        self.launched.append(self.thread.submit(self.average, [bucket], self.group))
 
 
 class Sums(_WithItsOwnAverage):
@@ -550,11 +631,9 @@ class SeveralThreads(Overlapped):
 
 
 class AThreadForEachBucket(Overlapped):
-    def gradient_is_ready(self, number, _parameter):
-        self.missing[number] -= 1
-        if self.missing[number] == 0:
-            self.launched.append(ThreadPoolExecutor(1).submit(
-                average_in_buckets, [self.buckets[number]], self.group))
+    def launch(self, bucket):
+        self.launched.append(
+            ThreadPoolExecutor(1).submit(average_in_buckets, [bucket], self.group))
 
 
 class InTheGroupOfAll(Overlapped):
@@ -574,20 +653,25 @@ class AllowsASecondBackward(Overlapped):
     def finish(self):
         launched, missing = self.launched, self.missing
         self.start_over()
-        if any(count > 0 for count in missing):
-            raise RuntimeError("a parameter got no gradient")
         for averaging in launched:
             averaging.result()
+        if any(count > 0 for count in missing.values()):
+            raise RuntimeError("a parameter got no gradient")
 
 
 class Asserts(Overlapped):
     def finish(self):
-        complete = not any(self.missing)
+        complete = not any(self.missing.values())
         launched = self.launched
         self.start_over()
-        assert complete
         for averaging in launched:
             averaging.result()
+        assert complete
+
+
+def _number_of(parameter, buckets):
+    return next(number for number, bucket in enumerate(buckets)
+                if any(each is parameter for each in bucket))
 
 
 _WAITS = ("You wait in the hook, so backward stands still until the other ranks have come: nothing "
@@ -597,6 +681,10 @@ _ALL_HANDLES = ("`finish` does not wait for every bucket. An earlier `.grad` may
                 "a later one is not yet: wait for all that was launched.")
 _COUNTS = ("The first step is right, the second is not: `finish` has to set the counts of missing "
            "gradients back.")
+_ORDER = ("You send whatever is full. Where gradients become ready in another order on another "
+          "rank, the ranks send different buckets at the same time: numbers of one bucket are "
+          "added to those of another one, and nobody is told. Every rank has to send the buckets "
+          "in the order of the list: a full one waits for those before it.")
 _ONE_THREAD = ("Two of your threads send at the same time, in one group. Their messages are "
                "mixed up: nothing says which bucket one belongs to. One thread, with a queue, "
                "averages one bucket after another.")
@@ -613,10 +701,13 @@ class OverlapGradients(Exercise):
     hints = (
         "`parameter.register_post_accumulate_grad_hook(f)` calls `f(parameter)` when backward has "
         "added up that parameter's `.grad`. How does a hook know that its bucket is complete?",
-        "Each bucket counts the gradients that it still misses. The hook of the last one submits "
-        "`average_in_buckets` for that bucket to the thread, and keeps the future.",
-        "In `finish`: look at the counts, wait for each future with `result()`, and make "
-        "everything ready for the next step: all counts, and an empty list.",
+        "Count the gradients of each parameter, and submit `average_in_buckets` of a full bucket "
+        "to the thread. On one rank the third bucket may be full before the second, and on "
+        "another rank after it. When may it leave?",
+        "In the hook: while the next bucket of the list is full, submit it and keep the future. In "
+        "`finish`: keep the counts for a look at the end, make everything ready for the next step "
+        "(all counts, an empty list), wait for each future with `result()`; and raise if a count "
+        "was not one.",
     )
     solution = Overlapped
     mistakes = (
@@ -632,9 +723,20 @@ class OverlapGradients(Exercise):
                 "`register_post_accumulate_grad_hook`, since `register_hook` runs before `.grad` "
                 "is written. (A lambda in a loop sees the loop's last values: write "
                 "`lambda p, number=number: …`.)"),
+        *(Mistake(attempt, _ORDER) for attempt in (LaunchesWhatIsFull, LaunchesWhatHasItsCount)),
+        Mistake(LaunchesOneAtMost, "A bucket that was full early is never sent. It has waited for "
+                "those before it, and when the last of these has left, it may leave at once: look "
+                "further, until you meet a bucket that is not full."),
+        Mistake(CountsForBuckets, "One parameter got two gradients, another one of the same bucket "
+                "got none, and `finish` says nothing. Count for each parameter: in a count for the "
+                "whole bucket, one stands in for the other."),
         Mistake(EachGradientAlone, "Each gradient travels by itself as soon as it is there. "
                 "That overlaps, and pays a latency for each: one all-reduce for a bucket."),
-        *(Mistake(attempt, _COUNTS) for attempt in (CountsOnce, CountsOnceAndRaises)),
+        *(Mistake(attempt, _COUNTS)
+          for attempt in (CountsOnce, CountsOnceAndRaises, CountsOnceAndRaisesAgain)),
+        Mistake(RaisesBeforeItStartsOver, "After `finish` has raised once, the next step is not "
+                "right, and that step has all its gradients. Start over in any case: keep what you "
+                "have counted, set it back, and raise then."),
         Mistake(DividesTwice, _TWICE),
         Mistake(Sums, _SUM),
         Mistake(AveragesCopies, _COPIES),
@@ -654,18 +756,26 @@ class OverlapGradients(Exercise):
     def trial(self, attempt):
         group, model = dist.new_group(), _Layers()
         overlapped = attempt(model.buckets(), group)
-        facts = {}
+        facts, said = {}, ""
         for step, backward in enumerate((_that_looks_for_sends, _with_a_late_rank), start=1):
             model.zero_grad()
             loss = model.loss(step, [dist.get_rank()])
             with _Watch(group) as watch:
                 found = backward(model, loss, watch)
-                overlapped.finish()
+                try:
+                    overlapped.finish()
+                except RuntimeError as error:
+                    if step == 1 or not _is_of(attempt, error):
+                        raise
+                    said = f"  it says    {error}"
                 seen, forgotten = gradients(model, f" in step {step}"), watch.forgotten
                 watch.settle()
             facts |= _of_step(step, seen, found, watch.all_reduces, watch.elsewhere, forgotten,
                               watch.mixed)
-        return facts | {_UNUSED: _raised_by(attempt, 1), _AGAIN: _raised_by(attempt, 2)}
+        raised = "RuntimeError" if said else "nothing"
+        return {**facts, _SECOND: raised, BESIDE: {_SECOND: said}, **_in_another_order(attempt),
+                **_of_a_missing_gradient(attempt), _AGAIN: _raised_by(_twice(attempt)),
+                _IN_PLACE_OF: _raised_by(_two_for_one(attempt))}
 
     def explanation(self, attempt, got, world_size):
         facts = [pair for of_rank in got for pair in of_rank.items()] if isinstance(
@@ -677,7 +787,7 @@ class OverlapGradients(Exercise):
         return super().explanation(attempt, got, world_size)
 
     def expected(self, world_size):
-        model, facts = _Layers(), {}
+        model, facts = _Layers(), {_SECOND: "nothing"}
         elsewhere = AtMost(0, "all of them belong into the group that you were given")
         for step, found in ((1, 2), (2, False)):
             model.zero_grad()
@@ -687,7 +797,12 @@ class OverlapGradients(Exercise):
         if world_size == 1:  # a ring of one rank sends nothing
             facts = {fact: value for fact, value in facts.items()
                      if fact != _EARLY and not fact.startswith(f"{_NUMBER} in step")}
-        return facts | {_UNUSED: "RuntimeError", _AGAIN: "RuntimeError"}
+        for number, where in enumerate((_ON_ALL, _ON_ONE), start=3):
+            model = _Branches()
+            model.loss(number, range(world_size)).backward()
+            facts |= gradients(model, where) | {f"what `finish` raises{where}": "nothing"}
+        return facts | {_UNUSED: "RuntimeError", _AFTER: "nothing", _AGAIN: "RuntimeError",
+                        _IN_PLACE_OF: "RuntimeError"}
 
 
 _FORGOTTEN = "the number of all-reduces that nobody waits for"
@@ -695,7 +810,12 @@ _MIXED = "whether two threads send at the same time"
 _EARLY = "the number of buckets sent before the last layer's gradients are there"
 _WAITING = "whether backward waits for other ranks"
 _UNUSED = "what `finish` raises when a parameter got no gradient"
+_SECOND = "what `finish` raises in the second step, where each gradient came once"
+_AFTER = "what `finish` raises in the next step, where each gradient came once"
 _AGAIN = "what `finish` raises when backward ran twice before it"
+_IN_PLACE_OF = "what `finish` raises when one parameter got two gradients and its neighbour none"
+_ON_ALL = " where all ranks' gradients become ready in another order than the list"
+_ON_ONE = " where the last rank's gradients become ready in another order"
 
 
 def _of_step(step, seen, found, number, elsewhere, forgotten, mixed):
@@ -744,15 +864,81 @@ def _with_a_late_rank(model, loss, watch):
     return not done
 
 
-def _raised_by(attempt, backwards):
-    """The name of what `finish` raises after backward through one layer of three, or twice."""
+def _is_of(attempt, error):
+    """Whether the code of this class raises the error, and not a collective that it calls."""
+    own = {method.__code__.co_filename for each in attempt.__mro__
+           for method in vars(each).values() if inspect.isfunction(method)}
+    return traceback.extract_tb(error.__traceback__)[-1].filename in own
+
+
+def _in_another_order(attempt):
+    """The gradients of two layers that lie side by side, and which are ready in turned order.
+
+    On the last rank alone only if the first try has sent all: else ranks might wait for ever.
+    """
+    facts, rank, ranks = {}, dist.get_rank(), dist.get_world_size()
+    for number, where in enumerate((_ON_ALL, _ON_ONE), start=3):
+        group, model = dist.new_group(), _Branches()
+        model.turned = where == _ON_ALL or rank == ranks - 1
+        overlapped = attempt(model.buckets(), group)
+        with _Watch(group) as watch:
+            watch.pause = 0
+            model.loss(number, [rank]).backward()
+            raised = _raised_by(overlapped.finish)
+            watch.settle()
+            seen = _standing_still(model, where)
+        facts |= seen | {f"what `finish` raises{where}": raised}
+        if ranks > 1 and watch.all_reduces < len(model.buckets()):
+            break
+    return dict.fromkeys([*gradients(model, _ON_ONE), f"what `finish` raises{_ON_ONE}"]) | facts
+
+
+def _standing_still(model, where):
+    """The gradients once nobody changes them any more: who does not wait is told so above."""
+    before, now = None, gradients(model, where)
+    while before is None or any(now[fact] is not None and not torch.equal(value, now[fact])
+                                for fact, value in before.items()):
+        time.sleep(0.1)
+        before, now = now, gradients(model, where)
+    return now
+
+
+def _of_a_missing_gradient(attempt):
+    """What `finish` raises after backward through one layer of three, and in the step after."""
     model = _Layers()
     overlapped = attempt(model.buckets(), dist.new_group())
-    for _ in range(backwards):
-        loss = model.loss(4, [dist.get_rank()]) if backwards > 1 else model[2](torch.ones(1, 5))
-        loss.sum().backward()
+    model[2](torch.ones(1, 5)).sum().backward()
+    facts = {_UNUSED: _raised_by(overlapped.finish)}
+    _standing_still(model, "")
+    model.zero_grad()
+    model.loss(5, [dist.get_rank()]).backward()
+    return facts | {_AFTER: _raised_by(overlapped.finish)}
+
+
+def _twice(attempt):
+    """A `finish` before which backward ran twice."""
+    model = _Layers()
+    overlapped = attempt(model.buckets(), dist.new_group())
+    for _ in range(2):
+        model.loss(4, [dist.get_rank()]).backward()
+    return overlapped.finish
+
+
+def _two_for_one(attempt):
+    """A `finish` before which each weight got two gradients, and each bias none, but has old ones.
+    """
+    model = _Layers()
+    overlapped = attempt(model.buckets(), dist.new_group())
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    for _ in range(2):
+        sum(layer.weight.sum() for layer in model).backward()
+    return overlapped.finish
+
+
+def _raised_by(finish):
     try:
-        overlapped.finish()
+        finish()
     except Exception as error:
         return type(error).__name__
     return "nothing"
@@ -859,6 +1045,21 @@ class _Layers(nn.ModuleList):
 
     def before_last_layer(self, _):
         pass
+
+
+class _Branches(_Layers):
+    """The first two layers lie side by side; ``turned``: the second one is computed first.
+
+    Autograd goes back first through what was computed last.
+    """
+
+    turned = False
+
+    def loss(self, step, ranks):
+        numbers = torch.arange(15.0).reshape(3, 5)
+        x = torch.cat([torch.sin(1.3 * numbers + 5 * rank + step) for rank in ranks])
+        sides = [torch.tanh(self[index](x)) for index in ((1, 0) if self.turned else (0, 1))]
+        return self[2](sides[0] + sides[1]).square().mean()
 
 
 # --- 5.4: the scheduler --------------------------------------------------------------------------
@@ -997,6 +1198,10 @@ def one_latency(nbytes, ranks, bandwidth, latency):
     return latency + 2 * (ranks - 1) / ranks * nbytes / bandwidth
 
 
+def swaps_the_link(nbytes, ranks, bandwidth, latency):
+    return ring_seconds(nbytes, ranks, latency, bandwidth)
+
+
 class PredictStep(Calculation):
     slug = "predict-step"
     number = "5.4"
@@ -1048,6 +1253,8 @@ class PredictStep(Calculation):
                 "part."),
         Mistake(on_a_link(one_message), "You took an all-reduce for one message. A ring "
                 "all-reduce has 2(N-1) of them, with n/N bytes each: `ring_seconds`."),
+        Mistake(on_a_link(swaps_the_link), "You took the bandwidth for the latency, and the "
+                "latency for the bandwidth: `ring_seconds(nbytes, ranks, bandwidth, latency)`."),
         Mistake(on_a_link(one_latency), "The latency counts for each of the ring's 2(N-1) "
                 "messages: they go one after another. `ring_seconds` knows."),
     )

@@ -1,17 +1,16 @@
 """Gradients on their way while backward still computes: what makes PyTorch's DDP fast.
 
-Autograd calls a hook when it has added up a parameter's gradient. The hook of the last gradient of
-a bucket starts the bucket's all-reduce, which runs while backward goes on with the layers before.
-Only the last bucket, and what queues before it, is left to wait for at the end.
+Autograd calls a hook when it has added up a parameter's gradient. A bucket's all-reduce starts when
+its last gradient is there and the buckets before it have left, so all ranks launch in one order,
+and it runs while backward goes on. Only the last bucket, and what queues before it, is left to wait
+for at the end.
 
 The first part of this file is that idea alone. The second part is what production needs beside it:
-one order of launch on all ranks, ``no_sync()``, and parameters that a rank does not use.
+``no_sync()``, and parameters that a rank does not use.
 
 Source: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", 2020,
 section 3.2.4.
 """
-
-import functools
 
 import torch
 import torch.distributed as dist
@@ -28,20 +27,19 @@ class OverlappedBuckets:
 
     def __init__(self, buckets: list[list[nn.Parameter]]):
         self.buckets = buckets
-        for number, bucket in enumerate(buckets):
+        for bucket in buckets:
             for parameter in bucket:
-                parameter.register_post_accumulate_grad_hook(
-                    functools.partial(self.gradient_is_ready, number))
+                parameter.register_post_accumulate_grad_hook(self.gradient_is_ready)
         self.start_over()
 
     def start_over(self):
-        self.missing = [len(bucket) for bucket in self.buckets]
-        self.under_way = []
+        self.ready, self.under_way = set(), []
 
-    def gradient_is_ready(self, number, _parameter):
-        self.missing[number] -= 1
-        if self.missing[number] == 0:
-            bucket = self.buckets[number]
+    def gradient_is_ready(self, parameter):
+        self.ready.add(parameter)
+        for bucket in self.buckets[len(self.under_way):]:
+            if not self.ready.issuperset(bucket):
+                break  # the buckets behind it wait: every rank launches in the order of the list
             flat = torch.cat([each.grad.flatten() for each in bucket]) / dist.get_world_size()
             self.under_way.append((bucket, flat, dist.all_reduce(flat, async_op=True)))
 

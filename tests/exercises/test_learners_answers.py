@@ -14,7 +14,7 @@ import dplab
 from dplab.desk import record
 from dplab.exercises import chapter_00, find
 from dplab.exercises.exercise import AT_LEAST, CRASHED, NOT_ATTEMPTED, PASSED, WRONG
-from dplab.exercises.stack.parts import exchange
+from dplab.exercises.stack.parts import exchange, make_buckets, ring_seconds
 from dplab.predict import step
 
 
@@ -65,52 +65,114 @@ def sends_in_a_batch(tensor):
         tensor.copy_(theirs)
 
 
+class WithTorch:
+    """With torch's asynchronous all-reduce, and no thread."""
+
+    def __init__(self, buckets, group):
+        self.buckets, self.group = buckets, group
+        self.begin()
+        for parameter in [each for bucket in buckets for each in bucket]:
+            parameter.register_post_accumulate_grad_hook(self.ready)
+
+    def begin(self):
+        self.came, self.sent = {each: 0 for bucket in self.buckets for each in bucket}, []
+
+    def ready(self, parameter):
+        self.came[parameter] += 1
+        while len(self.sent) < len(self.buckets):
+            number = len(self.sent)
+            if not all(self.came[each] == 1 for each in self.buckets[number]):
+                break
+            self.send(number)
+
+    def send(self, number):
+        flat = torch.cat([each.grad.flatten() for each in self.buckets[number]])
+        flat /= dist.get_world_size(self.group)
+        work = dist.all_reduce(flat, group=self.group, async_op=True)
+        self.sent.append((number, flat, work))
+
+    def finish(self):
+        came, sent = self.came, self.sent
+        self.begin()
+        self.wait(sent)
+        for number, flat, _ in sent:
+            start = 0
+            for each in self.buckets[number]:
+                each.grad = flat[start : start + each.numel()].view_as(each)
+                start += each.numel()
+        if any(times != 1 for times in came.values()):
+            raise RuntimeError("not every gradient came once")
+
+    def wait(self, sent):
+        for _, _, work in sent:
+            work.wait()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "answer"), [
     ("0.3", sends_a_copy), ("0.3", sends_in_a_batch),
-    ("ring-seconds", in_fractions), ("10.3", WrittenByTheLastRank)])
+    ("ring-seconds", in_fractions), ("10.3", WrittenByTheLastRank),
+    ("overlapped-gradients", WithTorch)])
 def test_a_right_answer_in_another_form_passes(number, answer):
     verdict = find(number).judge(answer)
     assert verdict.outcome == PASSED, verdict
 
 
-class WaitsForTheLastOnly:
-    """With torch's asynchronous all-reduce, and no thread."""
-
-    def __init__(self, buckets, group):
-        self.buckets, self.group = buckets, group
-        self.left = [len(bucket) for bucket in buckets]
-        self.sent = []
-        for number, bucket in enumerate(buckets):
-            for parameter in bucket:
-                parameter.register_post_accumulate_grad_hook(
-                    lambda _, number=number: self.ready(number))
-
-    def ready(self, number):
-        self.left[number] -= 1
-        if not self.left[number]:
-            flat = torch.cat([each.grad.flatten() for each in self.buckets[number]])
-            flat /= dist.get_world_size(self.group)
-            work = dist.all_reduce(flat, group=self.group, async_op=True)
-            self.sent.append((number, flat, work))
-
-    def finish(self):
-        if any(self.left):
-            raise RuntimeError("not every gradient came once")
-        self.sent[-1][2].wait()
-        for number, flat, _ in self.sent:
-            start = 0
-            for each in self.buckets[number]:
-                each.grad = flat[start : start + each.numel()].view_as(each)
-                start += each.numel()
-        self.left, self.sent = [len(bucket) for bucket in self.buckets], []
+class WaitsForTheLastOnly(WithTorch):
+    def wait(self, sent):
+        if sent:
+            sent[-1][2].wait()
 
 
-class WaitsInItsHook(WaitsForTheLastOnly):
-    def ready(self, number):
-        super().ready(number)
+class WaitsInItsHook(WithTorch):
+    def ready(self, parameter):
+        super().ready(parameter)
         for _, _, work in self.sent:
             work.wait()
+
+
+class SendsWhatIsFull(WithTorch):
+    def ready(self, parameter):
+        self.came[parameter] += 1
+        for number, bucket in enumerate(self.buckets):
+            if any(each is parameter for each in bucket) and all(self.came[p] for p in bucket):
+                self.send(number)
+
+
+class NeverBeginsAgain(WithTorch):
+    def begin(self):
+        if not hasattr(self, "came"):
+            super().begin()
+        self.sent = []
+
+
+class BeginsAgainUnlessItRaises(WithTorch):
+    def finish(self):
+        if any(times != 1 for times in self.came.values()):
+            raise RuntimeError("not every gradient came once")
+        super().finish()
+
+
+def leaves_views(buckets, group=None):
+    for bucket in buckets:
+        flat = torch.cat([each.grad.flatten() for each in bucket])
+        dist.all_reduce(flat, group=group)
+        flat /= dist.get_world_size(group)
+        start = 0
+        for each in bucket:
+            each.grad = flat[start : start + each.numel()].view_as(each)
+            start += each.numel()
+
+
+def takes_latency_first(layers, bucket_bytes, ranks, bandwidth, latency):
+    now = sum(layer.forward_seconds + layer.backward_seconds for layer in layers)
+    free, done = 0.0, now
+    for bucket in make_buckets([layer.gradient_bytes for layer in layers], bucket_bytes):
+        ready = now - sum(layer.backward_seconds for layer in layers[: bucket[-1]])
+        nbytes = sum(layers[index].gradient_bytes for index in bucket)
+        free = max(free, ready) + ring_seconds(nbytes, ranks, latency, bandwidth)
+        done = max(now, free)
+    return done, done - now
 
 
 def never_flushed(sizes, bucket_bytes):
@@ -593,6 +655,11 @@ def receives_floats(tensor):
     ("4.3", trains("never", broadcast="each step"), "Rank 0's weights overwrite"),
     ("overlapped-gradients", WaitsForTheLastOnly, "wait for all that was launched"),
     ("overlapped-gradients", WaitsInItsHook, "You wait in the hook"),
+    ("overlapped-gradients", SendsWhatIsFull, "Every rank has to send the buckets in the order"),
+    ("overlapped-gradients", NeverBeginsAgain, "has to set the counts"),
+    ("overlapped-gradients", BeginsAgainUnlessItRaises, "Start over in any case"),
+    ("gradient-buckets", leaves_views, "each `.grad` is a new tensor"),
+    ("predict-step", takes_latency_first, "You took the bandwidth for the latency"),
     ("make-buckets", never_flushed, "The last bucket is missing"),
     ("make-buckets", closed_one_too_late, "close it at `>=`"),
     ("10.1", below_the_memory, "Compare with `<=`"),

@@ -157,6 +157,26 @@ def test_ranks_launch_in_one_order_whatever_order_gradients_come_in():
             torch.testing.assert_close(gradient, right)
 
 
+def the_idea_where_orders_differ():
+    """Two parameters beside each other, of which rank 0 computes the second one first."""
+    module = layers(4, 4)
+    overlapped = OverlappedBuckets([[module[1]], [module[0]]])
+    order = module if dist.get_rank() else reversed(list(module))
+    # Gradients that differ, so that it shows where numbers of two buckets are added.
+    losses = {each: (1 + index) * (dist.get_rank() + 1) * each.square().sum()
+              for each, index in ((each, int(each is module[1])) for each in order)}
+    sum(losses.values()).backward()
+    overlapped.finish()
+    return [parameter.grad.clone() for parameter in module]
+
+
+def test_the_idea_alone_launches_in_one_order_too():
+    values = torch.arange(4.0)
+    for gradients in run(the_idea_where_orders_differ, 2):
+        for factor, gradient in enumerate(gradients, start=1):
+            torch.testing.assert_close(gradient, factor * 3 * values)
+
+
 def backward_twice():
     model = OverlappedDDP(nn.Linear(3, 2), bucket_mb=1)
     model(torch.ones(1, 3)).sum().backward()

@@ -147,40 +147,45 @@ def average_in_buckets(buckets, group=None):
 
 
 class OverlappedGradients:
-    """Averages each bucket's gradients while backward computes those of the next one.
+    """Averages each bucket's gradients while backward computes those of the next ones.
 
-    A hook launches a bucket, and one thread averages the buckets, in the order of their launch.
+    A bucket leaves when it is full and the buckets before it have left. So all ranks launch the
+    same buckets in the same order. One thread averages them, one after another.
     """
 
     def __init__(self, buckets, group):
         self.buckets, self.group = buckets, group
         self.thread = ThreadPoolExecutor(max_workers=1)  # one thread, with a queue before it
         self.start_over()
-        for number, bucket in enumerate(buckets):
+        for bucket in buckets:
             for parameter in bucket:
-                parameter.register_post_accumulate_grad_hook(
-                    partial(self.gradient_is_ready, number))
+                parameter.register_post_accumulate_grad_hook(self.gradient_is_ready)
 
     def start_over(self):
-        self.missing = [len(bucket) for bucket in self.buckets]
+        self.missing = {parameter: 1 for bucket in self.buckets for parameter in bucket}
         self.launched = []
 
-    def gradient_is_ready(self, number, _parameter):
-        self.missing[number] -= 1
-        if self.missing[number] == 0:
-            self.launched.append(
-                self.thread.submit(average_in_buckets, [self.buckets[number]], self.group))
+    def gradient_is_ready(self, parameter):
+        self.missing[parameter] -= 1
+        for bucket in self.buckets[len(self.launched):]:
+            if any(self.missing[each] for each in bucket):
+                break  # the buckets behind it wait, full or not
+            self.launch(bucket)
+
+    def launch(self, bucket):
+        self.launched.append(self.thread.submit(average_in_buckets, [bucket], self.group))
 
     def finish(self):
         launched, missing = self.launched, self.missing
         self.start_over()
-        if any(missing):  # below zero where a parameter got more than one
-            wrong = [number for number, count in enumerate(missing) if count]
+        for averaging in launched:
+            averaging.result()  # waits, and raises what went wrong on the thread
+        wrong = [number for number, bucket in enumerate(self.buckets)
+                 if any(missing[each] for each in bucket)]  # -1: a second gradient came
+        if wrong:
             raise RuntimeError(f"not every parameter of the buckets {wrong} got one gradient since "
                                "the last finish(). Leave parameters that the loss does not use "
                                "out of the buckets, and call finish() after each backward.")
-        for averaging in launched:
-            averaging.result()  # waits, and raises what went wrong on the thread
 
 
 def predict_step(layers, bucket_bytes, ranks, bandwidth, latency):

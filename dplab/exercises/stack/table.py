@@ -156,8 +156,9 @@ PARTS = (
                      "bucket is a list of parameters, all of which have a gradient"),
     _part("overlapped-gradients", "05", "OverlappedGradients(buckets, group)",
           parts.OverlappedGradients, uses="gradient-buckets",
-          gives="an object: construct once, and call finish() after each backward. finish() "
-                "raises RuntimeError where a parameter got no gradient, or more than one",
+          gives="an object: construct once, and call finish() after each backward. Every rank "
+                "sends the buckets in the order of the list. finish() raises RuntimeError where a "
+                "parameter got no gradient, or more than one",
           chunks=_NONE, padding=_ITSELF, dtypes="one float dtype in each bucket",
           overwrites="the `.grad` of each parameter in the buckets. Nobody may touch one between "
                      "backward and finish()",
