@@ -183,8 +183,8 @@ class OverlappedGradients:
         wrong = [number for number, bucket in enumerate(self.buckets)
                  if any(missing[each] for each in bucket)]  # -1: a second gradient came
         if wrong:
-            raise RuntimeError(f"not every parameter of the buckets {wrong} got one gradient: leave "
-                               "out what a loss does not use, call finish() after each backward")
+            raise RuntimeError(f"not every parameter of the buckets {wrong} got one gradient: "
+                               "leave out what no loss uses, call finish() after each backward")
 
 
 def predict_step(layers, bucket_bytes, ranks, bandwidth, latency):
