@@ -10,7 +10,7 @@ import functools
 import inspect
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from dplab import RankError
@@ -46,7 +46,7 @@ class Fault:
     complaint: str
     is_true: Callable[[Any], bool]
     world_sizes: tuple[int, ...] = (2, 3, 4)
-    also: tuple[str, ...] = ()
+    also: tuple[str, ...] = field(default=(), kw_only=True)
 
 
 @dataclass(frozen=True)
