@@ -10,7 +10,7 @@ import functools
 import inspect
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from dplab import RankError
@@ -37,7 +37,8 @@ class Suspect:
 class Fault:
     """A function with a fault, the same one mended, and what a colleague writes about the job.
 
-    ``is_true(readings)`` says whether the job is as the complaint has it.
+    ``is_true(readings)`` says whether the job is as the complaint has it. ``also``: the same
+    complaint in other words, of which the seed takes one.
     """
 
     sick: Callable
@@ -45,6 +46,7 @@ class Fault:
     complaint: str
     is_true: Callable[[Any], bool]
     world_sizes: tuple[int, ...] = (2, 3, 4)
+    also: tuple[str, ...] = field(default=(), kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -84,6 +86,7 @@ def instrument(method):
     @functools.wraps(method)
     def read(self, *args, **kwargs):
         if self._has_run():
+            self._asked.add(method.__name__)
             self._keep(lambda entry: entry.update(readings=sorted(
                 {*entry.get("readings", []), method.__name__})))
             method(self, *args, **kwargs)
@@ -112,6 +115,8 @@ class SickJob:
         self._fault: Fault = chances.choice(self._case.faults)
         self._world_size: int = chances.choice(self._fault.world_sizes)
         self._settings = self._draw_settings(chances)
+        self._complaint: str = chances.choice((self._fault.complaint, *self._fault.also))
+        self._asked: set[str] = set()  # the instruments that were read
         self._readings: Any = None
         self._is_found = False
         self._shown_by: int | None = None  # the number of the cell
@@ -155,13 +160,15 @@ class SickJob:
         elif self._case.to_repair:
             self._is_found = True
             cards.card(f"Job {self.seed}: “{known.name}” it is{at_try}", (
-                f"{sentence} ({where} shows it.) This is the code. Write `{self._case.part}` anew, "
-                f"without the fault, and run `job.repair({self._case.part})`."),
+                f"{sentence} ({where} shows it.) {self._effort()} This is the code. Write "
+                f"`{self._case.part}` anew, without the fault, and run "
+                f"`job.repair({self._case.part})`."),
                 self._source(self._fault.sick), cards.GREEN)
         else:
             self._solved()
             cards.card(f"Job {self.seed}: solved{at_try}, “{known.name}” it is",
-                       f"{sentence} ({where} shows it.) {_LEGEND}", self._difference(), cards.GREEN)
+                       f"{sentence} ({where} shows it.) {self._effort()} {_LEGEND}",
+                       self._difference(), cards.GREEN)
 
     def repair(self, part: Callable | None = None) -> None:
         """Runs the job with the reader's function in the place of the sick one."""
@@ -215,7 +222,7 @@ class SickJob:
         return f"On call, chapter {self.chapter:02d}: job {self.seed}"
 
     def _text(self):
-        return f"“{self._fault.complaint.format(n=self._world_size)}” {self._description()}"
+        return f"“{self._complaint.format(n=self._world_size)}” {self._description()}"
 
     def _guide(self):
         """What the reader can type, and the suspects."""
@@ -232,6 +239,9 @@ class SickJob:
     def _instruments(cls):
         return {name: method for name, method in vars(cls).items()
                 if getattr(method, "is_instrument", False)}
+
+    def _effort(self):
+        return f"You asked {len(self._asked)} of {len(self._instruments())} instruments."
 
     def _suspect_named(self, name):
         named = {suspect.name: suspect for suspect in self.suspects_known}

@@ -407,58 +407,88 @@ def only_in_the_accuracy(readings):
 
 _FROM_STEP_1 = ("Same seed, same global batch as on one GPU, and yet the very first loss in the "
                 "log is another one. It trains all the same. Should I worry?")
+_IN_OTHER_WORDS = ("The first loss on {n} GPUs is not that of a single GPU. It learns, though, and "
+                   "nobody wants to look into it.")
 CASES = (
     Case("a", "wrong divisor", "averager", (
         Fault(averager_that_sums, healthy.averager, "We moved the job from one GPU to {n}, with "
               "the same seed and global batch. The first loss is the old one. From the second "
-              "step on it is another run.", from_the_second_step),
+              "step on it is another run.", from_the_second_step,
+              also=("Step 1 is the same on one GPU and on {n}. Step 2 is not. Nobody has touched "
+                    "the learning rate.",)),
         Fault(averager_for_two, healthy.averager, "It was fine on two GPUs. On {n} the first loss "
               "is still right, and then the curve leaves that of the one-GPU run. Nobody has "
-              "touched the code.", from_the_second_step, world_sizes=(3, 4)))),
+              "touched the code.", from_the_second_step, world_sizes=(3, 4),
+              also=("The same script has been right on two GPUs for months. Now it runs on {n}: "
+                    "the first loss agrees with the one-GPU log, the second one does not.",)))),
     Case("b", "overlapping parts", "own_samples", (
         Fault(samples_of_rank_0, healthy.own_samples, "Training on {n} GPUs is as fast as we had "
               "hoped, and the loss falls. But from the first step on, the log is not that of the "
-              "one-GPU run.", from_the_first_step_and_falls),
+              "one-GPU run.", from_the_first_step_and_falls,
+              also=("It learns, and it is fast. Only, its log parts from the one-GPU log in the "
+                    "very first line.",)),
         Fault(samples_by_own_seed, healthy.own_samples, _FROM_STEP_1,
-              from_the_first_step_and_falls))),
+              from_the_first_step_and_falls,
+              also=(_IN_OTHER_WORDS,)))),
     Case("c", "repeated order", "own_samples", (
         Fault(samples_of_epoch_0, healthy.own_samples, "All through epoch 0 the log is that of "
               "the one-GPU run. In epoch 1 the curves part. The loss goes down all the same. "
-              "What happened?", in_epoch_1_and_falls),)),
+              "What happened?", in_epoch_1_and_falls,
+              also=("For one epoch the two logs agree line by line: one GPU, and {n}. Then they "
+                    "do not, though the loss still falls.",)),)),
     Case("d", "different start", "begin", (
         Fault(begin_with_copies, healthy.begin, "Since the move to {n} GPUs the loss is off "
               "from the first step on. My colleague says that this is noise. Is it?",
-              from_the_first_step),
+              from_the_first_step,
+              also=("Two logs of one config, on one GPU and on {n}: their first losses do not "
+                    "agree. I have checked the data twice.",)),
         Fault(begin_with_the_trained, healthy.begin, _FROM_STEP_1,
-              from_the_first_step_and_falls))),
+              from_the_first_step_and_falls,
+              also=(_IN_OTHER_WORDS,)))),
     Case("e", "own statistics", "make_model", (
         Fault(model_with_own_statistics, healthy.make_model, "The loss on {n} GPUs is near that of "
               "one GPU, but it is not the same, not even in the first step. We have compared "
-              "the seeds twice.", from_the_first_step_but_near),)),
+              "the seeds twice.", from_the_first_step_but_near,
+              also=("The losses on {n} GPUs are close to those of one GPU. But the very first "
+                    "one is a little off already. Rounding, says the team.",)),)),
     Case("f", "biased metric", "evaluate", (
         Fault(evaluate_by_means, healthy.evaluate, "The curve is that of the one-GPU run, and I "
               "was about to report the accuracy in the log. Then I evaluated the final model in "
               "one process and got another number. Which one goes into the report?",
-              only_in_the_accuracy),
+              only_in_the_accuracy,
+              also=("No loss in the log is another than on one GPU. The accuracy is, when I "
+                    "compute it by myself from the final model.",)),
         Fault(evaluate_padded, healthy.evaluate, "In one process the final model gets another "
               "accuracy than in our log from {n} GPUs. I had thought that an accuracy belongs to "
-              "a model.", only_in_the_accuracy)),
+              "a model.", only_in_the_accuracy,
+              also=("I took the final model and evaluated it on one GPU: not the accuracy that "
+                    "the log of {n} GPUs has. The losses are those of one GPU.",))),
         to_repair=True),
     Case("g", "lossy restart", "load", (
         Fault(load_weights, healthy.load, "The job on {n} GPUs matches the one-GPU run all through "
               "epoch 0. Later it does not, and I cannot say which of the two is right.",
-              in_epoch_1),
+              in_epoch_1,
+              also=("Epoch 0 is as on one GPU. Some time in epoch 1 the log of {n} GPUs leaves "
+                    "the one-GPU log.",)),
         Fault(load_epoch, healthy.load, "The first epoch agrees with the one-GPU run. In the "
               "middle of epoch 1 the two logs part. Should I trust the one on {n} GPUs?",
-              in_the_middle_of_epoch_1),
+              in_the_middle_of_epoch_1,
+              also=("Until the middle of epoch 1 there is nothing to complain of. After that, "
+                    "the losses on {n} GPUs are not those of one.",)),
         Fault(load_on_rank_0, healthy.load, "It begins just like the one-GPU run. In epoch 1 it "
-              "goes its own way. No error, no warning.", in_epoch_1))),
+              "goes its own way. No error, no warning.", in_epoch_1,
+              also=("We trust the first epoch: it equals that of the one-GPU run. The second one "
+                    "is not the same, and nobody knows why.",)))),
     Case("h", "left-out layer", "averager", (
         Fault(averager_of_a_list, healthy.averager, "Epoch 0 is the one-GPU run, step for step. "
-              "Somewhere in epoch 1 that ends, and nobody can say why.", in_epoch_1),
+              "Somewhere in epoch 1 that ends, and nobody can say why.", in_epoch_1,
+              also=("For one epoch the logs are equal, on one GPU and on {n}. In epoch 1 they "
+                    "part, and I have not changed a thing.",)),
         Fault(averager_in_buckets, averager_in_buckets_mended, "The first loss is right, the later "
               "ones are a little off. I have the same seed, the same data and the same optimizer "
-              "on all {n} GPUs.", from_the_second_step_but_near)),
+              "on all {n} GPUs.", from_the_second_step_but_near,
+              also=("Step 1 agrees with one GPU. From step 2 on, the losses on {n} GPUs are a "
+                    "little off.",))),
         to_repair=True),
 )
 
@@ -486,11 +516,12 @@ class SilentFailure(SickJob):
 
     def _description(self):
         settings = self._settings
-        return ("The job trains a classifier of digits, with BatchNorm over the batches of all "
-                f"ranks (written by hand, for CPUs), on {self._world_size} ranks: "
-                f"{settings.batch} digits on each in a step, {healthy.EPOCHS} epochs. The layer "
-                f"`{settings.frozen}` is frozen in epoch 0. The queue stopped the job once, in "
-                "epoch 1, and it went on from its checkpoint.")
+        return (f"The job trains a classifier of digits on {self._world_size} ranks: "
+                f"{settings.batch} digits on each in a step, {healthy.EPOCHS} epochs. Its "
+                "BatchNorm is meant to take mean and variance over the batches of all ranks "
+                "(written by hand, for CPUs), so rank 0 writes one checkpoint for all. The layer "
+                f"`{settings.frozen}` is frozen in epoch 0, and trained from epoch 1 on. The queue "
+                "stopped the job once, in epoch 1, and it went on from its checkpoint.")
 
     def _run(self, part):
         parts = replace(Parts(), **{self._case.part: part})

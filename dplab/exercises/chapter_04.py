@@ -1,6 +1,6 @@
 """Exercises of chapter 04: data-parallel training by hand, and what a real run needs besides.
 
-The solutions of 4.2 and 4.3 stand in `dplab.exercises.stack.parts`, since later parts call them.
+The solutions of 4.1 to 4.3 stand in `dplab.exercises.stack.parts`, since later parts call them.
 """
 
 import os
@@ -15,9 +15,9 @@ from torch.nn.utils import parameters_to_vector
 
 from dplab.exercises.compare import AtMost
 from dplab.exercises.exercise import Exercise, Mistake
-from dplab.exercises.stack import parts
 from dplab.exercises.stack.parts import (
     average_gradients,
+    broadcast_weights,
     pack,
     ring_all_reduce,
     train_by_hand,
@@ -39,17 +39,14 @@ def named(facts, where):
     return {f"{fact}{where}": value for fact, value in facts.items()}
 
 
+_NOT_GIVEN = ("Your loop trains on the notebook's own `images` and `labels`, as `backward_on` "
+              "does. Compute the loss from the arguments `images` and `labels`: they hold other "
+              "samples.")
 _WITHOUT_GROUP = ("You left out the group. Pass it on to each call: where only some of the ranks "
                   "train, they are all that there are.")
 
 
 # --- 4.1: the same start -------------------------------------------------------------------------
-
-def broadcast_weights(model, group=None):
-    # Parameters and buffers are everything that a forward pass reads.
-    for tensor in [*model.parameters(), *model.buffers()]:
-        dist.broadcast(tensor.data, group_src=0, group=group)
-
 
 def broadcasts_the_trained(model, group=None):
     for parameter in model.parameters():
@@ -161,7 +158,6 @@ class BroadcastWeights(Exercise):
         "history.",
     )
     solution = staticmethod(broadcast_weights)
-    short = staticmethod(parts.broadcast_weights)
     mistakes = (
         Mistake(broadcasts_the_trained, "You broadcast the trainable parameters only. Frozen "
                 "parameters and buffers differ between ranks too, and the forward pass uses them."),
@@ -252,6 +248,23 @@ def divides_alone(model, group=None):
     for parameter in model.parameters():
         if parameter.grad is not None:
             parameter.grad /= dist.get_world_size(group)
+
+
+def only_packs(model, group=None):
+    ranks = dist.get_world_size(group)
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            flat = pack([parameter.grad], ranks)
+            parameter.grad.copy_(*unpack(flat, [parameter.grad]))
+
+
+def divides_what_it_packed(model, group=None):
+    ranks = dist.get_world_size(group)
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            flat = pack([parameter.grad], ranks)
+            ring_all_reduce(flat, group)
+            parameter.grad.copy_(*unpack(flat / ranks, [parameter.grad]))
 
 
 def leaves_the_mean_aside(model, group=None):
@@ -414,6 +427,7 @@ _WEIGHTS = ("You all-reduced the parameters, not their gradients. The weights we
             "and the gradients still differ from rank to rank.")
 _RANK_0S = ("You broadcast rank 0's gradients: what the other ranks computed is lost. Sum over the "
             "ranks.")
+_DROPPED = "The ring leaves its input as it is, and returns the sum in a *new* tensor."
 _ON_RANK_0 = ("`reduce` gives the result to rank 0 alone. Every rank takes the step, so every rank "
               "needs the mean: `ring_all_reduce`.")
 
@@ -432,8 +446,9 @@ class AverageGradients(Exercise):
         "new one. So each gradient goes through `pack`, `ring_all_reduce` and `unpack`; then copy "
         "what comes back.",
         "For each `parameter` whose `.grad` is not None: `flat = pack([parameter.grad], ranks)`, "
-        "`mean = ring_all_reduce(flat / ranks, group)`, `parameter.grad.copy_(*unpack(mean, "
-        "[parameter.grad]))`, with `ranks = dist.get_world_size(group)`.",
+        "`total = ring_all_reduce(flat, group)`, `[mean] = unpack(total / ranks, "
+        "[parameter.grad])`, `parameter.grad.copy_(mean)`, with `ranks = "
+        "dist.get_world_size(group)`.",
     )
     solution = staticmethod(average_gradients)
     mistakes = (
@@ -442,8 +457,12 @@ class AverageGradients(Exercise):
         Mistake(divides_twice, "You divided by the world size twice: once is the mean."),
         Mistake(divides_alone, "You divided, but nothing was communicated: each rank still has the "
                 "gradient of its own part."),
-        Mistake(leaves_the_mean_aside, "The means are right, but in new tensors: `parameter.grad` "
-                "still holds this rank's own. Write in place."),
+        Mistake(only_packs, "Nothing was communicated: each rank still has the gradient of its own "
+                "part. The sum over the ranks is what `ring_all_reduce` returns."),
+        Mistake(divides_what_it_packed, f"{_DROPPED} You divided this rank's own gradient: go on "
+                "with what the ring returned."),
+        Mistake(leaves_the_mean_aside, "`parameter.grad` still holds this rank's own gradient, "
+                f"since the mean never reached it. {_DROPPED} Copy the mean into `.grad`."),
         Mistake(rank_0s_gradients, _RANK_0S),
         Mistake(rank_0s_gradients_divided, _RANK_0S),
         Mistake(stops_at_the_frozen, "You stop at the first parameter without a gradient: the ones "
@@ -502,22 +521,25 @@ def _average_facts(attempt, group):
     # What is wrong in every digit is wrong in another fact.
     narrowed = 1e-12 < (now - expected).abs().max() < 1e-5 if now is not None else False
     return _average_names(model, all(map(torch.equal, weights, model.parameters())), in_place,
-                          not narrowed, log.count() - log.count("send") - log.count("recv"))
+                          not narrowed, log.count() - log.count("send") - log.count("recv"),
+                          dist.get_world_size(group) == 1 or log.count() > 0)
 
 
 def _right_averages(ranks):
     model = _gradients_of(torch.cat([_part(rank) for rank in ranks]))
     return _average_names(model, True, True, True,
-                          AtMost(0, "average with your `ring_all_reduce` alone", exact=False))
+                          AtMost(0, "average with your `ring_all_reduce` alone", exact=False),
+                          True)
 
 
-def _average_names(model, untouched, in_place, digits, collectives):
+def _average_names(model, untouched, in_place, digits, collectives, communicated):
     found = {fact: gradient for fact, gradient in gradients(model).items() if gradient is not None}
     return {**found, "the list of the gradients that there are": list(found),
             "that the weights are not changed": untouched,
             "that a float64 gradient keeps its digits": digits,
             "that each `.grad` is the same tensor as before": in_place,
-            "the number of torch's collectives": collectives}
+            "the number of torch's collectives": collectives,
+            "that the ranks communicate": communicated}
 
 
 def _part(rank):
@@ -547,6 +569,7 @@ def _gradients_of(samples):
 # --- 4.3: the loop -------------------------------------------------------------------------------
 
 STEPS, GLOBAL_BATCH = 8, 24
+SAMPLES_OF_ALL = STEPS * GLOBAL_BATCH
 
 
 def one_device(model, optimizer, images, labels, batches):
@@ -725,6 +748,44 @@ def trains_among_all(model, optimizer, images, labels, batches, group=None):
     train_by_hand(model, optimizer, images, labels, batches)
 
 
+def cuts_by_all_ranks(model, optimizer, images, labels, batches, group=None):
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    broadcast_weights(model, group)
+    for batch in batches:
+        mine = batch[rank::ranks]
+        optimizer.zero_grad()
+        F.cross_entropy(model(images[mine]), labels[mine]).backward()
+        average_gradients(model, group)
+        optimizer.step()
+
+
+def takes_its_rank_of_all(model, optimizer, images, labels, batches, group=None):
+    rank, ranks = dist.get_rank(), dist.get_world_size(group)
+    broadcast_weights(model, group)
+    for batch in batches:
+        mine = batch[rank::ranks]
+        optimizer.zero_grad()
+        F.cross_entropy(model(images[mine]), labels[mine]).backward()
+        average_gradients(model, group)
+        optimizer.step()
+
+
+def calls_its_parts_without_the_group(model, optimizer, images, labels, batches, group=None):
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    broadcast_weights(model)
+    for batch in batches:
+        mine = batch[rank::ranks]
+        optimizer.zero_grad()
+        F.cross_entropy(model(images[mine]), labels[mine]).backward()
+        average_gradients(model)
+        optimizer.step()
+
+
+def trains_on_the_notebooks_data(model, optimizer, images, labels, batches, group=None):
+    digits = load_digits()
+    train_by_hand(model, optimizer, digits.train_images, digits.train_labels, batches, group)
+
+
 def both_cuts(attempt):
     """The attempt, which takes ``batch[rank::n]``, and the same with ``batch.chunk(n)[rank]``.
 
@@ -750,7 +811,7 @@ class TrainByHand(Exercise):
     number = "4.3"
     title = "A whole training loop that matches DDP"
     name = "train_by_hand"
-    minutes = 20
+    minutes = 10
     seconds = 20.0
     tolerance = 1e-4
     communicates = False  # DDP, in an attempt's place, does so unseen
@@ -800,15 +861,22 @@ class TrainByHand(Exercise):
         Mistake(takes_the_first_part, "Every rank took the same part of the batch, so most of it "
                 "was never seen: the part must depend on the rank."),
         Mistake(trains_among_all, _WITHOUT_GROUP),
+        Mistake(cuts_by_all_ranks, _WITHOUT_GROUP),
+        Mistake(takes_its_rank_of_all, _WITHOUT_GROUP),
+        Mistake(calls_its_parts_without_the_group, _WITHOUT_GROUP),
+        Mistake(trains_on_the_notebooks_data, _NOT_GIVEN),
     )
 
     def prepare(self):
-        """The training set, and batches as indices, which 1, 2, 3 and 4 ranks divide equally."""
+        """The training set, and batches as indices, which 1, 2, 3 and 4 ranks divide equally.
+
+        The samples are in another order than the notebook's, so that an index is another sample.
+        """
         digits = load_digits()
         generator = torch.Generator().manual_seed(3)
         order = torch.randperm(len(digits.train_labels), generator=generator)
         batches = list(order[: STEPS * GLOBAL_BATCH].split(GLOBAL_BATCH))
-        return digits.train_images, digits.train_labels, batches
+        return digits.train_images.flip(0), digits.train_labels.flip(0), batches
 
     def trial(self, attempt):
         facts = self._trained(attempt, None)
@@ -817,7 +885,7 @@ class TrainByHand(Exercise):
         return facts
 
     def _trained(self, attempt, group):
-        model, seen = digits_classifier(seed=dist.get_rank(group)), []
+        model, seen = digits_classifier(seed=dist.get_rank()), []  # each pair has its own model
         model.register_forward_pre_hook(lambda _, inputs: seen.extend(inputs[0].detach().clone()))
         with CallLog() as log:
             attempt(model, optimizer_for(model), *self.given, group)
@@ -827,15 +895,18 @@ class TrainByHand(Exercise):
                 EVERY_STEP: dist.get_world_size() == 1 or log.count() >= STEPS}
 
     def expected(self, world_size):
+        facts = self._right(0, SAMPLES_OF_ALL // world_size)
+        if world_size < 4:
+            return facts
+        pairs = [named(self._right(seed, SAMPLES_OF_ALL // 2), IN_A_PAIR) for seed in (0, 1)]
+        return [facts | pairs[rank % 2] for rank in range(4)]
+
+    def _right(self, seed, samples):
         images, _, batches = self.given
-        model = digits_classifier(seed=0)
+        model = digits_classifier(seed=seed)
         one_device(model, optimizer_for(model), *self.given)
-        facts = {SAMPLES: STEPS * GLOBAL_BATCH // world_size,
-                 OF_ALL: len(images[torch.cat(batches)].unique(dim=0)), **_weights_of(model),
-                 EVERY_STEP: True}
-        if world_size == 4:
-            facts |= named(facts | {SAMPLES: STEPS * GLOBAL_BATCH // 2}, IN_A_PAIR)
-        return facts
+        return {SAMPLES: samples, OF_ALL: len(images[torch.cat(batches)].unique(dim=0)),
+                **_weights_of(model), EVERY_STEP: True}
 
 
 def _weights_of(model):
@@ -1051,6 +1122,11 @@ def asks_in_each_step(model, optimizer, images, labels, batches):
         optimizer.step()
 
 
+def weighs_the_notebooks_data(model, optimizer, images, labels, batches):
+    digits = load_digits()
+    train_uneven(model, optimizer, digits.train_images, digits.train_labels, batches)
+
+
 def indexes_past_the_end(model, optimizer, images, labels, batches):
     for step in range(longest_of(batches)):
         batch = batches[step]
@@ -1123,13 +1199,14 @@ class UnevenLoop(Exercise):
                 "wait in their next average. All ranks have to take the same number of steps.",
                 hangs=True),
         Mistake(asks_in_each_step, _STILL_LEAVES, hangs=True),
+        Mistake(weighs_the_notebooks_data, _NOT_GIVEN),
         Mistake(indexes_past_the_end, "This rank has no batch for this step. It has to take part "
                 "all the same, with zeros."),
     )
 
     def prepare(self):
         digits = load_digits()
-        return digits.train_images[:100], digits.train_labels[:100]
+        return digits.train_images[-100:], digits.train_labels[-100:]  # not the notebook's first
 
     def trial(self, attempt):
         model, steps = digits_classifier(seed=0), []
@@ -1263,6 +1340,13 @@ class Rank0sBuffers(Checkpoint):
         return step
 
 
+class BroadcastsBuffers(Checkpoint):
+    def save(self, step, model, optimizer):
+        for buffer in model.buffers():
+            dist.broadcast(buffer, src=0)
+        super().save(step, model, optimizer)
+
+
 class Rank0sRandom(Checkpoint):
     def load(self, model, optimizer):
         step = super().load(model, optimizer)
@@ -1346,6 +1430,9 @@ class ExactResume(Exercise):
                 "own."),
         Mistake(Rank0sBuffers, "All ranks go on with rank 0's buffers. Each rank computes its "
                 "running statistics from its own samples: save them on each rank."),
+        Mistake(BroadcastsBuffers, "`save` overwrites the other ranks' buffers with rank 0's, so "
+                "it changes the run that goes on, and loses their statistics. That is for a model "
+                "which you save for use. A run that is to go on needs each rank's own."),
         Mistake(Rank0sRandom, "All ranks go on with rank 0's random numbers, so they drop the same "
                 "units. Each rank has a generator of its own: save its state on each rank."),
         Mistake(OnlyRank0Loads, "Only rank 0 has its optimizer and its random numbers back. Every "

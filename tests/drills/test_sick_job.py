@@ -64,7 +64,7 @@ def evaluate(model, test_set, mine):
 def test_the_card_says_what_can_be_typed_and_what_may_be_wrong(capsys):
     job = dplab.drill("04", seed=4)
     said = capsys.readouterr().out
-    assert job._fault.complaint.format(n=job._world_size) in said
+    assert job._complaint.format(n=job._world_size) in said
     for name in [*job._instruments(), *job.suspects]:
         assert name in said
     assert 'dplab.drill("04", seed=4)' in said
@@ -198,6 +198,15 @@ def test_the_instruments_that_were_read_are_noted(capsys):
     job.samples()
     job.weights()
     assert entry(job) == {"readings": ["samples", "weights"]}
+
+
+def test_a_right_answer_says_how_many_instruments_it_took(capsys):
+    job = job_of("d")
+    job.weights()
+    job.samples()
+    job.weights()
+    job.diagnose("different start")
+    assert "You asked 2 of 7 instruments." in capsys.readouterr().out
 
 
 def test_a_record_that_cannot_be_written_stops_nothing(tmp_path, monkeypatch, capsys):

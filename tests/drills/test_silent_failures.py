@@ -17,6 +17,7 @@ FAULTS = [pytest.param(case, fault, id=f"{case.slug}-{number}")
           for case in CASES for number, fault in enumerate(case.faults)]
 
 
+DIGITS = str.maketrans("", "", "0123456789")
 FAULT_BY_NAME = {fault.sick.__name__: fault for case in CASES for fault in case.faults}
 
 
@@ -127,7 +128,14 @@ def test_a_fault_fits_its_place_and_changes_few_lines(case, fault):
     marked = [line for line in job._difference().splitlines() if line.startswith(("-", "+"))]
     assert 1 <= len(marked) <= 10
     words = {word for suspect in SUSPECTS for word in suspect.name.split()} - {"own", "parts"}
-    assert not words & set(re.findall(r"[\w-]+", fault.complaint.lower()))
+    for complaint in (fault.complaint, *fault.also):
+        assert not words & set(re.findall(r"[\w-]+", complaint.lower()))
+
+
+@pytest.mark.parametrize(("case", "fault"), FAULTS)
+def test_jobs_with_one_fault_come_with_several_complaints(case, fault):
+    complaints = {SilentFailure(seed)._text() for seed in seeds_of(fault, 12)}
+    assert len({text.split("”")[0].translate(DIGITS) for text in complaints}) > 1
 
 
 def test_every_suspect_has_a_job_and_an_instrument():

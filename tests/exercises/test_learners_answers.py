@@ -1,5 +1,6 @@
 """Answers as learners write them, each with one thing wrong or none, and what the check says."""
 
+import copy
 import io
 import itertools
 import os
@@ -12,10 +13,19 @@ import torch.nn.functional as F
 
 import dplab
 from dplab.desk import record
-from dplab.exercises import chapter_00, find
+from dplab.exercises import chapter_00, chapter_04, find
 from dplab.exercises.exercise import AT_LEAST, CRASHED, NOT_ATTEMPTED, PASSED, WRONG
-from dplab.exercises.stack.parts import exchange, make_buckets, ring_seconds
+from dplab.exercises.stack import parts
+from dplab.exercises.stack.parts import (
+    exchange,
+    make_buckets,
+    pack,
+    ring_all_reduce,
+    ring_seconds,
+    unpack,
+)
 from dplab.predict import step
+from dplab.workloads.digits import load_digits
 
 
 def in_fractions(nbytes, ranks, bandwidth, latency):
@@ -275,24 +285,24 @@ def not_handed_on(parameters, anchor, velocity):
         start = start - 0.7 * (gradient + 0.9 * speed)
 
 
-def left_to_ddp(model):
-    torch.nn.parallel.DistributedDataParallel(model)
+def left_to_ddp(model, group=None):
+    torch.nn.parallel.DistributedDataParallel(model, process_group=group)
 
 
 def trains(average_when, piece=True, broadcast="once"):
     """4.3, by hand: the gradients are averaged once, at this place in the step, or never."""
-    def train_by_hand(model, optimizer, images, labels, batches):
-        rank, ranks = dist.get_rank(), dist.get_world_size()
+    def train_by_hand(model, optimizer, images, labels, batches, group=None):
+        rank, ranks = dist.get_rank(group), dist.get_world_size(group)
 
         def send_weights():
             for each in model.state_dict().values():
-                dist.broadcast(each, src=0)
+                dist.broadcast(each, group_src=0, group=group)
 
         def average(place):
             for parameter in model.parameters() if place == average_when else ():
                 if parameter.grad is not None:
                     parameter.grad /= ranks
-                    dist.all_reduce(parameter.grad)
+                    dist.all_reduce(parameter.grad, group=group)
 
         if broadcast == "once":
             send_weights()
@@ -309,6 +319,107 @@ def trains(average_when, piece=True, broadcast="once"):
             average("after step")
 
     return train_by_hand
+
+
+def averages_with(ring_and_write):
+    """4.2: what happens between `pack` and the end, for each gradient."""
+    def average_gradients(model, group=None):
+        ranks = dist.get_world_size(group)
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                ring_and_write(parameter.grad, pack([parameter.grad], ranks), ranks, group)
+
+    return average_gradients
+
+
+def takes_the_ring_to_be_in_place(gradient, flat, ranks, group):
+    ring_all_reduce(flat, group)
+    flat /= ranks
+    gradient.copy_(unpack(flat, [gradient])[0])
+
+
+def divides_first_and_drops_the_sum(gradient, flat, ranks, group):
+    flat = flat / ranks
+    ring_all_reduce(flat, group)
+    for view in unpack(flat, [gradient]):
+        gradient.copy_(view)
+
+
+def drops_the_sum(gradient, flat, ranks, group):
+    ring_all_reduce(flat, group)
+    gradient.copy_(unpack(flat, [gradient])[0])
+
+
+def gives_the_gradient_another_name(gradient, flat, ranks, group):
+    total = ring_all_reduce(flat, group)
+    gradient = unpack(total / ranks, [gradient])[0]
+
+
+def leaves_it_there(gradient, flat, ranks, group):
+    gradient.copy_(unpack(flat, [gradient])[0])
+
+
+images, labels, *_ = load_digits()  # as the notebook of chapter 04 names them
+
+
+def backward_on(model, indices):
+    """The notebook's: it knows only the notebook's own samples."""
+    model.zero_grad()
+    loss = F.cross_entropy(model(images[indices]), labels[indices])
+    loss.backward()
+    return loss.detach()
+
+
+def trains_with_backward_on(model, optimizer, images, labels, batches, group=None):
+    parts.broadcast_weights(model, group)
+    for batch in batches:
+        backward_on(model, batch[dist.get_rank(group)::dist.get_world_size(group)])
+        parts.average_gradients(model, group)
+        optimizer.step()
+
+
+def takes_the_rank_of_all(model, optimizer, images, labels, batches, group=None):
+    """4.3: only the number of ranks is the group's."""
+    parts.broadcast_weights(model, group)
+    for batch in batches:
+        own = batch[dist.get_rank()::dist.get_world_size(group)]
+        optimizer.zero_grad()
+        F.cross_entropy(model(images[own]), labels[own]).backward()
+        parts.average_gradients(model, group)
+        optimizer.step()
+
+
+def weighs_with_backward_on(model, optimizer, images, labels, batches):
+    steps = torch.tensor(len(batches))
+    dist.all_reduce(steps, op=dist.ReduceOp.MAX)
+    for number in range(steps):
+        own = batches[number] if number < len(batches) else torch.zeros(0, dtype=torch.int64)
+        samples = torch.tensor(len(own))
+        dist.all_reduce(samples)
+        if len(own):
+            backward_on(model, own)
+        for each in model.parameters():
+            each.grad = torch.zeros_like(each) if not len(own) else (
+                each.grad * len(own) * dist.get_world_size() / samples)
+        parts.average_gradients(model)
+        optimizer.step()
+
+
+class SavesRank0sBuffers(chapter_04.Checkpoint):
+    """4.5: as the text says of a model for use."""
+
+    def save(self, step, model, optimizer):
+        for buffer in model.buffers():
+            dist.broadcast(buffer, group_src=0)
+        super().save(step, model, optimizer)
+
+
+class SavesRank0sBuffersInACopy(chapter_04.Checkpoint):
+    def save(self, step, model, optimizer):
+        copied = copy.deepcopy(model)
+        for buffer in copied.buffers():
+            dist.broadcast(buffer, group_src=0)
+        super().save(step, copied, optimizer)
 
 
 def shifted_and_not_copied(flat, group=None):
@@ -653,6 +764,16 @@ def receives_floats(tensor):
     ("4.3", trains("after step"), "own gradients. Average them between"),
     ("4.3", trains("after step", piece=False), "own gradients. Average them between"),
     ("4.3", trains("never", broadcast="each step"), "Rank 0's weights overwrite"),
+    ("4.2", averages_with(takes_the_ring_to_be_in_place), "in a *new* tensor. You divided"),
+    ("4.2", averages_with(divides_first_and_drops_the_sum), "in a *new* tensor. You divided"),
+    ("4.2", averages_with(drops_the_sum), "still holds this rank's own gradient"),
+    ("4.2", averages_with(gives_the_gradient_another_name), "Copy the mean into `.grad`"),
+    ("4.2", averages_with(leaves_it_there), "Nothing was communicated"),
+    ("4.3", trains_with_backward_on, "the notebook's own `images` and `labels`"),
+    ("4.3", takes_the_rank_of_all, "You left out the group"),
+    ("4.4", weighs_with_backward_on, "the notebook's own `images` and `labels`"),
+    ("4.5", SavesRank0sBuffers, "a model which you save for use"),
+    ("4.5", SavesRank0sBuffersInACopy, "All ranks go on with rank 0's buffers"),
     ("overlapped-gradients", WaitsForTheLastOnly, "wait for all that was launched"),
     ("overlapped-gradients", WaitsInItsHook, "You wait in the hook"),
     ("overlapped-gradients", SendsWhatIsFull, "Every rank has to send the buckets in the order"),

@@ -85,14 +85,9 @@ def unpack(flat, tensors):
 
 def broadcast_weights(model, group=None):
     """Overwrites the parameters and buffers of all ranks with those of the group's rank 0."""
-    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    # Parameters and buffers are everything that a forward pass reads.
     for tensor in [*model.parameters(), *model.buffers()]:
-        message = tensor.data.contiguous()
-        if rank > 0:
-            dist.recv(message, group_src=rank - 1, group=group)
-        if rank < ranks - 1:
-            dist.send(message, group_dst=rank + 1, group=group)
-        tensor.data.copy_(message)
+        dist.broadcast(tensor.data, group_src=0, group=group)
 
 
 def average_gradients(model, group=None):
@@ -100,9 +95,11 @@ def average_gradients(model, group=None):
     ranks = dist.get_world_size(group)
     for parameter in model.parameters():
         if parameter.grad is not None:
+            # One at a time: a flat tensor has one dtype, and gradients may have several.
             flat = pack([parameter.grad], ranks)
-            mean = ring_all_reduce(flat / ranks, group)
-            parameter.grad.copy_(*unpack(mean, [parameter.grad]))
+            total = ring_all_reduce(flat / ranks, group)
+            [mean] = unpack(total, [parameter.grad])
+            parameter.grad.copy_(mean)
 
 
 def train_by_hand(model, optimizer, images, labels, batches, group=None):
