@@ -316,7 +316,7 @@ def waits_for_data(readings):
 
 def link_alone(readings):
     least = readings.least_unhidden  # with one bucket of six at the end, a sixth
-    return least > 0.4, (
+    return least > 0.45, (
         f"In a step the link works for {ms(readings.link_seconds)}. In each step, and on each "
         f"rank, {100 * least:.0f} % of that time or more is beside no computing.")
 
