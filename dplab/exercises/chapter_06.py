@@ -118,6 +118,16 @@ def lane_of_waiting(ranks):
     return split
 
 
+def lane_of_waiting_too(ranks):
+    split = split_time(ranks)
+    for seconds, spans in zip(split, ranks, strict=True):
+        waits = in_lane(spans, COMMUNICATION) + in_lane(spans, WAITING)
+        bare = covered(waits, in_lane(spans, COMPUTE) + under_way(ranks))
+        seconds["idle"] += seconds["waiting"] - bare
+        seconds["waiting"] = bare
+    return split
+
+
 def adds_up_exposed_parts(ranks):
     split = split_time(ranks)
     for seconds, spans in zip(split, ranks, strict=True):
@@ -127,10 +137,35 @@ def adds_up_exposed_parts(ranks):
 
 
 def all_of_communication(ranks):
+    return with_exposed_for_all(ranks, covered(under_way(ranks), []), -math.inf)
+
+
+def all_of_communication_and_no_debt(ranks):
+    return with_exposed_for_all(ranks, covered(under_way(ranks), []), 0.0)
+
+
+def all_collectives_added_up(ranks):
+    return with_exposed_for_all(ranks, seconds_of(under_way(ranks)), -math.inf)
+
+
+def all_collectives_added_up_and_no_debt(ranks):
+    return with_exposed_for_all(ranks, seconds_of(under_way(ranks)), 0.0)
+
+
+def with_exposed_for_all(ranks, link, least):
+    """The split with the same exposed seconds on all ranks; idle is what is left, or ``least``."""
+    split = split_time(ranks)
+    for seconds in split:
+        seconds["idle"] = max(least, seconds["idle"] + seconds["exposed"] - link)
+        seconds["exposed"] = link
+    return split
+
+
+def asks_for_the_link_first(ranks):
     split = split_time(ranks)
     for seconds in split:
         link = covered(under_way(ranks), [])
-        seconds["idle"] += seconds["exposed"] - link
+        seconds["computing"] -= link - seconds["exposed"]
         seconds["exposed"] = link
     return split
 
@@ -219,13 +254,17 @@ class ExposedTime(Calculation):
                 'lane "compute" are work of this rank.'),
         Mistake(computes_in_one_piece, "You take it that a rank computes from the start of its "
                 "first computing span to the end of its last one. Look at each span by itself."),
-        Mistake(lane_of_waiting, 'You took the lane "waiting" for what is asked for as '
-                '"waiting". That lane has waits for data too. Asked for is the time in a '
-                "collective that the link does not carry yet."),
+        *(Mistake(attempt, 'You took the lane "waiting" for what is asked for as "waiting". That '
+                  "lane has waits for data too, which are idle time. Asked for is the time in a "
+                  "collective that the link does not carry yet.")
+          for attempt in (lane_of_waiting, lane_of_waiting_too)),
         Mistake(adds_up_exposed_parts, "You add up what is exposed of each collective. Where two "
                 "go on at the same time, that time counts once."),
-        Mistake(all_of_communication, "You count all the time of the link as exposed. While the "
-                "rank computes, communication costs it nothing."),
+        *(Mistake(attempt, "You count all the time of the link as exposed. While the rank "
+                  "computes, it does not wait for the link: that time is computing.")
+          for attempt in (all_of_communication, all_of_communication_and_no_debt,
+                          all_collectives_added_up, all_collectives_added_up_and_no_debt,
+                          asks_for_the_link_first)),
         Mistake(subtracts_computing, "You subtract computing from communication. They neither "
                 "begin nor end together: look at pieces of time, one by one."),
         Mistake(hidden_for_exposed, "You return what is hidden, communication while the rank "
@@ -346,6 +385,10 @@ def share_of_computing(exposed, share, step):
     return exposed / share / step
 
 
+def share_of_backward(exposed, share, step):
+    return exposed * (1 - share) / share / (2 / 3 * step)
+
+
 def rounds_down(parts, tokens, ranks, flops, bandwidth, share):
     def count(exposed, share, step):
         return math.floor(exposed * (1 - share) / share / step)
@@ -382,7 +425,7 @@ def no_whole_micro_batches(parts, tokens, ranks, flops, bandwidth, share):
     return max(tokens, math.ceil(exposed * (1 - share) / share / (3 * forward) * tokens))
 
 
-def sends_each_byte_once(parts, tokens, ranks, flops, bandwidth, share):
+def half_the_bytes(parts, tokens, ranks, flops, bandwidth, share):
     return tokens_between_syncs(parts, tokens, ranks, flops, 2 * bandwidth, share)
 
 
@@ -456,6 +499,8 @@ class TokensBetweenSyncs(Calculation):
         Mistake(with_exposed(backward_hides, share_of_computing), "You compare what is exposed "
                 "with computing alone. The share is that of the whole step, the exposed time "
                 "included."),
+        Mistake(with_exposed(backward_hides, share_of_backward), "Your step has no forward. The "
+                "share is that of the whole step, and each micro-batch has a forward."),
         Mistake(rounds_down, "You round down, so the share is exceeded. Take the next whole "
                 "number of micro-batches."),
         Mistake(one_more, "That is one micro-batch more than it takes."),
@@ -463,8 +508,9 @@ class TokensBetweenSyncs(Calculation):
                 "tokens: multiply by those of a micro-batch."),
         Mistake(no_whole_micro_batches, "A rank runs whole micro-batches: round up to a multiple "
                 "of `tokens`."),
-        Mistake(sends_each_byte_once, "A ring sends each byte nearly twice: reduce-scatter and "
-                "all-gather, 2(N−1)/N times the gradient."),
+        Mistake(half_the_bytes, "You have half the bytes. A number of the gradient has 2 bytes, "
+                "and a ring sends 2(N−1)/N times the gradient. One of these factors of 2 is "
+                "missing."),
         Mistake(forgets_the_ranks, "You left out the number of ranks: a ring sends 2(N−1)/N times "
                 "the gradient, which is 0 on one rank."),
         Mistake(to_every_rank, "You let each rank send its gradient to each other one. A ring "
@@ -509,15 +555,19 @@ def _tokens_facts(case, answer):
 # --- 6.3: the capstone ---------------------------------------------------------------------------
 
 def lost_gpus(alone, ranks):
-    def seconds(spans, lane, name=""):
-        return sum(span.end - span.start for span in spans
-                   if span.lane == lane and span.name.startswith(name))
+    def computes(spans):
+        return sum(span.end - span.start for span in spans if span.lane == "compute")
 
-    computing = [seconds(spans, "compute") for spans in ranks]
+    def waits_for_data(spans):
+        return sum(span.end - span.start for span in spans
+                   if span.lane == "waiting" and span.name == "data")
+
+    computing = [computes(spans) for spans in ranks]
     slowest = computing.index(max(computing))
     typical = statistics.median(computing)
-    added = {"data": seconds(ranks[slowest], "waiting", "data") - seconds(alone, "waiting", "data"),
-             "kernels": typical - seconds(alone, "compute"),
+    # What the slowest rank's timeline has, and that of one GPU has not.
+    added = {"data": waits_for_data(ranks[slowest]) - waits_for_data(alone),
+             "kernels": typical - computes(alone),
              "straggler": computing[slowest] - typical,
              "exposed": split_time(ranks)[slowest]["exposed"]}
     ends = [span.end for spans in ranks for span in spans]
@@ -577,11 +627,16 @@ def straggler_in_the_kernels(alone, ranks):
     return lost_gpus(alone, ranks) | {"kernels": in_gpus(ranks, slowest - computing_of(alone))}
 
 
-def mean_of_the_kernels(alone, ranks):
-    computing = list(map(computing_of, ranks))
-    return lost_gpus(alone, ranks) | {
-        "kernels": in_gpus(ranks, statistics.mean(computing) - computing_of(alone)),
-        "straggler": in_gpus(ranks, max(computing) - statistics.mean(computing))}
+def typical_is(of_computing):
+    """The attribution of somebody who takes another rank for a typical one."""
+    def attempt(alone, ranks):
+        computing = list(map(computing_of, ranks))
+        typical = of_computing(computing)
+        return lost_gpus(alone, ranks) | {
+            "kernels": in_gpus(ranks, typical - computing_of(alone)),
+            "straggler": in_gpus(ranks, max(computing) - typical)}
+
+    return attempt
 
 
 def straggler_against_alone(alone, ranks):
@@ -599,9 +654,21 @@ def straggler_by_waiting(alone, ranks):
     return lost_gpus(alone, ranks) | {"straggler": in_gpus(ranks, waits)}
 
 
+def data_of(spans):
+    return sum(span.seconds for span in spans if span.name == "data")
+
+
 def all_data(alone, ranks):
-    data = max(sum(span.seconds for span in spans if span.name == "data") for spans in ranks)
-    return lost_gpus(alone, ranks) | {"data": in_gpus(ranks, data)}
+    return lost_gpus(alone, ranks) | {"data": in_gpus(ranks, data_of(max(ranks, key=computing_of)))}
+
+
+def data_that(of_ranks):
+    """The attribution of somebody who takes another rank's wait for data."""
+    def attempt(alone, ranks):
+        data = of_ranks([data_of(spans) for spans in ranks]) - data_of(alone)
+        return lost_gpus(alone, ranks) | {"data": in_gpus(ranks, data)}
+
+    return attempt
 
 
 def shares_of_the_step(alone, ranks):
@@ -634,8 +701,8 @@ class AttributeTheLoss(Calculation):
         "Lay the step of one GPU beside that of the slowest rank. Which seconds does the second "
         "one have that the first one lacks? Every one of the N GPUs loses them.",
         "Computing has two causes. What a typical rank (the median) takes longer than one GPU "
-        "alone happens to all ranks; what the slowest one takes beyond that is its own.",
-        "A cause that adds s seconds to a step of S seconds costs N · s / S GPUs. Take data and "
+        "alone happens to all ranks. What the slowest one takes beyond that is its own.",
+        "A cause with s of the S seconds of a step takes the time of N · s / S GPUs. Take data and "
         "the exposed time (your split) of the rank that computes longest: the others are exposed "
         "longer only because they wait for it.",
     )
@@ -650,13 +717,16 @@ class AttributeTheLoss(Calculation):
         Mistake(exposed_and_waiting, "You count waiting as exposed communication. While a rank "
                 "waits for another one, a faster link would help nobody."),
         Mistake(all_of_the_link, "You count all the time in which the link works. What computing "
-                "hides costs nothing."),
+                "hides is computing already in the slowest rank's timeline: count it once."),
         Mistake(adds_up_collectives, "You add up the collectives' spans. They overlap each other, "
                 "computing hides some, and some is waiting."),
         Mistake(straggler_in_the_kernels, "Your slower kernels contain the straggler's own delay, "
                 "which you count twice. What happens to all ranks shows on a typical one."),
-        Mistake(mean_of_the_kernels, "You took the mean of the computing times, in which the "
-                "straggler itself has a part. The median is that of a typical rank."),
+        *(Mistake(typical_is(rank), "The ranks differ a little, and you took one of them for a "
+                  "typical one. The median of all is the better choice.")
+          for rank in (min, lambda computing: computing[0])),
+        Mistake(typical_is(statistics.mean), "You took the mean of the computing times, in which "
+                "the straggler itself has a part. The median is that of a typical rank."),
         Mistake(straggler_against_alone, "You compare the straggler with one GPU alone. Its "
                 "kernels are slower for the reason of all ranks too: compare it with a typical "
                 "rank."),
@@ -667,6 +737,9 @@ class AttributeTheLoss(Calculation):
                 "exposed communication. Compare computing times."),
         Mistake(all_data, "You count all time for data. One GPU alone waits for some of it too: "
                 "only what comes on top is lost."),
+        *(Mistake(data_that(of_ranks), "You took the wait for data of another rank. The step's "
+                  "length is that of the slowest rank's timeline: take its own wait.")
+          for of_ranks in (max, min, statistics.median, statistics.mean)),
         Mistake(shares_of_the_step, "These are shares of the step. Each of the N GPUs loses that "
                 "share of its time, so multiply by N."),
         Mistake(in_steps_of_one, "You divide by the step of one GPU. The N GPUs work for the "
@@ -678,8 +751,10 @@ class AttributeTheLoss(Calculation):
 
     def prepare(self):
         """By name, jobs as (spans of one GPU, spans of the ranks)."""
-        jobs = {"a job on 4 GPUs": job(4, 1, bucket=0.004),
-                "a job on 6 GPUs with a slow link": job(6, 4, bucket=0.019)}
+        jobs = {"a job on 5 GPUs": job(5, 1, bucket=0.004, data=0.012,
+                                       differ={0: -0.012, 3: 0.012}),
+                "a job on 6 GPUs with a slow link": job(6, 4, bucket=0.019, data=0.032,
+                                                        differ={0: 0.018, 3: -0.018})}
         folder = course.folder()
         if folder and (path := folder / "data" / "eight_ranks.json").exists():
             jobs["the eight ranks' job"] = recorded_job(path)
@@ -713,16 +788,22 @@ def recorded_job(path):
         sorted(together, key=length)[len(together) // 2]
 
 
-def job(ranks, slow, *, bucket, layers=5, forward=0.010, backward=0.022, optimizer=0.012):
-    """A job with known faults, by arithmetic: one GPU's step, and that of all ranks."""
-    data, kernels, straggler = 0.021, 0.003, 0.005  # seconds; the last two of each kernel
+def job(ranks, slow, *, bucket, data, differ, layers=5, forward=0.010, backward=0.022,
+        optimizer=0.012):
+    """A job with known faults, by arithmetic: one GPU's step, and that of all ranks.
+
+    ``data``: seconds that the ranks but the slow one wait for data. ``differ``: by rank, how much
+    longer it computes than a typical one.
+    """
+    kernels, straggler = 0.003, 0.005  # seconds of each kernel
     alone = [Span("data", WAITING, 0.0, 0.006)]
-    own = [[Span("data", WAITING, 0.0, data)] for _ in range(ranks)]
+    own = [[Span("data", WAITING, 0.0, 0.021 if rank == slow else data)] for rank in range(ranks)]
     launches = [[] for _ in range(ranks)]
     for rank, spans in enumerate([*own, alone]):
         for name, seconds in [("forward", forward)] * layers + [("backward", backward)] * layers:
             if spans is not alone:
                 seconds += kernels + straggler * (rank == slow)
+                seconds += differ.get(rank, 0.0) / (2 * layers)
             spans.append(Span(name, COMPUTE, spans[-1].end, spans[-1].end + seconds))
             if name == "backward" and spans is not alone:
                 launches[rank].append(spans[-1].end)

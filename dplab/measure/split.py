@@ -6,7 +6,8 @@ from itertools import pairwise
 
 def split_time(ranks):
     calls = [[span for span in spans if span.lane == "communication"] for spans in ranks]
-    # The link carries a collective from the moment at which the last rank has launched it.
+    # The link carries a collective from the moment at which the last rank has launched it, until
+    # the first rank notes its end. The others note it a moment later, when their thread has woken.
     carried = [(max(call.start for call in same), min(call.end for call in same))
                for same in zip(*calls, strict=True)]
     moments = sorted({moment for spans in ranks for span in spans
@@ -30,22 +31,23 @@ def split_time(ranks):
 
 
 def from_last_launch(ranks):
-    """The same spans, in which a rank waits for a collective until the last rank has launched it.
+    """The same spans, in which a rank waits while the link does not carry its collective.
 
-    What is left of the collective is the time in which the link carries it. For a drawing.
+    What is left of the collective is what `split_time` takes for carried. For a drawing.
     """
-    starts = [max(span.start for span in same) for same in zip(
-        *([span for span in spans if span.lane == "communication"] for spans in ranks),
-        strict=True)]
-    split = []
+    calls = [[span for span in spans if span.lane == "communication"] for spans in ranks]
+    carried = [(max(span.start for span in same), min(span.end for span in same))
+               for same in zip(*calls, strict=True)]
+    found = []
     for spans in ranks:
-        launches, found = iter(starts), []
+        times, parts = iter(carried), []
         for span in spans:
             if span.lane != "communication":
-                found.append(span)
+                parts.append(span)
                 continue
-            start = min(next(launches), span.end)
-            found.append(replace(span, lane="waiting", end=start))
-            found.append(replace(span, start=start))
-        split.append(sorted(found, key=lambda span: (span.start, span.end)))
-    return split
+            start, end = next(times)
+            parts += [replace(span, lane="waiting", end=start), replace(span, start=start, end=end)]
+            if end < span.end:
+                parts.append(replace(span, lane="waiting", start=end))
+        found.append(sorted(parts, key=lambda span: (span.start, span.end)))
+    return found

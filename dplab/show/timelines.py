@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 EXPOSED, HIDDEN = PART_COLORS["communication"], "#FBE3A8"
 BAND, THIN, GAP = 22, 15, 12
+HATCHES = {"data": "....", "waiting": "////"}  # of what is no work
 
 
 def timeline(ranks: "Sequence[Sequence[Span]]", *, title: str, note: str | None = None,
@@ -36,11 +37,12 @@ def timeline(ranks: "Sequence[Sequence[Span]]", *, title: str, note: str | None 
 
     ``ranks`` has each rank's spans, in seconds from a common zero: ``name``, ``lane`` ("compute",
     "communication", "waiting"), ``start``, ``end``. A name that begins with a part of PART_COLORS
-    is that part. A collective is solid where its rank computes nothing, light where it does, and
-    hollow in the seconds at its start in which it was ``queued``; those under way at once share the
-    band. ``names`` are the rows' labels, by default "rank r"; ``note`` stands below the title, and
-    ``since`` on the axis says what the zero is. Raises ValueError for no rows, a row without spans,
-    and spans that cannot be.
+    is that part; in the lane "waiting", "data" is told apart from other waiting. A collective is
+    solid where its rank computes nothing, light where it does, and hollow in the seconds at its
+    start in which it was ``queued``; those under way at once share the band. ``names`` are the
+    rows' labels, by default "rank r"; ``note`` stands below the title, and ``since`` on the axis
+    says what the zero is. Raises ValueError for no rows, a row without spans, and spans that cannot
+    be.
     """
     names = [f"rank {rank}" for rank in range(len(ranks))] if names is None else names
     if not ranks or len(names) != len(ranks) or not all(ranks):
@@ -59,7 +61,7 @@ def timeline(ranks: "Sequence[Sequence[Span]]", *, title: str, note: str | None 
     note = wrap(note or "", SIZE, 72 * WIDTH - 24)
     parts = list(dict.fromkeys(part for row in rows for part, *_ in row.doing))
     colors = dict(zip(parts, cycle(OTHER_COLORS), strict=False)) | PART_COLORS
-    colors["waiting"] = "#FFFFFF"
+    colors |= dict.fromkeys(HATCHES, "#FFFFFF")
 
     with style():
         figure = CourseFigure(figsize=(WIDTH, 1))
@@ -93,10 +95,13 @@ class _Row:
                        for span in sorted(spans, key=lambda span: (span.start, -span.end))
                        if span.lane == "communication"]
         self.busy, sending = _union(lanes["compute"]), _union(self.collectives)
-        waiting = _without(_union(self.collectives + lanes["waiting"]), self.busy)
+        data = _without(_union(span for span in lanes["waiting"] if span[0] == "data"), self.busy)
+        waiting = _without(_union(self.collectives + lanes["waiting"]),
+                           _union([("", *times) for times in self.busy + data]))
         self.doing = [(next(filter(name.startswith, PART_COLORS), name), *piece)  # innermost wins
                       for index, (name, *times) in enumerate(lanes["compute"])
                       for piece in _without([times], _union(lanes["compute"][index + 1:]))]
+        self.doing += [("data", *times) for times in data]
         self.doing += [("waiting", *times) for times in waiting]
 
         total = factor * (max(span.end for span in spans) - min(span.start for span in spans))
@@ -179,11 +184,10 @@ class _Rows(shares.LabelledBars):
         return max(bottom, 2 * middle - low) + GAP
 
     def bar(self, name, start, end, y, height, color, lines=0.0):
-        """A rectangle with white lines at its ends; that of waiting is hatched."""
-        hatch = "////" if name == "waiting" else None
+        """A rectangle with white lines at its ends; those of HATCHES are hatched."""
         add_area(self.axes, Rectangle(
             (start, y), end - start, height, label=name, linewidth=0, facecolor=color,
-            edgecolor=REFERENCE, hatch=hatch, clip_on=False),
+            edgecolor=REFERENCE, hatch=HATCHES.get(name), clip_on=False),
             0.2 * min(self.scale * (end - start), height))
         if lines > 0:
             self._edges += [(x, y, y + height, min(0.7, lines)) for x in (start, end)]

@@ -1,6 +1,7 @@
 """The traces of chapter 06's capstone: what was put in is what the course's attribution finds."""
 
 import json
+import statistics
 
 import pytest
 from sandbox import ROOT
@@ -35,9 +36,38 @@ def test_the_file_says_what_was_put_in():
         assert all(len(step) == ranks for step in recorded[name])
 
 
+def test_a_repair_returns_something_else_than_its_share_of_the_timeline():
+    recorded = json.loads(DATA.read_text(encoding="utf-8"))
+    usual = {cause: statistics.median(steps) for cause, steps in recorded["repaired"].items()}
+    assert set(usual) == {"nothing", *eight_ranks.lost()}
+    assert all(len(steps) == eight_ranks.REPAIRED_STEPS for steps in recorded["repaired"].values())
+    saved = {cause: usual["nothing"] - seconds for cause, seconds in usual.items()}
+    lost = eight_ranks.lost()
+    assert saved["kernels"] < 0.2 * lost["kernels"]
+    assert saved["straggler"] < 0.6 * lost["straggler"]
+    assert saved["data"] == pytest.approx(lost["data"], rel=0.1)
+    assert saved["exposed"] < 0.75 * lost["exposed"]
+
+
+def test_without_a_fault_a_part_is_healthy(monkeypatch):
+    class Worker:
+        buckets, kernels = range(eight_ranks.SIZES.layers), []
+
+        def kernel(self, name, seconds):
+            self.kernels.append(seconds)
+
+    monkeypatch.setattr(eight_ranks.dist, "get_rank", lambda: eight_ranks.SLOW_RANK)
+    for faults, layer in ((eight_ranks.Faults(), SIZES.forward + eight_ranks.STRAGGLER / 16),
+                          (eight_ranks.Faults(straggler=0.0), SIZES.forward)):
+        Worker.kernels.clear()
+        faults.forward(Worker())
+        assert Worker.kernels == pytest.approx([layer] * SIZES.layers)
+
+
 @pytest.mark.slow
 def test_it_runs_on_this_machine(monkeypatch, capsys):
     monkeypatch.setattr(eight_ranks, "STEPS", 1)
+    monkeypatch.setattr(eight_ranks, "REPAIRED_STEPS", 1)
     monkeypatch.setattr(eight_ranks, "WARM_UP", 1)
     eight_ranks.main(type("Options", (), {"save": False}))
     assert "times as fast" in capsys.readouterr().out

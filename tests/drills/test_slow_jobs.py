@@ -10,6 +10,7 @@ import pytest
 
 from dplab.drills import slow_jobs
 from dplab.drills.slow_jobs import CASES, SUSPECTS, SlowJob
+from dplab.predict.step import COMMUNICATION, COMPUTE, Span
 from dplab.workloads import slept_steps
 from dplab.workloads.slept_steps import Parts
 
@@ -91,6 +92,43 @@ def test_a_loop_that_is_mended_is_accepted_and_another_one_is_not(capsys, tmp_pa
     assert "not mended" in capsys.readouterr().out
     job.repair(lambda rank, ranks, batches: batches // ranks)
     assert "solved" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_of_thrown_away_files_both_honest_repairs_are_accepted(capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv("DPLAB_HOME", str(tmp_path))
+    case = next(case for case in CASES if case.to_repair)
+    job = job_of(seeds_of(case.faults[1], 1)[0])
+    for honest in (case.faults[1].mended,
+                   lambda rank, ranks, batches: batches // ranks - 1):  # as the one with fewest
+        job.diagnose(case.suspect)
+        job.repair(honest)
+        assert "solved" in capsys.readouterr().out
+    job.repair(lambda rank, ranks, batches: batches // ranks - 2)
+    assert "not mended" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_where_all_ranks_wait_for_data_the_answer_says_all():
+    case = next(case for case in CASES if case.suspect == "late input")
+    all_wait, one_waits = (slow_jobs.waits_for_data(job_of(seeds_of(fault, 1)[0])._readings)[1]
+                           for fault in case.faults)
+    assert all_wait.startswith("Each rank waits")
+    assert re.match(r"Rank \d waits", one_waits)
+
+
+def test_threads_that_wake_late_change_nothing_on_the_link():
+    def step(late):
+        nbytes = 22_000
+        return [[Span("backward", COMPUTE, 0, 0.014),
+                 Span("all_reduce", COMMUNICATION, 0.014, 0.03 + late * rank, nbytes, 0.002 * rank),
+                 Span("optimizer", COMPUTE, 0.05, 0.054)] for rank in range(2)]
+
+    on_time, late = (slow_jobs.on_the_link(step(late)) for late in (0, 0.011))
+    assert on_time == late
+    seconds = slow_jobs.LINK.seconds("all_reduce", 2, 22_000)
+    assert on_time[1][1].start == pytest.approx(0.016)
+    assert on_time[1][1].seconds == pytest.approx(seconds)
 
 
 @pytest.mark.slow

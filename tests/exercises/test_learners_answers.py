@@ -4,6 +4,7 @@ import copy
 import io
 import itertools
 import os
+import statistics
 from fractions import Fraction
 
 import pytest
@@ -269,6 +270,99 @@ def also_waiting(spans):
 def from_first_to_last(spans):
     own = [span for span in spans if span.lane == step.COMPUTE]
     return [(own[0].start, own[-1].end)]
+
+
+def asked_in_order(kinds, last=min):
+    """6.1 as a sweep that asks of each piece of time in this order; ``last``: of a collective's
+    ends.
+    """
+    def split_time(ranks):
+        calls = [[span for span in spans if span.lane == step.COMMUNICATION] for spans in ranks]
+        carried = [(max(span.start for span in same), last(span.end for span in same))
+                   for same in zip(*calls, strict=True)]
+        moments = sorted({time for spans in ranks for span in spans
+                          for time in (span.start, span.end)})
+        found = []
+        for spans in ranks:
+            by_lane = {lane: [(span.start, span.end) for span in spans if span.lane == lane]
+                       for lane in (step.COMPUTE, step.COMMUNICATION, step.WAITING)}
+            of_kind = {"computing": by_lane[step.COMPUTE], "exposed": carried,
+                       "waiting": by_lane[step.COMMUNICATION],
+                       "lane of waiting": by_lane[step.WAITING]}
+            seconds = dict.fromkeys(("computing", "exposed", "waiting", "idle"), 0.0)
+            for now, then in itertools.pairwise(moments):
+                kind = next((kind for kind in kinds if any(
+                    start <= now < end for start, end in of_kind[kind])), "idle")
+                seconds[{"lane of waiting": "waiting"}.get(kind, kind)] += then - now
+            found.append(seconds)
+        return found
+
+    return split_time
+
+
+def clamps_the_rest(ranks):
+    """6.1: all of the link's time is exposed, and idle is what is left, if anything is."""
+    right = asked_in_order(("computing", "exposed", "waiting"))(ranks)
+    calls = [[span for span in spans if span.lane == step.COMMUNICATION] for spans in ranks]
+    link = sum(min(ends) - start for start, ends in (
+        (max(span.start for span in same), [span.end for span in same])
+        for same in [list(same) for same in zip(*calls, strict=True)]))
+    moments = [time for spans in ranks for span in spans for time in (span.start, span.end)]
+    whole = max(moments) - min(moments)
+    return [each | {"exposed": link, "idle": max(
+        0.0, whole - each["computing"] - link - each["waiting"])} for each in right]
+
+
+def tokens_with(number_bytes=2, rounds=2, with_forward=True):
+    """6.2, with one thing left out."""
+    def tokens_between_syncs(parts, tokens, ranks, flops, bandwidth, share):
+        gradient = number_bytes * sum(parameters for parameters, _ in parts)
+        send = rounds * (ranks - 1) / ranks * gradient / bandwidth
+        forward = 2 * tokens * sum(parameters * uses for parameters, uses in parts) / flops
+        exposed = max(0.0, send - 2 * forward)
+        count = 1
+        while exposed > share * (count * (2 + with_forward) * forward + exposed):
+            count += 1
+        return count * tokens
+
+    return tokens_between_syncs
+
+
+def attributed(typical, data=lambda of_ranks, slowest: of_ranks[slowest]):
+    """6.3 with another idea of a typical rank, or of whose data counts."""
+    def lost_gpus(alone, ranks):
+        def in_lane(spans, lane, name=None):
+            return sum(span.end - span.start for span in spans
+                       if span.lane == lane and name in (None, span.name))
+
+        computing = [in_lane(spans, step.COMPUTE) for spans in ranks]
+        slowest = computing.index(max(computing))
+        usual = typical(computing)
+        moments = [time for spans in ranks for span in spans for time in (span.start, span.end)]
+        whole = max(moments) - min(moments)
+        waits = [in_lane(spans, step.WAITING, "data") for spans in ranks]
+        split = asked_in_order(("computing", "exposed", "waiting"))(ranks)
+        added = {"data": data(waits, slowest) - in_lane(alone, step.WAITING, "data"),
+                 "kernels": usual - in_lane(alone, step.COMPUTE),
+                 "straggler": max(computing) - usual, "exposed": split[slowest]["exposed"]}
+        return {cause: len(ranks) * seconds / whole for cause, seconds in added.items()}
+
+    return lost_gpus
+
+
+def median_of_the_others(computing):
+    return sorted(computing)[(len(computing) - 1) // 2]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "answer"), [
+    ("6.1", asked_in_order(("computing", "exposed", "waiting"), last=min)),
+    ("6.1", asked_in_order(("computing", "exposed", "waiting"), last=max)),
+    ("6.2", tokens_with()), ("6.3", attributed(statistics.median)),
+    ("6.3", attributed(median_of_the_others))])
+def test_a_right_answer_of_chapter_06_passes(number, answer):
+    verdict = find(number).judge(answer)
+    assert verdict.outcome == PASSED, verdict
 
 
 def without_the_last_block(model):
@@ -788,6 +882,17 @@ def receives_floats(tensor):
     ("10.3", MovedAway, "died while it saved"),
     ("6.1", split_with(also_waiting), "waiting as computing"),
     ("6.1", split_with(from_first_to_last), "first computing span"),
+    ("6.1", asked_in_order(("exposed", "computing", "waiting")), "all the time of the link"),
+    ("6.1", asked_in_order(("computing", "exposed", "waiting", "lane of waiting")),
+     "the lane \"waiting\""),
+    ("6.1", clamps_the_rest, "all the time of the link"),
+    ("6.2", tokens_with(number_bytes=1), "A number of the gradient has 2 bytes"),
+    ("6.2", tokens_with(rounds=1), "a ring sends 2(N−1)/N times"),
+    ("6.2", tokens_with(with_forward=False), "has no forward"),
+    ("6.3", attributed(min), "took one of them for a typical one"),
+    ("6.3", attributed(lambda computing: computing[0]), "took one of them for a typical one"),
+    ("6.3", attributed(statistics.median, lambda waits, _: statistics.median(waits)),
+     "wait for data of another rank"),
     ("9.3", without_the_last_block, "`model.blocks[5]`"),
     ("7.4", not_handed_on, "does not reach them"),
     ("4.1", left_to_ddp, "call `dist.broadcast` yourself"),

@@ -32,3 +32,11 @@ def test_before_the_last_launch_a_rank_waits():
         (5, 7), (8, 10)]
     assert [kinds["exposed"] for kinds in split_time([first, second])] == [
         kinds["exposed"] for kinds in split_time(RANKS)]
+
+
+def test_after_the_first_end_a_rank_waits():
+    late = [RANKS[0], [*RANKS[1][:2], Span("all_reduce", COMMUNICATION, 8, 10.5), RANKS[1][3]]]
+    _, second = from_last_launch(late)
+    assert [(span.lane, span.start, span.end) for span in second[-3:-1]] == [
+        (COMMUNICATION, 8, 10), (WAITING, 10, 10.5)]
+    assert split_time(from_last_launch(late))[1]["exposed"] == split_time(late)[1]["exposed"] == 2

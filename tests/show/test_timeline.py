@@ -87,6 +87,15 @@ def test_what_is_exposed_and_who_waits_is_marked(case):
         assert all(bar.get_hatch() for bar in bars if bar.get_label() == "waiting")
 
 
+def test_waiting_for_data_is_told_apart_from_other_waiting():
+    spans = [Span("data", WAITING, 0, 2), Span("forward", COMPUTE, 2, 3),
+             Span("wait", WAITING, 3, 5), Span("all-reduce 0", COMMUNICATION, 1, 5)]
+    bars = {bar.get_label(): bar for bar in bars_of(show.timeline([spans], title=""))}
+    assert (bars["data"].get_x(), bars["data"].get_width()) == (0, 2)
+    assert (bars["waiting"].get_x(), bars["waiting"].get_width()) == (3, 2)
+    assert bars["data"].get_hatch() != bars["waiting"].get_hatch()
+
+
 def test_solid_and_light_parts_of_a_collective_are_its_own_bar():
     spans = [Span("backward", COMPUTE, 0, 4), Span("all-reduce 0", COMMUNICATION, 1, 6),
              Span("all-reduce 1", COMMUNICATION, 2, 5), Span("optimizer", COMPUTE, 6, 7)]
