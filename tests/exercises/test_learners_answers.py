@@ -64,9 +64,29 @@ def sends_in_a_batch(tensor):
         tensor.copy_(theirs)
 
 
+def storages(*tensors):
+    found = [tensor.untyped_storage() for tensor in tensors if tensor is not None]
+    return {memory.data_ptr(): memory.nbytes() for memory in found}
+
+
+def counts(*kinds):
+    """1.3: what is asked for, of these kinds alone."""
+    def answer(model, optimizer, others=()):
+        held = {"parameters": list(model.parameters()),
+                "gradients": [each.grad for each in model.parameters()],
+                "state": [value for state in optimizer.state.values()
+                          for value in state.values()],
+                "others": others}
+        found = storages(*(tensor for kind in kinds for tensor in held[kind]))
+        return sum(found.values()) / sum(each.numel() for each in model.parameters())
+
+    return answer
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "answer"), [
     ("0.3", sends_a_copy), ("0.3", sends_in_a_batch),
+    ("1.3", counts("parameters", "gradients", "state", "others")),
     ("ring-seconds", in_fractions), ("10.3", WrittenByTheLastRank)])
 def test_a_right_answer_in_another_form_passes(number, answer):
     verdict = find(number).judge(answer)
@@ -536,6 +556,73 @@ def receives_floats(tensor):
         tensor.copy_(theirs)
 
 
+def slope_not_squared(x, hidden, w2, to_logits):
+    """1.1"""
+    gradients = x.T @ (to_logits @ w2.T * (1 - hidden)), hidden.T @ to_logits
+    for gradient in gradients:
+        dist.all_reduce(gradient)
+        gradient /= dist.get_world_size()
+    return gradients
+
+
+def slope_without_one(x, hidden, w2, to_logits):
+    """1.1"""
+    gradients = x.T @ (to_logits @ w2.T * hidden**2), hidden.T @ to_logits
+    for gradient in gradients:
+        dist.all_reduce(gradient)
+        gradient /= dist.get_world_size()
+    return gradients
+
+
+def one_message_and_one_product(d, f, ranks, flops, bandwidth, element):
+    """1.2: two mistakes, whose result is that of 2 in place of 2(N−1)/N."""
+    return element * d * f / bandwidth / (2 * d * f / flops)
+
+
+def four_times_the_parameters(model, optimizer, others=()):
+    total = sum(4 * each.nbytes for each in model.parameters())
+    return total / sum(each.numel() for each in model.parameters())
+
+
+def bytes_of_the_last_in_each_storage(model, optimizer, others=()):
+    sizes = {}
+    state = [value for each in optimizer.state.values() for value in each.values()]
+    for tensor in [*model.parameters(), *(each.grad for each in model.parameters()), *state,
+                   *others]:
+        if tensor is not None:
+            sizes[tensor.untyped_storage().data_ptr()] = tensor.nbytes
+    return sum(sizes.values()) / sum(each.numel() for each in model.parameters())
+
+
+def takes_the_state_for_tensors(model, optimizer, others=()):
+    state = [value for each in optimizer.state.values() for value in each.values()]
+    gradients = [each.grad for each in model.parameters() if each.grad is not None]
+    found = [tensor.untyped_storage() for tensor in [*model.parameters(), *gradients, *state,
+                                                     *others]]
+    return (sum({each.data_ptr(): each.nbytes() for each in found}.values())
+            / sum(each.numel() for each in model.parameters()))
+
+
+def neither_parameters_nor_shared_memory(model, optimizer, others=()):
+    state = [value for each in optimizer.state.values() for value in each.values()]
+    found = [*(each.grad for each in model.parameters()), *state, *others]
+    total = sum(tensor.nbytes for tensor in found if tensor is not None)
+    return total / sum(each.numel() for each in model.parameters())
+
+
+def neither_gradients_nor_frozen_parameters(model, optimizer, others=()):
+    trained = [each for each in model.parameters() if each.requires_grad]
+    state = [value for each in optimizer.state.values() for value in each.values()]
+    total = sum(storages(*trained, *state, *others).values())
+    return total / sum(each.numel() for each in model.parameters())
+
+
+def adds_the_buffers(model, optimizer, others=()):
+    buffers = storages(*model.buffers())
+    whole = counts("parameters", "gradients", "state", "others")(model, optimizer, others)
+    return whole + sum(buffers.values()) / sum(each.numel() for each in model.parameters())
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "answer", "said"), [
     ("0.1", solves(d=adds_and_cuts), "Puzzle D: a reduce-scatter adds"),
@@ -564,6 +651,20 @@ def receives_floats(tensor):
     ("0.3", copies_too_early, "Wait for the send first"),
     ("0.3", receives_into_three, "is smaller than `tensor`"),
     ("0.3", assigns_the_name, "only gives the name"),
+    ("1.1", slope_not_squared, "You did not square"),
+    ("1.1", slope_without_one, "You took tanh² for the slope"),
+    ("1.2", one_message_and_one_product, "not depend on the number of ranks"),
+    ("1.3", counts("gradients", "state", "others"), "The parameters are missing"),
+    ("1.3", counts("state", "others"), "The parameters and gradients are missing"),
+    ("1.3", counts("gradients", "state"), "The parameters and `others` are missing"),
+    ("1.3", counts("parameters", "others"), "The gradients and the optimizer's state are missing"),
+    ("1.3", counts("parameters", "state", "others"), "The gradients are missing"),
+    ("1.3", counts("parameters"), "the parameters alone"),
+    ("1.3", counts("gradients"), "the gradients alone"),
+    ("1.3", four_times_the_parameters, "four times the parameters"),
+    ("1.3", bytes_of_the_last_in_each_storage, "a piece of its storage"),
+    ("1.3", takes_the_state_for_tensors, "None among its values"),
+    ("1.3", adds_the_buffers, "You count buffers too"),
     ("3.2", ends_with_the_next_chunk, "it is a neighbour's"),
     ("3.2", shifted_and_not_copied, "it is a neighbour's"),
     ("10.2", padded_for_all_ranks, "dist.get_world_size(inside)"),
@@ -639,6 +740,8 @@ def in_seconds_and_without_restart(failures, days, log_ranks, ranks, save_second
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "answer", "halves"), [
+    ("1.3", neither_parameters_nor_shared_memory, ("The parameters are missing",)),
+    ("1.3", neither_gradients_nor_frozen_parameters, ("The gradients are missing",)),
     ("5.1", summed_and_forward, ("did not divide", "forward order")),
     ("7.1", same_noise_and_order, ("same order", "draw the same noise")),
     ("9.2", clips_by_its_own, ("own shards", "after clipping")),
