@@ -161,8 +161,8 @@ _OTHER_SOURCE = ("Puzzle A: you sent rank {}'s numbers to everyone. The numbers 
 _UNFILLED = ("Puzzle {}: `y` is still all zeros, so your call did not fill it. A call with one "
              "tensor overwrites that tensor; a call with two fills the first.")
 
-_RETURNED_NOTHING = ("Puzzle {}: you make a call, and return nothing. Below the call, return `x` or "
-                     "`y`, whichever the call has filled.")
+_RETURNED_NOTHING = ("Puzzle {}: you make a call, and return nothing. Below the call, return `x` "
+                     "or `y`, whichever the call has filled.")
 _RETURNED_X = ("Puzzle {}: you returned `x`, which still holds this rank's own numbers. The call "
                "has filled `y`.")
 
@@ -733,8 +733,8 @@ _SHARED = ("You receive into `tensor` while it is still being sent. What arrives
 _CHANGED = ("You write into `tensor` before the `wait()` of its send: some of the old numbers may "
             "not have left yet. Wait for the send first, then copy.")
 _SEND_OPEN = ("You start a send, and never call `wait()` on its handle. Until that `wait()` has "
-              "returned, some of the numbers may not have left yet. Keep the handle, and wait before "
-              "the function ends and before you write into what you send.")
+              "returned, some of the numbers may not have left yet. Keep the handle, and wait "
+              "before the function ends and before you write into what you send.")
 _RECEIVE_OPEN = ("You start a receive, and never call `wait()` on its handle. Until that `wait()` "
                  "has returned, the partner's numbers may not have come yet. Keep the handle, and "
                  "wait before you use what you receive into.")
