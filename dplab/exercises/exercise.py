@@ -253,7 +253,7 @@ class Exercise:
         why = self.explanation(attempt, got, world_size)
         if why and not why.startswith(AT_LEAST):
             return Verdict(WRONG, why, verdict.detail)
-        if self._met_none(got, world_size) and (name := _used_result(attempt)):
+        if self._met_none(got, world_size) and (name := used_result(attempt)):
             why = (f"`dist.{name}` returns None. It leaves its result in a tensor that it gets: "
                    f"give that tensor a name, call `dist.{name}` on a line of its own, and go on "
                    "with the tensor.")
@@ -396,7 +396,7 @@ def _names_in(attempt) -> set[str]:
     return names
 
 
-def _used_result(attempt) -> str:
+def used_result(attempt) -> str:
     """The name of a call in RETURN_NOTHING whose result the code uses; empty if there is none."""
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(attempt)))

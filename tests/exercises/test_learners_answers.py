@@ -2,6 +2,7 @@
 
 import io
 import os
+import time
 from fractions import Fraction
 
 import pytest
@@ -423,6 +424,100 @@ def test_one_tensor_for_both_ways_is_refused_though_the_numbers_may_be_right(ans
         assert [each[chapter_00.SHARED] for each in facts] == [2, 2]
 
 
+def sends_a_copy_and_forgets_it(tensor):
+    partner = dist.get_rank() ^ 1
+    if partner < dist.get_world_size():
+        dist.isend(tensor.clone(), partner)
+        dist.recv(tensor, partner)
+        time.sleep(0.2)  # so long that what was sent has arrived
+
+
+def keeps_a_handle_and_forgets_it(tensor):
+    partner = dist.get_rank() ^ 1
+    if partner < dist.get_world_size():
+        theirs = torch.zeros_like(tensor)
+        leaving = dist.isend(tensor, partner)  # noqa: F841
+        dist.irecv(theirs, partner).wait()
+        time.sleep(0.2)
+        tensor = tensor.copy_(theirs)
+
+
+def waits_for_its_send_on_even_ranks(tensor):
+    partner = dist.get_rank() ^ 1
+    if partner < dist.get_world_size():
+        leaving = dist.isend(tensor.clone(), partner)
+        dist.recv(tensor, partner)
+        if dist.get_rank() % 2 == 0:
+            leaving.wait()
+        time.sleep(0.2)
+
+
+def forgets_what_arrives(tensor):
+    partner = dist.get_rank() ^ 1
+    if partner < dist.get_world_size():
+        leaving = dist.isend(tensor.clone(), partner)
+        dist.irecv(tensor, partner)
+        leaving.wait()
+        time.sleep(0.2)
+
+
+def copies_what_has_not_arrived(tensor):
+    partner = dist.get_rank() ^ 1
+    if partner < dist.get_world_size():
+        theirs = torch.empty_like(tensor)
+        leaving = dist.isend(tensor, partner)
+        arriving = dist.irecv(theirs, partner)  # noqa: F841
+        leaving.wait()
+        tensor.copy_(theirs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("answer", "said"), [
+    (sends_a_copy_and_forgets_it, "With `isend` a call returns at once"),
+    (keeps_a_handle_and_forgets_it, "start a send, and never call `wait()`"),
+    (waits_for_its_send_on_even_ranks, "start a send, and never call `wait()`"),
+    (forgets_what_arrives, "start a receive, and never call `wait()`"),
+    (copies_what_has_not_arrived, "start a receive, and never call `wait()`")])
+def test_a_handle_that_nobody_waits_on_is_refused_though_the_numbers_may_be_right(answer, said):
+    verdict = find("0.3").judge(answer)
+    assert verdict.outcome == WRONG and said in verdict.why, verdict
+    assert "without a `wait()`" in verdict.detail and "at most   0" in verdict.detail, verdict
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("answer", "sends", "receives"), [
+    (sends_a_copy_and_forgets_it, 2, 0), (copies_what_has_not_arrived, 0, 2),
+    (waits_for_nothing, 2, 2), (sends_a_copy, 0, 0), (swaps_in_a_batch, 0, 0)])
+def test_a_handle_that_nobody_waits_on_counts_whatever_the_timing(answer, sends, receives):
+    exercise = find("0.3")
+    for _ in range(3):
+        facts = exercise._observe(answer, 2, quiet=True)
+        assert [(each[chapter_00.SENDS_OPEN], each[chapter_00.RECEIVES_OPEN])
+                for each in facts] == [(sends, receives)] * 2
+
+
+def gathers_where_it_has_a_partner(tensor):
+    partner = dist.get_rank() ^ 1
+    if partner < dist.get_world_size():
+        everything = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+        dist.all_gather(everything, tensor)
+        tensor.copy_(everything[partner])
+
+
+def meets_where_it_has_a_partner(tensor):
+    if dist.get_rank() ^ 1 < dist.get_world_size():
+        has_a_barrier_too_many(tensor)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("answer", [gathers_where_it_has_a_partner, meets_where_it_has_a_partner])
+def test_what_hangs_on_three_ranks_is_not_said_to_be_right(answer):
+    verdict = find("0.3").judge(answer)
+    assert verdict.outcome == WRONG
+    assert "On 2 ranks the result is right" in verdict.why, verdict
+    assert "last of three ranks" in verdict.why, verdict
+
+
 def assigns_the_name(tensor):
     partner = dist.get_rank() ^ 1
     if partner < dist.get_world_size():
@@ -504,6 +599,24 @@ def returns_the_call(puzzle, x, y):
     if puzzle == "A":
         return dist.broadcast(x, src=2)
     return None
+
+
+def returns_nothing_in_a(puzzle, x, y):
+    if puzzle == "A":
+        dist.broadcast(x, src=2)
+    else:
+        return find("0.1").solution(puzzle, x, y)
+
+
+def returns_nothing(puzzle, x, y):
+    if puzzle == "A":
+        dist.broadcast(x, src=2)
+    if puzzle == "B":
+        dist.all_gather_single(y, x)
+    if puzzle == "C":
+        return None
+    if puzzle == "D":
+        return None
 
 
 def keeps_what_the_call_returns(values):
@@ -636,6 +749,9 @@ def adds_the_buffers(model, optimizer, others=()):
     ("0.1", raises_in_d, "A and B are not right either."),
     ("0.1", solves(d=transposes_and_returns_x), "Puzzle D: you returned `x`"),
     ("0.1", returns_the_call, "`dist.broadcast` returns None"),
+    ("0.1", returns_nothing_in_a, "Puzzle A: you make a call, and return nothing"),
+    ("0.1", returns_nothing, "Puzzle A: you make a call, and return nothing"),
+    ("0.1", returns_nothing, "B, C and D are not right either."),
     ("0.2", keeps_what_the_call_returns, "`dist.all_reduce` returns None"),
     ("0.2", divides_the_call, "`dist.all_reduce` returns None"),
     ("0.3", assigns_the_name_on_odd_ranks, "only gives the name"),
