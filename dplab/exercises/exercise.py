@@ -25,6 +25,7 @@ from dplab.desk import course
 from dplab.exercises import observe
 from dplab.exercises.compare import COMMUNICATED, explained, first_difference, overlap
 from dplab.spawn.parent.output import headed
+from dplab.spawn.parent.report import PAIRS
 
 NOT_ATTEMPTED, PASSED, WRONG, CRASHED = "not attempted", "passed", "wrong", "crashed"
 AT_LEAST = "First: "  # before a mistake that explains the first wrong fact, and not all
@@ -249,7 +250,7 @@ class Exercise:
         if started and "wait" not in _names_in(attempt):
             return Verdict(WRONG, f"With `{started[0]}` a call returns at once: keep the handle "
                                   "and `wait()` on it before you use or change the tensor.",
-                           verdict.detail)
+                           verdict.detail.replace(PAIRS, "").rstrip())  # there is a send
         why = self.explanation(attempt, got, world_size)
         if why and not why.startswith(AT_LEAST):
             return Verdict(WRONG, why, verdict.detail)

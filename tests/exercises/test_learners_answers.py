@@ -1063,3 +1063,96 @@ def test_a_textbook_ring_that_starts_at_its_own_chunk_hears_where_it_ends(send, 
     verdict = find("ring-reduce-scatter").judge(textbook(send, towards, kept))
     assert verdict.outcome == WRONG
     assert said in verdict.why and "do not send on" not in verdict.why
+
+
+def adds_to_what_it_has_sent(flat, group=None):
+    """3.2: the chunk index of the sum that arrives is the one of the sum that has just gone."""
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    chunks = flat.reshape(ranks, -1)
+    total = chunks[(rank - 1) % ranks].clone()
+    for hop in range(ranks - 1):
+        total = exchange(total, (rank + 1) % ranks, (rank - 1) % ranks, group)
+        total = total + chunks[(rank - 1 - hop) % ranks]
+    return total
+
+
+def adds_all_to_its_own(flat, group=None):
+    """3.2: sends the others' chunks as they are, and adds what arrives to its own."""
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    chunks = flat.reshape(ranks, -1)
+    total = chunks[rank].clone()
+    for hop in range(1, ranks):
+        total += exchange(chunks[(rank + hop) % ranks], (rank + 1) % ranks, (rank - 1) % ranks,
+                          group)
+    return total
+
+
+@pytest.mark.parametrize(("answer", "said"), [
+    (adds_to_what_it_has_sent, "the chunk that you have just sent"),
+    (adds_all_to_its_own, "is added to your chunk r")])
+def test_an_index_slip_on_the_ring_is_named(answer, said):
+    verdict = find("ring-reduce-scatter").judge(answer)
+    assert verdict.outcome == WRONG
+    assert said in verdict.why
+
+
+def bus_bandwidth(**factors):
+    def bus_bandwidth(collective, nbytes, ranks, seconds):
+        factor = {"all_reduce": 2 * (ranks - 1) / ranks, "reduce_scatter": (ranks - 1) / ranks,
+                  "all_gather": (ranks - 1) / ranks, "broadcast": 1}[collective]
+        if collective in factors:
+            factor = factors[collective](ranks)
+        return factor * nbytes / seconds
+
+    return bus_bandwidth
+
+
+TWICE_ALL_STEPS = {"all_reduce": lambda n: 2 * (n - 1)}
+ALL_STEPS = {"reduce_scatter": lambda n: n - 1, "all_gather": lambda n: n - 1}
+
+
+@pytest.mark.parametrize(("answer", "said"), [
+    (bus_bandwidth(reduce_scatter=lambda n: n - 1), "one rank's chunk"),
+    (bus_bandwidth(**TWICE_ALL_STEPS), "one chunk in each step"),
+    (bus_bandwidth(**TWICE_ALL_STEPS, **ALL_STEPS), "one chunk in each step"),
+    (bus_bandwidth(broadcast=lambda n: 1 / n), "every byte of it must leave the root")])
+def test_a_wrong_factor_of_bus_bandwidth_is_named(answer, said):
+    verdict = find("bus-bandwidth").judge(answer)
+    assert verdict.outcome == WRONG
+    assert said in verdict.why
+
+
+def shortest_and_highest(sizes, seconds):
+    return min(seconds), max(n / t for n, t in zip(sizes, seconds, strict=True))
+
+
+def shortest_and_median(sizes, seconds):
+    bandwidths = sorted(n / t for n, t in zip(sizes, seconds, strict=True))
+    return min(seconds), bandwidths[len(sizes) // 2]
+
+
+def smallest_and_highest(sizes, seconds):
+    return seconds[0], max(n / t for n, t in zip(sizes, seconds, strict=True))
+
+
+@pytest.mark.parametrize("answer", [
+    shortest_and_highest, shortest_and_median, smallest_and_highest])
+def test_who_takes_one_time_for_alpha_hears_that_and_nothing_of_beta(answer):
+    verdict = find("fit-alpha-beta").judge(answer)
+    assert verdict.outcome == WRONG
+    assert "the time of one message for α" in verdict.why
+    assert "averaged" not in verdict.why and "of the largest" not in verdict.why
+
+
+def sends_and_forgets(outgoing, to, source, group=None):
+    arriving = torch.empty_like(outgoing)
+    dist.isend(outgoing, group_dst=to, group=group)
+    dist.recv(arriving, group_src=source, group=group)
+    return arriving
+
+
+def test_who_does_not_wait_is_not_told_that_a_send_is_missing():
+    verdict = find("exchange").judge(sends_and_forgets)
+    assert verdict.outcome == WRONG
+    assert "`wait()` on it" in verdict.why
+    assert "The ranks:" in verdict.detail and "needs a receive" not in verdict.detail
