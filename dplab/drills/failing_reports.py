@@ -35,7 +35,7 @@ def largest_of_own(losses):
 
 
 def largest_of_own_mended(losses):
-    largest = losses.max() if len(losses) else torch.tensor(0.0)
+    largest = losses.max() if len(losses) else torch.tensor(float("-inf"))
     dist.all_reduce(largest, op=dist.ReduceOp.MAX)
 
 
@@ -48,8 +48,8 @@ def totals_of_the_finite(losses):
 
 def totals_of_the_finite_mended(losses):
     for batch in losses.split(4):
-        total = batch.sum().nan_to_num()
-        dist.all_reduce(total)
+        total = batch.sum()
+        dist.all_reduce(total)  # a NaN reaches every rank
 
 
 def histogram_as_long_as_needed(losses):
@@ -469,9 +469,12 @@ class FailingReport(SickJob):
             cards.card(f"There is no rank {rank!r}", f"The ranks are 0 to {self._world_size - 1}.")
         else:
             self._counted(False)
+            # Other innocent ranks may be in the call that the guilty one is in.
+            sought = ("a rank that another one waits for, and that is itself in no send or receive"
+                      if self._readings.passed_by else "the rank that did something else")
             cards.card(f"Job {self.seed}: “{known.name}” is right, but not rank {rank}",
-                       f"{_capital(self._readings.places[rank].text)}. Look for the rank that "
-                       "did something else. (`job.ranks()` shows it.)", color=cards.ORANGE)
+                       f"{_capital(self._readings.places[rank].text)}. Look for {sought}. "
+                       "(`job.ranks()` shows it.)", color=cards.ORANGE)
 
     @instrument
     def ranks(self) -> None:

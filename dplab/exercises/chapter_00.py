@@ -2,18 +2,21 @@
 ranks that wait for each other.
 """
 
+import contextlib
 import dis
 import math
 import re
 import time
+from collections import Counter
 from dataclasses import replace
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
 from dplab import RankError
 from dplab.exercises.compare import AtMost, agree
-from dplab.exercises.exercise import AT_LEAST, Exercise, Mistake
+from dplab.exercises.exercise import AT_LEAST, Exercise, Mistake, used_result
 from dplab.measure import CallLog
 
 # 0.1: four puzzles, one call each
@@ -158,6 +161,8 @@ _OTHER_SOURCE = ("Puzzle A: you sent rank {}'s numbers to everyone. The numbers 
 _UNFILLED = ("Puzzle {}: `y` is still all zeros, so your call did not fill it. A call with one "
              "tensor overwrites that tensor; a call with two fills the first.")
 
+_RETURNED_NOTHING = ("Puzzle {}: you make a call, and return nothing. Below the call, return `x` "
+                     "or `y`, whichever the call has filled.")
 _RETURNED_X = ("Puzzle {}: you returned `x`, which still holds this rank's own numbers. The call "
                "has filled `y`.")
 
@@ -287,6 +292,10 @@ class OneCallEach(Exercise):
             facts[f"what puzzle {puzzle} leaves"] is None
             and not facts[f"that puzzle {puzzle} makes a call"] for facts in got)]
         if not still_open or still_open[0] != wrong[0]:
+            if (all(facts[f"what puzzle {wrong[0]} leaves"] is None for facts in got)
+                    and not used_result(attempt)):
+                why = _RETURNED_NOTHING.format(wrong[0])
+                return why + _not_right_either(wrong[1:]) if wrong[1:] else why
             if not wrong[1:]:
                 return super().explanation(attempt, got, world_size)
             attempt = _right_but_for(attempt, wrong[0])
@@ -658,6 +667,24 @@ def copied_before_the_wait(tensor):
         sending.wait()
 
 
+def sent_without_a_wait(tensor):
+    if (partner := _partner()) is not None:
+        theirs = torch.empty_like(tensor)
+        dist.isend(tensor, partner)
+        receiving = dist.irecv(theirs, partner)
+        receiving.wait()
+        tensor.copy_(theirs)
+
+
+def received_without_a_wait(tensor):
+    if (partner := _partner()) is not None:
+        theirs = torch.zeros_like(tensor)
+        dist.irecv(theirs, partner)
+        sending = dist.isend(tensor, partner)
+        sending.wait()
+        tensor.copy_(theirs)
+
+
 def one_way(tensor):
     if (partner := _partner()) is not None:
         if dist.get_rank() % 2 == 0:
@@ -705,6 +732,18 @@ _SHARED = ("You receive into `tensor` while it is still being sent. What arrives
            "for the send, and copy at the end.")
 _CHANGED = ("You write into `tensor` before the `wait()` of its send: some of the old numbers may "
             "not have left yet. Wait for the send first, then copy.")
+_SEND_OPEN = ("You start a send, and never call `wait()` on its handle. Until that `wait()` has "
+              "returned, some of the numbers may not have left yet. Keep the handle, and wait "
+              "before the function ends and before you write into what you send.")
+_RECEIVE_OPEN = ("You start a receive, and never call `wait()` on its handle. Until that `wait()` "
+                 "has returned, the partner's numbers may not have come yet. Keep the handle, and "
+                 "wait before you use what you receive into.")
+_GATHERED = ("On 2 ranks the result is right, but you call a collective of all ranks. The last of "
+             "three ranks has no partner, and would have to call it too; and it sends each tensor "
+             "to ranks that do not need it. Use sends and receives between partners alone.")
+_MET = ("On 2 ranks the result is right, and it is right without the barrier too. A barrier is a "
+        "call of all ranks. The last of three ranks has no partner, and would have to call it too; "
+        "and partners wait for ranks that have nothing to do with their swap.")
 _REBOUND = ("The partner's numbers have come, but `tensor` still holds this rank's own. Write them "
             "into it with `tensor.copy_(…)`: an assignment `tensor = …` only gives the name to "
             "another tensor.")
@@ -741,6 +780,8 @@ class RepairDeadlock(Exercise):
         Mistake(received_and_sent_at_once, _SHARED),
         Mistake(sent_while_receiving, _SHARED),
         Mistake(copied_before_the_wait, _CHANGED),
+        Mistake(sent_without_a_wait, _SEND_OPEN),
+        Mistake(received_without_a_wait, _RECEIVE_OPEN),
         Mistake(one_way, "Even ranks send and odd ranks receive, and that is half of a swap. The "
                 "numbers of the odd ranks have to come back."),
         Mistake(in_a_new_tensor, _REBOUND),
@@ -748,12 +789,8 @@ class RepairDeadlock(Exercise):
                 "round in a circle. Here ranks swap in pairs: 0 with 1, 2 with 3."),
         Mistake(without_asking_for_a_partner, "With an odd number of ranks, the last has no "
                 "partner. It sends nothing and keeps its own tensor."),
-        Mistake(among_all, "The result is right, but you call a collective of all ranks: it "
-                "sends each tensor to ranks that do not need it. Use sends and receives between "
-                "partners alone."),
-        Mistake(barrier_and_swap, "The result is right, and it is right without the barrier too. "
-                "A barrier is a call of all ranks: it makes partners wait for ranks that have "
-                "nothing to do with their swap."),
+        Mistake(among_all, _GATHERED),
+        Mistake(barrier_and_swap, _MET),
         Mistake(barrier_first, "Both ranks of a pair still begin with a send, and wait for a "
                 "receive. A barrier, a pause or `isend` with `wait()` right after it changes "
                 "nothing about that: one of the two has to receive while the other sends.",
@@ -774,15 +811,20 @@ class RepairDeadlock(Exercise):
                     time.sleep(_LATE)
                 attempt(tensor)
                 facts[swap_name] = tensor
+            changed = flight.changed()
+            left_open = flight.end_what_is_open()
         among_all = sum(not call.is_point_to_point for call in log.calls)
         return {**facts, OF_ALL: among_all, BOTH_WAYS: log.count() - among_all,
-                SHARED: flight.shared, CHANGED: flight.changed()}
+                SENDS_OPEN: left_open["send"], RECEIVES_OPEN: left_open["recv"],
+                SHARED: flight.shared, CHANGED: changed}
 
     def expected(self, world_size):
         def facts(rank):
             partner = rank ^ 1 if rank ^ 1 < world_size else rank
             of_all = {OF_ALL: AtMost(0, "only partners talk to each other")}
-            return {SHARED: AtMost(0, "what arrives may overwrite what has yet to leave"),
+            return {SENDS_OPEN: AtMost(0, "some of the numbers may not have left yet"),
+                    RECEIVES_OPEN: AtMost(0, "the partner's numbers may not have come yet"),
+                    SHARED: AtMost(0, "what arrives may overwrite what has yet to leave"),
                     CHANGED: AtMost(0, "some of the old numbers may not have left yet"),
                     EVEN_LATE: _squares(partner), ODD_LATE: _whole(partner),
                     **(of_all if world_size > 1 else {}),
@@ -806,7 +848,8 @@ class RepairDeadlock(Exercise):
     def explanation(self, attempt, got, world_size):
         if isinstance(got, RankError):
             return _of_the_receive(got) or super().explanation(attempt, got, world_size)
-        for fact, why in ((SHARED, _SHARED), (CHANGED, _CHANGED)):
+        for fact, why in ((SENDS_OPEN, _SEND_OPEN), (RECEIVES_OPEN, _RECEIVE_OPEN),
+                          (SHARED, _SHARED), (CHANGED, _CHANGED)):
             if any(facts[fact] for facts in got):
                 return why  # whatever the tensors hold: that was luck
         own = all(agree(tensors(rank), found[fact], self.tolerance)
@@ -820,7 +863,11 @@ class RepairDeadlock(Exercise):
         # A rank that sends its partner's numbers back leaves the same: the code tells them apart.
         if is_wrong and own and _rebinds_its_argument(attempt):
             return _REBOUND
-        return super().explanation(attempt, got, world_size)
+        why = super().explanation(attempt, got, world_size)
+        if why.removeprefix(AT_LEAST) in (_GATHERED, _MET):
+            # What else goes wrong is the hang on three ranks, which these sentences name.
+            return "" if is_wrong else why.removeprefix(AT_LEAST)
+        return why
 
 
 def _of_the_receive(error):
@@ -871,6 +918,18 @@ class InFlight:
         """How many tensors were written to before their send was waited for."""
         return self._changed + sum(map(_is_changed, self._open))
 
+    def end_what_is_open(self):
+        """How many sends and receives nobody has waited for, which it then does.
+
+        Without this, what becomes of them would be luck: a handle that nobody keeps takes its send
+        with it, if the numbers have not left by then. This object keeps all handles.
+        """
+        still_open, self._open = self._open, []
+        for *_, work in still_open:
+            with contextlib.suppress(RuntimeError):  # there may be no partner
+                self._wait(work, _NO_PARTNER)
+        return Counter(operation for operation, *_ in still_open)
+
     def _started(self, name, original):
         def call(group, tensors, *args, **kwargs):
             operation = "send" if name == "send" else "recv"
@@ -910,11 +969,14 @@ def _rebinds_its_argument(function):
 
 EVEN_LATE = "`tensor` after the first swap (even ranks are late)"
 ODD_LATE = "`tensor` after the second swap (odd ranks are late)"
+SENDS_OPEN = "the number of sends without a `wait()`"
+RECEIVES_OPEN = "the number of receives without a `wait()`"
 SHARED = "the number of tensors that are sent and received into at once"
 CHANGED = "the number of tensors that are written to before the `wait()` of their send"
 OF_ALL = "the number of collectives of all ranks"
 BOTH_WAYS = "the number of sends and receives in two swaps"
 _LATE = 0.05  # seconds: so that the other rank is already waiting
+_NO_PARTNER = timedelta(seconds=1)  # after which a call that is still open has none
 
 
 def _squares(rank):

@@ -123,6 +123,11 @@ def hidden_not_squared(x, hidden, w2, to_logits):
     return (reduced(to_w1) / dist.get_world_size(), reduced(to_w2) / dist.get_world_size())
 
 
+def hidden_squared(x, hidden, w2, to_logits):
+    to_w1, to_w2 = x.T @ (to_logits @ w2.T * hidden**2), hidden.T @ to_logits
+    return (reduced(to_w1) / dist.get_world_size(), reduced(to_w2) / dist.get_world_size())
+
+
 def tanh_twice(x, hidden, w2, to_logits):
     slope = 1 - torch.tanh(hidden) ** 2
     to_w1, to_w2 = x.T @ (to_logits @ w2.T * slope), hidden.T @ to_logits
@@ -267,7 +272,10 @@ class DataParallelBackward(Exercise):
         Mistake(by_autograd, "Autograd does not record here: write the products of backward "
                 "yourself."),
         Mistake(without_tanh, _SLOPE),
-        Mistake(hidden_not_squared, _SLOPE),
+        Mistake(hidden_not_squared, "You did not square `hidden` in the slope of tanh. It is "
+                "1 − tanh², and `hidden` is the tanh already: `1 - hidden**2`."),
+        Mistake(hidden_squared, "You took tanh² for the slope of tanh. It is 1 − tanh², and "
+                "`hidden` is the tanh already: `1 - hidden**2`."),
         Mistake(tanh_twice, "You took the tanh of `hidden`, which is a tanh already. The slope is "
                 "`1 - hidden**2`."),
         Mistake(transposed, "Your gradients are transposed: each must have the shape of its "
@@ -495,8 +503,11 @@ class RowsToHide(Calculation):
                 "2(N−1)/N times the tensor."),
         Mistake(half_an_all_reduce, "You let a rank send (N−1)/N of the tensor. That is a "
                 "reduce-scatter alone; an all-reduce is twice that."),
-        Mistake(many_ranks, "You took 2 for 2(N−1)/N. That is the limit for many ranks; with 2 "
-                "ranks it is 1, and with 1 rank nothing is sent."),
+        # The same as the tensor sent once beside one product, so the sentence is true of both.
+        Mistake(many_ranks, "Your rows do not depend on the number of ranks. A rank sends "
+                "2(N−1)/N times the gradient: nearly 2 times with many ranks, once with 2, and "
+                "nothing with 1. If you took 1 for this factor, count backward's products again "
+                "too."),
         Mistake(to_each_other_rank, "You let each rank send its whole gradient to every other "
                 "rank. An all-reduce sends less: 2(N−1)/N times the tensor."),
         Mistake(sent_by_all, _SENT_BY_A_RANK),
@@ -612,6 +623,14 @@ def parameters_alone(model, optimizer, others=()):
     return _once(model.parameters()) / _numbers(model)
 
 
+def gradients_alone(model, optimizer, others=()):
+    return _once(_gradients(model)) / _numbers(model)
+
+
+def state_alone(model, optimizer, others=()):
+    return _once(_state(optimizer)) / _numbers(model)
+
+
 def no_gradients(model, optimizer, others=()):
     return _once([*model.parameters(), *_state(optimizer), *others]) / _numbers(model)
 
@@ -622,6 +641,38 @@ def no_optimizer(model, optimizer, others=()):
 
 def no_others(model, optimizer, others=()):
     return _once(_held(model, optimizer)) / _numbers(model)
+
+
+def no_parameters(model, optimizer, others=()):
+    return _once([*_gradients(model), *_state(optimizer), *others]) / _numbers(model)
+
+
+def parameters_and_gradients(model, optimizer, others=()):
+    return _once([*model.parameters(), *_gradients(model)]) / _numbers(model)
+
+
+def parameters_and_state(model, optimizer, others=()):
+    return _once([*model.parameters(), *_state(optimizer)]) / _numbers(model)
+
+
+def parameters_and_others(model, optimizer, others=()):
+    return _once([*model.parameters(), *others]) / _numbers(model)
+
+
+def gradients_and_state(model, optimizer, others=()):
+    return _once([*_gradients(model), *_state(optimizer)]) / _numbers(model)
+
+
+def gradients_and_others(model, optimizer, others=()):
+    return _once([*_gradients(model), *others]) / _numbers(model)
+
+
+def state_and_others(model, optimizer, others=()):
+    return _once([*_state(optimizer), *others]) / _numbers(model)
+
+
+def four_times_the_parameters(model, optimizer, others=()):
+    return 4 * _once(model.parameters()) / _numbers(model)
 
 
 def always_adam(model, optimizer, others=()):
@@ -638,6 +689,12 @@ def always_four_bytes(model, optimizer, others=()):
     return sum(4 * tensor.numel() for tensor in _held(model, optimizer, others)) / _numbers(model)
 
 
+def one_tensor_of_each_storage(model, optimizer, others=()):
+    storages = {tensor.untyped_storage().data_ptr(): tensor.nbytes
+                for tensor in _held(model, optimizer, others)}
+    return sum(storages.values()) / _numbers(model)
+
+
 def four_bytes_of_each_storage(model, optimizer, others=()):
     storages = {tensor.untyped_storage().data_ptr(): tensor.numel()
                 for tensor in _held(model, optimizer, others)}
@@ -651,7 +708,8 @@ def without_steps(model, optimizer, others=()):
 
 
 def one_moment(model, optimizer, others=()):
-    moments = [next(iter(state.values())) for state in optimizer.state.values()]
+    firsts = [next(iter(state.values())) for state in optimizer.state.values()]
+    moments = [tensor for tensor in firsts if tensor is not None]
     return _once([*model.parameters(), *_gradients(model), *moments, *others]) / _numbers(model)
 
 
@@ -674,6 +732,11 @@ def divided_by_what_trains(model, optimizer, others=()):
 def gradients_that_are_none(model, optimizer, others=()):
     found = [parameter.grad for parameter in model.parameters()]
     return _once([*model.parameters(), *found, *_state(optimizer), *others]) / _numbers(model)
+
+
+def state_that_is_none(model, optimizer, others=()):
+    state = [value for each in optimizer.state.values() for value in each.values()]
+    return _once([*model.parameters(), *_gradients(model), *state, *others]) / _numbers(model)
 
 
 def with_buffers(model, optimizer, others=()):
@@ -730,11 +793,25 @@ class BytesPerParameter(Calculation):
                 "the storage is the same: `tensor.untyped_storage().data_ptr()`."),
         Mistake(parameters_alone, "You counted the parameters alone. Gradients, the optimizer's "
                 "state and `others` lie in memory beside them."),
+        Mistake(gradients_alone, "You counted the gradients alone. The parameters themselves, the "
+                "optimizer's state and `others` lie in memory beside them."),
+        Mistake(state_alone, "You counted the optimizer's state alone. Parameters, gradients and "
+                "`others` lie in memory beside it."),
         Mistake(no_gradients, "The gradients are missing: each parameter's `.grad`, where there "
                 "is one."),
         Mistake(no_optimizer, "The optimizer's state is missing: the tensors in "
                 "`optimizer.state`."),
         Mistake(no_others, "The tensors in `others` are missing."),
+        Mistake(no_parameters, "The parameters are missing: their own bytes count too."),
+        Mistake(parameters_and_gradients, "The optimizer's state and `others` are missing."),
+        Mistake(parameters_and_state, "The gradients and `others` are missing."),
+        Mistake(parameters_and_others, "The gradients and the optimizer's state are missing."),
+        Mistake(gradients_and_state, "The parameters and `others` are missing."),
+        Mistake(gradients_and_others, "The parameters and the optimizer's state are missing."),
+        Mistake(state_and_others, "The parameters and gradients are missing."),
+        Mistake(four_times_the_parameters, "You return four times the parameters' bytes, whatever "
+                "there is. SGD holds less than Adam, a frozen parameter has no gradient, and "
+                "`others` count too: add up the tensors."),
         Mistake(always_adam, "You return 16 whatever there is. Count: other dtypes, another "
                 "optimizer, frozen parameters and buckets change the number."),
         Mistake(always_two_moments, _ADAM),
@@ -742,6 +819,9 @@ class BytesPerParameter(Calculation):
                 "two moments and a counter of steps."),
         Mistake(without_steps, "Adam's counter `step` is missing: it is a tensor of 4 bytes in the "
                 "state of each parameter, beside the two moments."),
+        Mistake(one_tensor_of_each_storage, "You count each storage once, but with the bytes of "
+                "one of its tensors. A tensor may be a piece of its storage: take "
+                "`storage.nbytes()`."),
         Mistake(four_bytes_of_each_storage, "You took 4 bytes for every number. In bf16 it is 2: "
                 "take the bytes of the storages, `storage.nbytes()`."),
         Mistake(always_four_bytes, "You took 4 bytes for every number. In bf16 it is 2, and "
@@ -751,7 +831,11 @@ class BytesPerParameter(Calculation):
         Mistake(divided_by_what_trains, _FROZEN),
         Mistake(gradients_that_are_none, "A parameter without a gradient has None in `.grad`, "
                 "such as a frozen one. Leave it out."),
-        Mistake(with_buffers, _STATE_DICT),
+        Mistake(state_that_is_none, "The optimizer's state has None among its values. Leave it "
+                "out: only tensors have memory."),
+        Mistake(with_buffers, "You count buffers too, such as BatchNorm's running mean. They are "
+                "no parameters, though `state_dict()` has them: walk through "
+                "`model.parameters()`."),
         Mistake(elements_of_the_state_dict, _STATE_DICT),
         Mistake(not_divided, "This is the sum of all bytes. Divide it by the number of "
                 "parameters, as in `parameter.numel()`."),
@@ -782,9 +866,12 @@ class BytesPerParameter(Calculation):
                 (12 * 15 + 4 * 24) / numbers,
             "a model with BatchNorm and a tied weight": (16 * 32 + 4 * 3) / 32,
             "a model under DDP": adam + 4,
-            "a model under DDP whose gradients are views into the buckets": adam,
+            "a model under DDP whose first layer is frozen, and whose gradients are views into "
+            "the buckets": (16 * 15 + 4 * 2 + 4 * 24) / numbers,
             "a model with two copies of its weights in bf16, one of them listed twice":
                 adam + 2 * 32 / numbers,
+            "a model whose parameters are pieces of one tensor": 8.0,
+            "a model whose gradients are cleared, and whose optimizer's state has None": 4.0,
         }
         return {f"the bytes per parameter of {name}": number for name, number in by_hand.items()}
 
@@ -806,8 +893,10 @@ def _cases():
            _stepped(frozen, sgd, momentum=0.9))
     yield "a model with BatchNorm and a tied weight", _stepped(_Tied(), adam)
     for name, views in (("a model under DDP", False),
-                        ("a model under DDP whose gradients are views into the buckets", True)):
+                        ("a model under DDP whose first layer is frozen, and whose gradients are "
+                         "views into the buckets", True)):
         model, buckets = _small(), []
+        model[0].requires_grad_(not views)
         ddp = DistributedDataParallel(model, gradient_as_bucket_view=views)
         ddp.register_comm_hook(buckets, _keep)
         yield name, (*_stepped(ddp, adam), buckets)
@@ -815,6 +904,17 @@ def _cases():
     copies = [layer.weight.detach().bfloat16() for layer in model]
     yield ("a model with two copies of its weights in bf16, one of them listed twice",
            (*_stepped(model, adam), [*copies, copies[0]]))
+    model = _small()
+    flat = torch.cat([each.detach().flatten() for each in model.parameters()])
+    pieces = flat.split([each.numel() for each in model.parameters()])
+    for parameter, piece in zip(model.parameters(), pieces, strict=True):
+        parameter.data = piece.view_as(parameter)
+    yield "a model whose parameters are pieces of one tensor", _stepped(model, sgd)
+    model, optimizer = _stepped(_small(), sgd)
+    optimizer.state.update({each: {"momentum_buffer": None} for each in model.parameters()})
+    optimizer.zero_grad()
+    yield ("a model whose gradients are cleared, and whose optimizer's state has None",
+           (model, optimizer))
 
 
 class _Tied(nn.Module):

@@ -301,7 +301,7 @@ class WeightedMean(Exercise):
         Mistake(zero_that_is_not_of_the_model, "The rank without tokens returns a zero that does "
                 "not come from its model. DDP averages from inside `backward`, and this rank's "
                 "`backward` never reaches the model: the others wait for its gradients. Return "
-                "a zero that comes from the logits. Their sum over no tokens is one."),
+                "a zero that comes from the logits: the summed loss of no tokens is such a zero."),
     )
 
     def quantities(self, world_size, rank):

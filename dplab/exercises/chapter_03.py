@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from dplab import RankError, parallel
 from dplab.exercises.compare import AtMost
-from dplab.exercises.exercise import WRONG, Calculation, Exercise, Mistake
+from dplab.exercises.exercise import AT_LEAST, WRONG, Calculation, Exercise, Mistake
 from dplab.exercises.stack.parts import (
     exchange,
     ring_all_gather,
@@ -491,6 +491,24 @@ def counts_the_chunks_upwards(flat, group=None):
     return total
 
 
+def adds_the_chunk_that_it_has_sent(flat, group=None):
+    rank, ranks, right, left = _ring(group)
+    chunks = flat.view(ranks, -1)
+    total = chunks[left].clone()
+    for step in range(ranks - 1):
+        total = exchange(total, right, left, group) + chunks[(rank - 1 - step) % ranks]
+    return total
+
+
+def adds_all_that_arrives_to_its_own(flat, group=None):
+    rank, ranks, right, left = _ring(group)
+    chunks = flat.view(ranks, -1)
+    total = chunks[rank].clone()
+    for step in range(ranks - 1):
+        total += exchange(chunks[(rank - 1 - step) % ranks], right, left, group)
+    return total
+
+
 def sends_its_own_part_each_time(flat, group=None):
     rank, ranks, right, left = _ring(group)
     chunks = flat.view(ranks, -1)
@@ -687,6 +705,12 @@ class RingReduceScatter(OnARing):
                   "further on.") for attempt in (
             counts_the_chunks_upwards, counts_up_from_the_next, counts_back_from_the_last,
             counts_up_to_its_right_neighbours)),
+        Mistake(adds_the_chunk_that_it_has_sent, "You add your own part of the chunk that you have "
+                "just sent. What arrives from the left is one chunk further back: add your own "
+                "part of that one."),
+        Mistake(adds_all_that_arrives_to_its_own, "All that arrives is added to your chunk r, and "
+                "it holds the left neighbour's parts of other chunks. Add it to your own part of "
+                "the same chunk, and send that sum on."),
         Mistake(sends_its_own_part_each_time, "You send your own parts, and not the sums: only "
                 "one other rank's part gets into your chunk. Send what has arrived, with your "
                 "part added."),
@@ -1285,6 +1309,10 @@ def in_microseconds(sizes, seconds):
     return 1e6 * alpha, beta
 
 
+_ONE_TIME = ("You took the time of one message for α. Its bytes took a part of that time: fit α "
+             "and β together, to all points.")
+
+
 class FitAlphaBeta(Calculation):
     slug = "fit-alpha-beta"
     number = "3.6"
@@ -1337,6 +1365,16 @@ class FitAlphaBeta(Calculation):
                 "relative to the time of its own point."),
         Mistake(in_microseconds, "β is right. α is asked in seconds."),
     )
+
+    def explanation(self, attempt, got, world_size):
+        """One message's time taken for α is named, whatever stands for β."""
+        why = super().explanation(attempt, got, world_size)
+        if (why and not why.startswith(AT_LEAST)) or isinstance(got, RankError):
+            return why
+        alphas = {name: got[0].get(f"α in seconds of {name}") for name in self.given}
+        taken = all(isinstance(alpha, float) and alpha in self.given[name][1]
+                    for name, alpha in alphas.items())
+        return _ONE_TIME if taken else why
 
     def prepare(self):
         """Known links, as points with noise: (sizes, seconds) of each."""
@@ -1569,6 +1607,21 @@ def one_chunk_for_both_halves(collective, nbytes, ranks, seconds):
     return bus_bandwidth(collective, whole, ranks, seconds)
 
 
+def one_chunk_for_reduce_scatter(collective, nbytes, ranks, seconds):
+    whole = nbytes * ranks if collective == "reduce_scatter" else nbytes
+    return bus_bandwidth(collective, whole, ranks, seconds)
+
+
+def whole_tensors_in_each_step(collective, nbytes, ranks, seconds):
+    whole = nbytes if collective == "broadcast" else nbytes * ranks
+    return bus_bandwidth(collective, whole, ranks, seconds)
+
+
+def whole_tensors_in_an_all_reduce(collective, nbytes, ranks, seconds):
+    whole = nbytes * ranks if collective == "all_reduce" else nbytes
+    return bus_bandwidth(collective, whole, ranks, seconds)
+
+
 def one_chunk_only(collective, nbytes, ranks, seconds):
     if collective in ("all_gather", "reduce_scatter"):
         return nbytes / ranks / seconds
@@ -1578,6 +1631,12 @@ def one_chunk_only(collective, nbytes, ranks, seconds):
 def broadcast_in_chunks(collective, nbytes, ranks, seconds):
     if collective == "broadcast":
         collective = "all_gather"
+    return bus_bandwidth(collective, nbytes, ranks, seconds)
+
+
+def broadcast_of_one_chunk(collective, nbytes, ranks, seconds):
+    if collective == "broadcast":
+        return nbytes / ranks / seconds
     return bus_bandwidth(collective, nbytes, ranks, seconds)
 
 
@@ -1645,11 +1704,16 @@ class BusBandwidth(Calculation):
                 "all-gather: the busiest rank sends twice as much as in one half."),
         *(Mistake(attempt, "`nbytes` is the whole tensor here, all N chunks together. You took it "
                   "for one rank's chunk.")
-          for attempt in (one_chunk_for_all_gather, one_chunk_for_both_halves)),
+          for attempt in (one_chunk_for_all_gather, one_chunk_for_reduce_scatter,
+                          one_chunk_for_both_halves)),
+        *(Mistake(attempt, "You let a rank send the whole tensor in each step. It "
+                  "sends one chunk in each step, an N-th of nbytes.")
+          for attempt in (whole_tensors_in_each_step, whole_tensors_in_an_all_reduce)),
         Mistake(one_chunk_only, "A rank sends more than its own chunk in a half of the ring: one "
                 "chunk in each of N-1 steps."),
-        Mistake(broadcast_in_chunks, "In a broadcast only the root has the tensor, so every byte "
-                "of it must leave the root: nbytes, and not a part of it."),
+        *(Mistake(attempt, "In a broadcast only the root has the tensor, so every byte of it must "
+                  "leave the root: nbytes, and not a part of it.")
+          for attempt in (broadcast_in_chunks, broadcast_of_one_chunk)),
         Mistake(broadcast_as_two_halves, "A broadcast sums nothing. What must leave the root is "
                 "its tensor, once."),
         Mistake(broadcast_to_each_rank, "The root need not send to every rank itself: another rank "

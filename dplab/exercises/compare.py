@@ -48,8 +48,10 @@ class Difference:
         if isinstance(self.expected, AtMost):
             got = f"{self.got:,.10g}" if isinstance(self.got, int | float) else _words(self.got)
             return f"{head}\n  at most   {self.expected.limit:,.10g}\n  got       {got}"
-        text = f"{head}\n  expected  {_words(self.expected)}\n  got       {_words(self.got)}"
-        text += _where_most(self.expected, self.got)
+        expected, got = _words(self.expected), _words(self.got)
+        where = _where_most(self.expected, self.got)
+        rows = f"\n  expected  {expected}\n  got       {got}"
+        text = head + (where if where and expected == got else rows + where)
         return f"{text}\n{self.beside}" if self.beside else text
 
 

@@ -25,6 +25,7 @@ from dplab.desk import course
 from dplab.exercises import observe
 from dplab.exercises.compare import COMMUNICATED, explained, first_difference, overlap
 from dplab.spawn.parent.output import headed
+from dplab.spawn.parent.report import PAIRS
 
 NOT_ATTEMPTED, PASSED, WRONG, CRASHED = "not attempted", "passed", "wrong", "crashed"
 AT_LEAST = "First: "  # before a mistake that explains the first wrong fact, and not all
@@ -249,11 +250,11 @@ class Exercise:
         if started and "wait" not in _names_in(attempt):
             return Verdict(WRONG, f"With `{started[0]}` a call returns at once: keep the handle "
                                   "and `wait()` on it before you use or change the tensor.",
-                           verdict.detail)
+                           verdict.detail.replace(PAIRS, "").rstrip())  # there is a send
         why = self.explanation(attempt, got, world_size)
         if why and not why.startswith(AT_LEAST):
             return Verdict(WRONG, why, verdict.detail)
-        if self._met_none(got, world_size) and (name := _used_result(attempt)):
+        if self._met_none(got, world_size) and (name := used_result(attempt)):
             why = (f"`dist.{name}` returns None. It leaves its result in a tensor that it gets: "
                    f"give that tensor a name, call `dist.{name}` on a line of its own, and go on "
                    "with the tensor.")
@@ -396,7 +397,7 @@ def _names_in(attempt) -> set[str]:
     return names
 
 
-def _used_result(attempt) -> str:
+def used_result(attempt) -> str:
     """The name of a call in RETURN_NOTHING whose result the code uses; empty if there is none."""
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(attempt)))

@@ -147,6 +147,17 @@ def test_the_right_suspect_on_another_rank_is_a_wrong_answer(slug):
 
 
 @pytest.mark.parametrize("slug", BY_SLUG)
+def test_a_rank_that_did_something_else_has_another_line_than_the_innocent(slug):
+    job = job_of(slug)
+    places, guilty = job._readings.places, job._readings.to_blame()
+    for rank in {*range(job._world_size)} - {*guilty}:
+        said = said_by(job.diagnose, job._case.suspect, rank=rank)
+        if "something else" in said:
+            assert all((places[rank].operation, places[rank].tensor)
+                       != (places[odd].operation, places[odd].tensor) for odd in guilty)
+
+
+@pytest.mark.parametrize("slug", BY_SLUG)
 def test_the_right_answer_shows_the_line_to_change(slug):
     for rank in job_of(slug)._readings.to_blame():
         job = job_of(slug)

@@ -181,3 +181,13 @@ def test_whole_numbers_are_shown_in_full():
     difference = first_difference([{"it": torch.tensor([33554433])}],
                                   [{"it": torch.tensor([33554432])}], 1e-5)
     assert "[33554433]" in str(difference) and "[33554432]" in str(difference)
+
+
+def test_two_equal_beginnings_are_not_shown_one_below_the_other():
+    right = torch.arange(8.0)
+    wrong = right.clone()
+    wrong[6] = -1
+    said = str(first_difference([{"it": right}], [{"it": wrong}], 1e-5))
+    assert said.splitlines()[1:] == ["  most at [6]: expected 6, got -1"]
+    wrong[0] = -1
+    assert "\n  expected  [0" in str(first_difference([{"it": right}], [{"it": wrong}], 1e-5))

@@ -5,6 +5,7 @@ import io
 import itertools
 import os
 import statistics
+import time
 from fractions import Fraction
 
 import pytest
@@ -119,9 +120,29 @@ class WithTorch:
             work.wait()
 
 
+def storages(*tensors):
+    found = [tensor.untyped_storage() for tensor in tensors if tensor is not None]
+    return {memory.data_ptr(): memory.nbytes() for memory in found}
+
+
+def counts(*kinds):
+    """1.3: what is asked for, of these kinds alone."""
+    def answer(model, optimizer, others=()):
+        held = {"parameters": list(model.parameters()),
+                "gradients": [each.grad for each in model.parameters()],
+                "state": [value for state in optimizer.state.values()
+                          for value in state.values()],
+                "others": others}
+        found = storages(*(tensor for kind in kinds for tensor in held[kind]))
+        return sum(found.values()) / sum(each.numel() for each in model.parameters())
+
+    return answer
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "answer"), [
     ("0.3", sends_a_copy), ("0.3", sends_in_a_batch),
+    ("1.3", counts("parameters", "gradients", "state", "others")),
     ("ring-seconds", in_fractions), ("10.3", WrittenByTheLastRank),
     ("overlapped-gradients", WithTorch)])
 def test_a_right_answer_in_another_form_passes(number, answer):
@@ -686,6 +707,100 @@ def test_one_tensor_for_both_ways_is_refused_though_the_numbers_may_be_right(ans
         assert [each[chapter_00.SHARED] for each in facts] == [2, 2]
 
 
+def sends_a_copy_and_forgets_it(tensor):
+    partner = dist.get_rank() ^ 1
+    if partner < dist.get_world_size():
+        dist.isend(tensor.clone(), partner)
+        dist.recv(tensor, partner)
+        time.sleep(0.2)  # so long that what was sent has arrived
+
+
+def keeps_a_handle_and_forgets_it(tensor):
+    partner = dist.get_rank() ^ 1
+    if partner < dist.get_world_size():
+        theirs = torch.zeros_like(tensor)
+        leaving = dist.isend(tensor, partner)  # noqa: F841
+        dist.irecv(theirs, partner).wait()
+        time.sleep(0.2)
+        tensor = tensor.copy_(theirs)
+
+
+def waits_for_its_send_on_even_ranks(tensor):
+    partner = dist.get_rank() ^ 1
+    if partner < dist.get_world_size():
+        leaving = dist.isend(tensor.clone(), partner)
+        dist.recv(tensor, partner)
+        if dist.get_rank() % 2 == 0:
+            leaving.wait()
+        time.sleep(0.2)
+
+
+def forgets_what_arrives(tensor):
+    partner = dist.get_rank() ^ 1
+    if partner < dist.get_world_size():
+        leaving = dist.isend(tensor.clone(), partner)
+        dist.irecv(tensor, partner)
+        leaving.wait()
+        time.sleep(0.2)
+
+
+def copies_what_has_not_arrived(tensor):
+    partner = dist.get_rank() ^ 1
+    if partner < dist.get_world_size():
+        theirs = torch.empty_like(tensor)
+        leaving = dist.isend(tensor, partner)
+        arriving = dist.irecv(theirs, partner)  # noqa: F841
+        leaving.wait()
+        tensor.copy_(theirs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("answer", "said"), [
+    (sends_a_copy_and_forgets_it, "With `isend` a call returns at once"),
+    (keeps_a_handle_and_forgets_it, "start a send, and never call `wait()`"),
+    (waits_for_its_send_on_even_ranks, "start a send, and never call `wait()`"),
+    (forgets_what_arrives, "start a receive, and never call `wait()`"),
+    (copies_what_has_not_arrived, "start a receive, and never call `wait()`")])
+def test_a_handle_that_nobody_waits_on_is_refused_though_the_numbers_may_be_right(answer, said):
+    verdict = find("0.3").judge(answer)
+    assert verdict.outcome == WRONG and said in verdict.why, verdict
+    assert "without a `wait()`" in verdict.detail and "at most   0" in verdict.detail, verdict
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("answer", "sends", "receives"), [
+    (sends_a_copy_and_forgets_it, 2, 0), (copies_what_has_not_arrived, 0, 2),
+    (waits_for_nothing, 2, 2), (sends_a_copy, 0, 0), (swaps_in_a_batch, 0, 0)])
+def test_a_handle_that_nobody_waits_on_counts_whatever_the_timing(answer, sends, receives):
+    exercise = find("0.3")
+    for _ in range(3):
+        facts = exercise._observe(answer, 2, quiet=True)
+        assert [(each[chapter_00.SENDS_OPEN], each[chapter_00.RECEIVES_OPEN])
+                for each in facts] == [(sends, receives)] * 2
+
+
+def gathers_where_it_has_a_partner(tensor):
+    partner = dist.get_rank() ^ 1
+    if partner < dist.get_world_size():
+        everything = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+        dist.all_gather(everything, tensor)
+        tensor.copy_(everything[partner])
+
+
+def meets_where_it_has_a_partner(tensor):
+    if dist.get_rank() ^ 1 < dist.get_world_size():
+        has_a_barrier_too_many(tensor)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("answer", [gathers_where_it_has_a_partner, meets_where_it_has_a_partner])
+def test_what_hangs_on_three_ranks_is_not_said_to_be_right(answer):
+    verdict = find("0.3").judge(answer)
+    assert verdict.outcome == WRONG
+    assert "On 2 ranks the result is right" in verdict.why, verdict
+    assert "last of three ranks" in verdict.why, verdict
+
+
 def assigns_the_name(tensor):
     partner = dist.get_rank() ^ 1
     if partner < dist.get_world_size():
@@ -769,6 +884,24 @@ def returns_the_call(puzzle, x, y):
     return None
 
 
+def returns_nothing_in_a(puzzle, x, y):
+    if puzzle == "A":
+        dist.broadcast(x, src=2)
+    else:
+        return find("0.1").solution(puzzle, x, y)
+
+
+def returns_nothing(puzzle, x, y):
+    if puzzle == "A":
+        dist.broadcast(x, src=2)
+    if puzzle == "B":
+        dist.all_gather_single(y, x)
+    if puzzle == "C":
+        return None
+    if puzzle == "D":
+        return None
+
+
 def keeps_what_the_call_returns(values):
     total = dist.all_reduce(values.sum())
     count = dist.all_reduce(torch.tensor(float(len(values))))
@@ -819,6 +952,73 @@ def receives_floats(tensor):
         tensor.copy_(theirs)
 
 
+def slope_not_squared(x, hidden, w2, to_logits):
+    """1.1"""
+    gradients = x.T @ (to_logits @ w2.T * (1 - hidden)), hidden.T @ to_logits
+    for gradient in gradients:
+        dist.all_reduce(gradient)
+        gradient /= dist.get_world_size()
+    return gradients
+
+
+def slope_without_one(x, hidden, w2, to_logits):
+    """1.1"""
+    gradients = x.T @ (to_logits @ w2.T * hidden**2), hidden.T @ to_logits
+    for gradient in gradients:
+        dist.all_reduce(gradient)
+        gradient /= dist.get_world_size()
+    return gradients
+
+
+def one_message_and_one_product(d, f, ranks, flops, bandwidth, element):
+    """1.2: two mistakes, whose result is that of 2 in place of 2(N−1)/N."""
+    return element * d * f / bandwidth / (2 * d * f / flops)
+
+
+def four_times_the_parameters(model, optimizer, others=()):
+    total = sum(4 * each.nbytes for each in model.parameters())
+    return total / sum(each.numel() for each in model.parameters())
+
+
+def bytes_of_the_last_in_each_storage(model, optimizer, others=()):
+    sizes = {}
+    state = [value for each in optimizer.state.values() for value in each.values()]
+    for tensor in [*model.parameters(), *(each.grad for each in model.parameters()), *state,
+                   *others]:
+        if tensor is not None:
+            sizes[tensor.untyped_storage().data_ptr()] = tensor.nbytes
+    return sum(sizes.values()) / sum(each.numel() for each in model.parameters())
+
+
+def takes_the_state_for_tensors(model, optimizer, others=()):
+    state = [value for each in optimizer.state.values() for value in each.values()]
+    gradients = [each.grad for each in model.parameters() if each.grad is not None]
+    found = [tensor.untyped_storage() for tensor in [*model.parameters(), *gradients, *state,
+                                                     *others]]
+    return (sum({each.data_ptr(): each.nbytes() for each in found}.values())
+            / sum(each.numel() for each in model.parameters()))
+
+
+def neither_parameters_nor_shared_memory(model, optimizer, others=()):
+    state = [value for each in optimizer.state.values() for value in each.values()]
+    found = [*(each.grad for each in model.parameters()), *state, *others]
+    total = sum(tensor.nbytes for tensor in found if tensor is not None)
+    return total / sum(each.numel() for each in model.parameters())
+
+
+def neither_gradients_nor_frozen_parameters(model, optimizer, others=()):
+    trained = [each for each in model.parameters() if each.requires_grad]
+    state = [value for each in optimizer.state.values() for value in each.values()]
+    total = sum(storages(*trained, *state, *others).values())
+    return total / sum(each.numel() for each in model.parameters())
+
+
+def adds_the_buffers(model, optimizer, others=()):
+    buffers = storages(*model.buffers())
+    whole = counts("parameters", "gradients", "state", "others")(model, optimizer, others)
+    return whole + sum(buffers.values()) / sum(each.numel() for each in model.parameters())
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "answer", "said"), [
     ("0.1", solves(d=adds_and_cuts), "Puzzle D: a reduce-scatter adds"),
@@ -832,6 +1032,9 @@ def receives_floats(tensor):
     ("0.1", raises_in_d, "A and B are not right either."),
     ("0.1", solves(d=transposes_and_returns_x), "Puzzle D: you returned `x`"),
     ("0.1", returns_the_call, "`dist.broadcast` returns None"),
+    ("0.1", returns_nothing_in_a, "Puzzle A: you make a call, and return nothing"),
+    ("0.1", returns_nothing, "Puzzle A: you make a call, and return nothing"),
+    ("0.1", returns_nothing, "B, C and D are not right either."),
     ("0.2", keeps_what_the_call_returns, "`dist.all_reduce` returns None"),
     ("0.2", divides_the_call, "`dist.all_reduce` returns None"),
     ("0.3", assigns_the_name_on_odd_ranks, "only gives the name"),
@@ -847,6 +1050,20 @@ def receives_floats(tensor):
     ("0.3", copies_too_early, "Wait for the send first"),
     ("0.3", receives_into_three, "is smaller than `tensor`"),
     ("0.3", assigns_the_name, "only gives the name"),
+    ("1.1", slope_not_squared, "You did not square"),
+    ("1.1", slope_without_one, "You took tanh² for the slope"),
+    ("1.2", one_message_and_one_product, "not depend on the number of ranks"),
+    ("1.3", counts("gradients", "state", "others"), "The parameters are missing"),
+    ("1.3", counts("state", "others"), "The parameters and gradients are missing"),
+    ("1.3", counts("gradients", "state"), "The parameters and `others` are missing"),
+    ("1.3", counts("parameters", "others"), "The gradients and the optimizer's state are missing"),
+    ("1.3", counts("parameters", "state", "others"), "The gradients are missing"),
+    ("1.3", counts("parameters"), "the parameters alone"),
+    ("1.3", counts("gradients"), "the gradients alone"),
+    ("1.3", four_times_the_parameters, "four times the parameters"),
+    ("1.3", bytes_of_the_last_in_each_storage, "a piece of its storage"),
+    ("1.3", takes_the_state_for_tensors, "None among its values"),
+    ("1.3", adds_the_buffers, "You count buffers too"),
     ("3.2", ends_with_the_next_chunk, "it is a neighbour's"),
     ("3.2", shifted_and_not_copied, "it is a neighbour's"),
     ("10.2", padded_for_all_ranks, "dist.get_world_size(inside)"),
@@ -941,6 +1158,8 @@ def in_seconds_and_without_restart(failures, days, log_ranks, ranks, save_second
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "answer", "halves"), [
+    ("1.3", neither_parameters_nor_shared_memory, ("The parameters are missing",)),
+    ("1.3", neither_gradients_nor_frozen_parameters, ("The gradients are missing",)),
     ("gradient-buckets", summed_without_the_last, ("did not divide", "last bucket")),
     ("7.1", same_noise_and_order, ("same order", "draw the same noise")),
     ("9.2", clips_by_its_own, ("own shards", "after clipping")),
@@ -1145,3 +1364,96 @@ def test_a_textbook_ring_that_starts_at_its_own_chunk_hears_where_it_ends(send, 
     verdict = find("ring-reduce-scatter").judge(textbook(send, towards, kept))
     assert verdict.outcome == WRONG
     assert said in verdict.why and "do not send on" not in verdict.why
+
+
+def adds_to_what_it_has_sent(flat, group=None):
+    """3.2: the chunk index of the sum that arrives is the one of the sum that has just gone."""
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    chunks = flat.reshape(ranks, -1)
+    total = chunks[(rank - 1) % ranks].clone()
+    for hop in range(ranks - 1):
+        total = exchange(total, (rank + 1) % ranks, (rank - 1) % ranks, group)
+        total = total + chunks[(rank - 1 - hop) % ranks]
+    return total
+
+
+def adds_all_to_its_own(flat, group=None):
+    """3.2: sends the others' chunks as they are, and adds what arrives to its own."""
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    chunks = flat.reshape(ranks, -1)
+    total = chunks[rank].clone()
+    for hop in range(1, ranks):
+        total += exchange(chunks[(rank + hop) % ranks], (rank + 1) % ranks, (rank - 1) % ranks,
+                          group)
+    return total
+
+
+@pytest.mark.parametrize(("answer", "said"), [
+    (adds_to_what_it_has_sent, "the chunk that you have just sent"),
+    (adds_all_to_its_own, "is added to your chunk r")])
+def test_an_index_slip_on_the_ring_is_named(answer, said):
+    verdict = find("ring-reduce-scatter").judge(answer)
+    assert verdict.outcome == WRONG
+    assert said in verdict.why
+
+
+def bus_bandwidth(**factors):
+    def bus_bandwidth(collective, nbytes, ranks, seconds):
+        factor = {"all_reduce": 2 * (ranks - 1) / ranks, "reduce_scatter": (ranks - 1) / ranks,
+                  "all_gather": (ranks - 1) / ranks, "broadcast": 1}[collective]
+        if collective in factors:
+            factor = factors[collective](ranks)
+        return factor * nbytes / seconds
+
+    return bus_bandwidth
+
+
+TWICE_ALL_STEPS = {"all_reduce": lambda n: 2 * (n - 1)}
+ALL_STEPS = {"reduce_scatter": lambda n: n - 1, "all_gather": lambda n: n - 1}
+
+
+@pytest.mark.parametrize(("answer", "said"), [
+    (bus_bandwidth(reduce_scatter=lambda n: n - 1), "one rank's chunk"),
+    (bus_bandwidth(**TWICE_ALL_STEPS), "one chunk in each step"),
+    (bus_bandwidth(**TWICE_ALL_STEPS, **ALL_STEPS), "one chunk in each step"),
+    (bus_bandwidth(broadcast=lambda n: 1 / n), "every byte of it must leave the root")])
+def test_a_wrong_factor_of_bus_bandwidth_is_named(answer, said):
+    verdict = find("bus-bandwidth").judge(answer)
+    assert verdict.outcome == WRONG
+    assert said in verdict.why
+
+
+def shortest_and_highest(sizes, seconds):
+    return min(seconds), max(n / t for n, t in zip(sizes, seconds, strict=True))
+
+
+def shortest_and_median(sizes, seconds):
+    bandwidths = sorted(n / t for n, t in zip(sizes, seconds, strict=True))
+    return min(seconds), bandwidths[len(sizes) // 2]
+
+
+def smallest_and_highest(sizes, seconds):
+    return seconds[0], max(n / t for n, t in zip(sizes, seconds, strict=True))
+
+
+@pytest.mark.parametrize("answer", [
+    shortest_and_highest, shortest_and_median, smallest_and_highest])
+def test_who_takes_one_time_for_alpha_hears_that_and_nothing_of_beta(answer):
+    verdict = find("fit-alpha-beta").judge(answer)
+    assert verdict.outcome == WRONG
+    assert "the time of one message for α" in verdict.why
+    assert "averaged" not in verdict.why and "of the largest" not in verdict.why
+
+
+def sends_and_forgets(outgoing, to, source, group=None):
+    arriving = torch.empty_like(outgoing)
+    dist.isend(outgoing, group_dst=to, group=group)
+    dist.recv(arriving, group_src=source, group=group)
+    return arriving
+
+
+def test_who_does_not_wait_is_not_told_that_a_send_is_missing():
+    verdict = find("exchange").judge(sends_and_forgets)
+    assert verdict.outcome == WRONG
+    assert "`wait()` on it" in verdict.why
+    assert "The ranks:" in verdict.detail and "needs a receive" not in verdict.detail

@@ -33,8 +33,8 @@ _WHY = {
     "root": "The ranks do not agree which of them has the data, or gets it.",
 }
 
+PAIRS = "Every send needs a receive on the other rank, and every receive a send."
 _ALL_SEND = "A send ends when the other rank receives."
-_PAIRS = "Every send needs a receive on the other rank, and every receive a send."
 
 timeout_option = contextvars.ContextVar("timeout_option", default="timeout=SECONDS")
 
@@ -133,7 +133,7 @@ def of_stuck(states, seconds) -> RankError:
         if computing:
             advice = "Do they run a loop that does not end?"
         elif all(state.last_call and state.last_call.is_point_to_point for state in busy):
-            advice = _PAIRS
+            advice = PAIRS
         advice += f" A run that needs longer: {timeout_option.get()}."
     return _error(head, "", states, rank=rank, kind="stuck", after=advice)
 
@@ -158,7 +158,7 @@ def of_deadlock(states, waits) -> RankError:
     gone = [state for state in states if state.finished
             and any(state.rank in peers for peers in waits.values())]
     operations = [{call.operation for call in state.unmet} for state in stuck]
-    head, advice = f"{_names(stuck)} {_verb(stuck, 'waits', 'wait')} for ever", _PAIRS
+    head, advice = f"{_names(stuck)} {_verb(stuck, 'waits', 'wait')} for ever", PAIRS
     if gone:
         head += f", and {_names(gone)} {_verb(gone, 'has', 'have')} returned"
     elif all(each == {"send"} for each in operations):
