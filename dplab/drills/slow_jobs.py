@@ -313,8 +313,8 @@ def waits_for_data(readings):
 def link_alone(readings):
     least = readings.least_unhidden  # with one bucket of six at the end, a sixth
     return least > 0.45, (
-        f"In a step the link works for {ms(readings.link_seconds)}. In each step, and on each "
-        f"rank, {100 * least:.0f} % of that time or more is beside no computing.")
+        f"At its own speed the link works for {ms(readings.link_seconds)} in a step. In each step, "
+        f"and on each rank, {100 * least:.0f} % of that time or more is beside no computing.")
 
 
 def all_compute_longer(readings):
@@ -501,8 +501,9 @@ class SlowJob(SickJob):
         print_table(["", *readings.split[0], "for data"], *(
             [f"rank {rank}", *(ms(seconds) for seconds in split.values()),
              ms(readings.data[rank])] for rank, split in enumerate(readings.split)))
-        print(f"the link works for {ms(readings.link_seconds)} of a step; beside no computing, in "
-              f"each step and on each rank: {100 * readings.least_unhidden:.0f} % of that or more\n"
+        print(f"at its own speed the link works for {ms(readings.link_seconds)} of a step; beside "
+              "no computing, in each step and on each rank: "
+              f"{100 * readings.least_unhidden:.0f} % of that or more\n"
               f"one rank alone computes for {ms(readings.alone_kernels)}")
 
     @instrument
