@@ -21,7 +21,7 @@ PUBLIC_NAMES = {
     "dplab.dryrun": "Collective ddp DryRun fully_shard UnsupportedOperator zero_1",
     "dplab.measure": """after_a_step aligned available_cores available_memory CallLog
         describe_machine EmulatedLink from_last_launch layer_times MemoryTimeline NoiseScale
-        save_chrome_trace saved_bytes sent_bytes split_time state_bytes torchrun_log Trace
+        saved_bytes sent_bytes split_time state_bytes torchrun_log Trace
         WireMeter""",
     "dplab.parallel": """average_gradients broadcast_module BucketedDDP clip_grad_norm_ DiLoCo
         FullyShardedModel LocalSGD ManualDDP naive_all_reduce OverlappedDDP ParameterServer

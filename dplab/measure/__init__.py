@@ -8,10 +8,10 @@ from dplab.measure.memory_timeline import MemoryTimeline, state_bytes
 from dplab.measure.noise_scale import NoiseScale
 from dplab.measure.split import from_last_launch, split_time
 from dplab.measure.torchrun_log import torchrun_log
-from dplab.measure.trace import Trace, aligned, layer_times, save_chrome_trace
+from dplab.measure.trace import Trace, aligned, layer_times
 from dplab.measure.wire import WireMeter
 
 __all__ = ["CallLog", "EmulatedLink", "MemoryTimeline", "NoiseScale", "Trace", "WireMeter",
            "after_a_step", "aligned", "available_cores", "available_memory", "describe_machine",
-           "from_last_launch", "layer_times", "save_chrome_trace", "saved_bytes", "sent_bytes",
+           "from_last_launch", "layer_times", "saved_bytes", "sent_bytes",
            "split_time", "state_bytes", "torchrun_log"]

@@ -4,13 +4,11 @@ In a trace the reader's code names its phases; collectives are noted by themselv
 completion. The layers' times are the input of `predict.step.ddp_spans`.
 """
 
-import json
 import statistics
 import time
 from collections.abc import Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 from torch import nn
@@ -90,20 +88,6 @@ def aligned(ranks: Sequence[Sequence[Span]]) -> list[list[Span]]:
     return [sorted((replace(span, start=span.start - begin, end=span.end - begin)
                     for span in spans), key=lambda span: (span.start, span.end))
             for spans in ranks]
-
-
-def save_chrome_trace(path, ranks: Sequence[Sequence[Span]]) -> Path:
-    """Writes the spans of all ranks for https://ui.perfetto.dev or chrome://tracing."""
-    events = []
-    for rank, spans in enumerate(aligned(ranks)):
-        events.append({"name": "process_name", "ph": "M", "pid": rank,
-                       "args": {"name": f"rank {rank}"}})
-        events += [{"name": span.name, "cat": span.lane, "ph": "X", "pid": rank, "tid": span.lane,
-                    "ts": 1e6 * span.start, "dur": 1e6 * span.seconds,
-                    "args": {"bytes": span.nbytes}} for span in spans]
-    path = Path(path)
-    path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
-    return path
 
 
 def layer_times(model: nn.Sequential, x: torch.Tensor, rounds: int = 10) -> list[Layer]:

@@ -151,13 +151,6 @@ def exposed_seconds(spans: Iterable[Span]) -> float:
                for start, end in _union(span for span in spans if span.lane == COMMUNICATION))
 
 
-def hidden_seconds(spans: Iterable[Span]) -> float:
-    """How long this rank communicates while it computes."""
-    spans = list(spans)
-    sending = _union(span for span in spans if span.lane == COMMUNICATION)
-    return sum(end - start for start, end in sending) - exposed_seconds(spans)
-
-
 def _union(spans):
     """The intervals that the spans cover, apart from each other and in order."""
     merged = []

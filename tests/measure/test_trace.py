@@ -1,6 +1,5 @@
 """Traces of real steps: what is in them, in which order, and the file for Perfetto."""
 
-import json
 import sys
 import time
 
@@ -12,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from dplab import run
-from dplab.measure import EmulatedLink, Trace, aligned, layer_times, save_chrome_trace
+from dplab.measure import EmulatedLink, Trace, aligned, layer_times
 from dplab.parallel import OverlappedDDP
 from dplab.predict.step import COMMUNICATION, COMPUTE, WAITING, Span
 
@@ -121,16 +120,6 @@ def test_aligned_spans_begin_at_zero_and_keep_their_distances():
     assert [(span.name, span.start, span.end) for span in first] == [
         ("forward", 0.0, 2.0), ("backward", 2.0, 4.0)]
     assert (second[0].start, second[0].end, second[0].nbytes) == (1.0, 3.5, 1024)
-
-
-def test_the_saved_trace_is_what_perfetto_reads(tmp_path):
-    path = save_chrome_trace(tmp_path / "step.json", RANKS)
-    events = json.loads(path.read_text())["traceEvents"]
-    names = [event["args"]["name"] for event in events if event["ph"] == "M"]
-    assert names == ["rank 0", "rank 1"]
-    send = next(event for event in events if event["name"] == "all_reduce")
-    assert (send["pid"], send["tid"], send["ts"], send["dur"]) == (1, COMMUNICATION, 1e6, 2.5e6)
-    assert send["args"] == {"bytes": 1024}
 
 
 class Pause(nn.Module):
