@@ -1,7 +1,7 @@
 """Draws two_streams.svg: a step's backward and all-reduces on two streams of a GPU."""
 
 from dplab.show import Canvas, save_beside, style
-from dplab.show.palette import FAINT, INK, MUTED, PART_COLORS, readable_on
+from dplab.show.palette import FAINT, MUTED, PART_COLORS, readable_on
 
 TITLE = "The streams wait for each other's events; the CPU waits for neither"
 ALT = (
@@ -21,6 +21,7 @@ COMPUTE = (("backward 4", "backward", 40, 130), ("backward 3", "backward", 130, 
 SENDING = (("all-reduce 4, 3", "communication", 228, 380),
            ("all-reduce 2, 1", "communication", 448, 588))
 CALLS = ("4", "3", "A", "2", "1", "B", "w", "w", "o")
+BESIDE = {"communication": 58, "optimizer": -10}  # where a name stands outside of its box
 ROWS = {"CPU enqueues": 96, "compute stream": 186, "NCCL's stream": 296}
 
 
@@ -39,12 +40,12 @@ def draw() -> Canvas:
         for name, part, begin, end in kernels:
             color = PART_COLORS[part]
             canvas.box(LEFT + begin + 1, ROWS[row], end - begin - 2, 40, color)
-            canvas.text(LEFT + (begin + end) / 2, ROWS[row] + 20, name, size=13,
-                        color=readable_on(color), ha="center")
+            canvas.text(LEFT + (begin + end) / 2, ROWS[row] + BESIDE.get(part, 20), name, size=13,
+                        color=MUTED if part in BESIDE else readable_on(color), ha="center")
     top, low = ROWS["compute stream"] + 42, ROWS["NCCL's stream"] - 2
     for x in (222, 442):  # events of the compute stream
-        canvas.arrow(LEFT + x, top, LEFT + x + 6, low, INK)
-    canvas.arrow(LEFT + 588, low, LEFT + 597, top, INK)
+        canvas.arrow(LEFT + x, top, LEFT + x + 6, low, MUTED)
+    canvas.arrow(LEFT + 588, low, LEFT + 597, top, MUTED)
     canvas.text(LEFT + 232, 262, "event", size=13, color=MUTED)
     canvas.text(LEFT + 452, 262, "event", size=13, color=MUTED)
     canvas.text(LEFT + 604, 262, "event", size=13, color=MUTED)

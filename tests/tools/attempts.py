@@ -10,7 +10,7 @@ def stub(model):
     raise NotImplementedError("write me")
 
 
-def raises(model):
+def raises(model, group=None):
     return model.no_such_thing
 
 
