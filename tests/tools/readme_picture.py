@@ -10,8 +10,8 @@ from jupyter import copy_course, jupyter_lab
 from PIL import Image
 
 PICTURE = Path(__file__).resolve().parents[2] / "figures/chapter.png"
-CHAPTER = "chapters/04_ddp_by_hand.ipynb"
-FIRST, LAST = "table-leave-outs", "plot-leave-outs"  # from the output of one to that of the other
+CHAPTER = "chapters/06_where_the_time_goes.ipynb"
+FIRST, LAST = "load-the-job", "draw-the-job"  # from the output of one to that of the other
 WIDTH = 1200
 
 
