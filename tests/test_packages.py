@@ -1,0 +1,186 @@
+"""The course as a package: its requirements, uv's settings, the wheel, and other Pythons."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from importlib.util import find_spec
+from pathlib import Path
+
+import imports
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).resolve().parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+NAME = PROJECT["project"]["name"]
+EXTRAS = PROJECT["project"]["optional-dependencies"]
+PINNED = {"requirements.txt": ("lab",), "tests/requirements.txt": ("test", "deepspeed")}
+OTHER_PYTHONS = ("3.12", "3.13")  # the course itself is tested on 3.11
+
+
+def names(requirements):
+    """Of the packages that are asked for; the course's own extras are not among them."""
+    found = {canonicalize_name(Requirement(each).name) for each in requirements}
+    return found - {NAME}
+
+
+def pins(file):
+    """The lines of a requirements file that name a package, by package."""
+    lines = (ROOT / file).read_text(encoding="utf-8").splitlines()
+    found = [Requirement(line) for line in lines if line and not line.startswith(("#", "-"))]
+    return {canonicalize_name(each.name): each for each in found}
+
+
+@pytest.mark.parametrize("file", PINNED)
+def test_what_the_project_names_is_pinned(file):
+    declared = names(line for extra in PINNED[file] for line in EXTRAS[extra])
+    if file == "requirements.txt":
+        declared |= names(PROJECT["project"]["dependencies"])
+    assert set(pins(file)) == declared
+    assert all(re.fullmatch(r"==[\d.]+", str(pin.specifier)) for pin in pins(file).values())
+
+
+def test_a_learner_installs_nothing_that_only_tests_need():
+    assert not set(pins("requirements.txt")) & set(pins("tests/requirements.txt"))
+
+
+def test_the_pinned_torch_is_one_that_the_project_takes():
+    [declared] = [Requirement(line) for line in PROJECT["project"]["dependencies"]
+                  if Requirement(line).name == "torch"]
+    [pinned] = pins("requirements.txt")["torch"].specifier
+    assert declared.specifier.contains(pinned.version)
+
+
+@pytest.fixture
+def registry(tmp_path):
+    """A function that puts an empty package into a folder that stands for a registry."""
+    def put(folder, name, version):
+        place = tmp_path / folder / canonicalize_name(name)
+        place.mkdir(parents=True)
+        stem = f"{name.replace('-', '_')}-{version}"
+        with zipfile.ZipFile(place / f"{stem}-py3-none-any.whl", "w") as wheel:
+            for file, text in {
+                    "METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n",
+                    "WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+                    "RECORD": ""}.items():
+                wheel.writestr(f"{stem}.dist-info/{file}", text)
+        (place / "index.html").write_text("".join(
+            f'<a href="{path.name.replace("+", "%2B")}">{path.name}</a>'
+            for path in place.glob("*.whl")))
+        return (tmp_path / folder).as_uri()
+    return put
+
+
+@pytest.mark.parametrize(("extras", "expected"), [
+    (["cpu"], "2.13.0+cpu"), (["gpu"], "2.13.0"), (["cpu", "test"], "2.13.0+cpu"), ([], "2.13.0"),
+    (["cpu", "gpu"], None)])
+def test_uv_takes_the_torch_of_the_extra(tmp_path, registry, extras, expected):
+    """The two registries are folders here, with empty packages in them."""
+    asked = names(PROJECT["project"]["dependencies"]).union(*map(names, EXTRAS.values()))
+    cpu = registry("cpu", "torch", "2.13.0+cpu")
+    for name in asked:
+        pypi = registry("pypi", name, "2.13.0" if name == "torch" else "1000")
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    assert "https://download.pytorch.org/whl/cpu" in text
+    (tmp_path / "pyproject.toml").write_text(
+        text.replace("https://download.pytorch.org/whl/cpu", cpu))
+    (tmp_path / "README.md").touch()
+    done = uv("sync", "--dry-run", "--no-install-project", "--no-cache", "--default-index", pypi,
+              "--python", sys.executable, *(f"--extra={extra}" for extra in extras), cwd=tmp_path)
+    if expected is None:
+        assert done.returncode and "incompatible" in done.stderr
+        return
+    assert done.returncode == 0, done.stderr
+    taken = dict(re.findall(r"^ \+ (\S+)==(\S+)", done.stderr, re.MULTILINE))
+    assert taken["torch"] == expected
+    assert ("jupyterlab" in taken) == bool(extras)
+    assert ("pytest" in taken) == ("test" in extras)
+
+
+def uv(*words, cwd=ROOT, path=None):
+    """uv, as installed beside this Python, with no settings of this machine."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("UV_")}
+    return subprocess.run([Path(sys.executable).with_name("uv"), *words], cwd=cwd, text=True,
+                          capture_output=True, timeout=300,
+                          env=environment | {"PATH": path or os.environ["PATH"]})
+
+
+@pytest.mark.slow
+def test_a_wheel_works_by_itself(tmp_path):
+    """Its distribution has another name than its package, and its data are inside."""
+    source, target = tmp_path / "source", tmp_path / "target"
+    shutil.copytree(ROOT / "dplab", source / "dplab",
+                    ignore=shutil.ignore_patterns("__pycache__"))
+    for file in ("pyproject.toml", "README.md", *(path.name for path in ROOT.glob("LICENSE*"))):
+        shutil.copy(ROOT / file, source)
+    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
+    subprocess.run([*pip, "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", tmp_path,
+                    source], check=True, timeout=300)
+    [wheel] = tmp_path.glob("*.whl")
+    assert wheel.name.startswith(NAME.replace("-", "_"))
+    subprocess.run([*pip, "install", "--no-deps", "--no-index", "--target", target, wheel],
+                   check=True, timeout=300)
+    script = ("import dplab.predict.published\nfrom importlib import metadata, resources\n"
+              f"print(dplab.__file__, metadata.version({NAME!r}))\n"
+              "print(*[each.name for each in resources.files('dplab.predict').iterdir()])")
+    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True,
+                          text=True, timeout=60, env={**os.environ, "PYTHONPATH": str(target)})
+    assert done.returncode == 0, done.stderr
+    first, second = done.stdout.splitlines()
+    assert first == f"{target}/dplab/__init__.py {PROJECT['project']['version']}"
+    data = {path.name for path in (ROOT / "dplab/predict").glob("*.json")}
+    assert data and data <= set(second.split())
+
+
+def pure_pytest(folder):
+    """Links to pytest and what it needs: all of it is Python alone, so that any Python runs it."""
+    for name in ("_pytest", "pytest", "pluggy", "iniconfig", "packaging", "pygments", "py"):
+        path = Path(find_spec(name).origin)
+        path = path.parent if path.name == "__init__.py" else path
+        (folder / path.name).symlink_to(path)
+    return folder
+
+
+def interpreter(version):
+    """The path of this Python; None where there is none. In CI, uv fetches it."""
+    pyenv = Path(os.environ.get("PYENV_ROOT") or Path.home() / ".pyenv")
+    path = os.pathsep.join([*map(str, pyenv.glob("versions/*/bin")), os.environ["PATH"]])
+    find = ["python", "find", "--no-project", "--no-python-downloads", version]
+    found = uv(*find, path=path)
+    if found.returncode and os.environ.get("CI"):
+        uv("python", "install", version)
+        found = uv(*find, path=path)
+    return None if found.returncode else found.stdout.strip()
+
+
+def files_without_packages():
+    """The test files of `predict` that import nothing but this and pytest."""
+    for path in sorted((ROOT / "tests/predict").glob("test_*.py")):
+        found = imports.of_file(path)
+        if ({each.top for each in found} <= {"dplab", "pytest", *sys.stdlib_module_names}
+                and {each.package for each in found} <= {None, "dplab", "predict"}):
+            yield str(path.relative_to(ROOT))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("version", OTHER_PYTHONS)
+def test_what_needs_no_torch_runs_on_other_pythons(version, tmp_path):
+    python = interpreter(version)
+    if python is None:
+        said = (f"no Python {version} was found on the PATH, by pyenv or by uv: "
+                f"`uv python install {version}` brings one")
+        pytest.fail(said) if os.environ.get("CI") else pytest.skip(said)
+    files = list(files_without_packages())
+    assert len(files) > len(list((ROOT / "tests/predict").glob("test_*.py"))) / 2
+    done = subprocess.run(
+        [python, "-B", "-m", "pytest", "-c", os.devnull, "--rootdir", ROOT, "-q", "-p",
+         "no:cacheprovider", *files], cwd=ROOT, capture_output=True, text=True, timeout=300,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (pure_pytest(tmp_path), ROOT)))})
+    assert done.returncode == 0, done.stdout + done.stderr
+    done = subprocess.run([python, "-B", "-m", "dplab"], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout.startswith("usage: dplab"), done.stderr
