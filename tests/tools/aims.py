@@ -11,6 +11,7 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import colab
 import notebooks
 from notebooks import FOLDED
 
@@ -32,7 +33,7 @@ class Chapter:
     cells: list = field(init=False)
 
     def __post_init__(self):
-        self.cells = notebooks.read(self.path).cells
+        self.cells = [cell for cell in notebooks.read(self.path).cells if cell.id != colab.ID]
 
     @property
     def code(self):

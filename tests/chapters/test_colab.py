@@ -1,0 +1,110 @@
+"""The cell behind each title: on Google Colab it sets the course up, elsewhere it does nothing."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import aims
+import colab
+import IPython
+import notebooks
+import pytest
+from sandbox import ROOT
+
+PATHS = sorted((ROOT / "chapters").glob("*.ipynb"))
+
+
+@pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
+def test_every_notebook_has_the_cell_behind_its_title(path):
+    notebook = notebooks.read(path)
+    [at] = [index for index, cell in enumerate(notebook.cells) if cell.id == colab.ID]
+    cell = notebook.cells[at]
+    assert at == 1, "python tests/tools/colab.py puts it there"
+    assert cell.source == colab.SOURCE, "python tests/tools/colab.py writes it anew"
+    assert cell.metadata == {"tags": colab.TAGS, "jupyter": {"source_hidden": True}}
+    assert cell.outputs == []
+
+
+def test_the_cell_is_short_and_binds_no_name_that_a_chapter_uses():
+    assert len(colab.SOURCE.splitlines()) <= 8
+    bound, _ = notebooks.names(colab.SOURCE)
+    for path in PATHS:
+        assert not bound & set().union(*(notebooks.names(aims.body(cell))[1]
+                                         for cell in aims.Chapter(path).code)), path.stem
+
+
+# Runs the cell in a shell whose class is of the module that the command line names.
+SHELL = """
+import importlib.util, json, os, sys
+from IPython.core.interactiveshell import InteractiveShell
+module, cell = sys.argv[1:]
+Shell = type("Shell", (InteractiveShell,), {"__module__": module})
+shell = Shell.instance()
+before = {*shell.user_ns}
+result = shell.run_cell(cell)
+result.raise_error()
+known = sorted({*shell.user_ns} - before)
+course = importlib.util.find_spec("dplab")
+if course:
+    import dplab.predict
+    course = course.origin
+json.dump([os.getcwd(), course, known], open(os.environ["REPORT"], "w"))
+"""
+
+
+@pytest.fixture
+def run_cell(tmp_path):
+    """A function that runs the cell in a new environment that has the packages and no dplab."""
+    environment, report = tmp_path / "environment", tmp_path / "report.json"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", environment], check=True)
+    [packages] = environment.glob("lib/*/site-packages")
+    (packages / "packages.pth").write_text(str(Path(IPython.__file__).parents[1]))
+
+    def run_cell(module, source):
+        work = tmp_path / "work"
+        work.mkdir(exist_ok=True)
+        variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        done = subprocess.run(
+            [environment / "bin/python", "-c", SHELL, module, source], cwd=work, text=True,
+            capture_output=True, timeout=300, env=variables | {
+                "REPORT": str(report), "IPYTHONDIR": str(tmp_path / "ipython"),
+                "PIP_NO_INDEX": "1", "PIP_NO_DEPS": "1", "PIP_NO_BUILD_ISOLATION": "0",
+                "PIP_DISABLE_PIP_VERSION_CHECK": "1"})
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout, json.loads(report.read_text())
+    return run_cell
+
+
+@pytest.fixture
+def repository(tmp_path):
+    """A repository with the course as it lies here, to clone."""
+    folder = tmp_path / "repository"
+    for part in ("dplab", "chapters"):
+        shutil.copytree(ROOT / part, folder / part, ignore=shutil.ignore_patterns("__pycache__"))
+    for file in ("pyproject.toml", "README.md", *(path.name for path in ROOT.glob("LICENSE*"))):
+        shutil.copy(ROOT / file, folder)
+    git = ["git", "-c", "user.name=x", "-c", "user.email=x", "-C", folder]
+    for words in (["init", "-q"], ["add", "."], ["commit", "-q", "-m", "x"]):
+        subprocess.run([*git, *words], check=True)
+    return folder
+
+
+@pytest.mark.slow
+def test_on_colab_it_fetches_and_installs_the_course(run_cell, repository, tmp_path):
+    content = tmp_path / "content"
+    content.mkdir()
+    source = colab.SOURCE.replace(colab.ADDRESS, repository.as_uri())
+    source = source.replace("/content", str(content))
+    _, (folder, course, _) = run_cell("google.colab._shell", source)
+    assert Path(folder) == content / "dplab/chapters"
+    assert Path(course) == content / "dplab/dplab/__init__.py"
+    assert (Path(folder) / PATHS[0].name).exists()
+
+
+@pytest.mark.slow
+def test_elsewhere_it_does_nothing(run_cell, tmp_path):
+    said, (folder, course, known) = run_cell("ipykernel.zmqshell", colab.SOURCE)
+    assert (said, Path(folder), course, known) == ("", tmp_path / "work", None, [])

@@ -1,0 +1,40 @@
+"""Puts the cell that sets the course up on Google Colab behind the title of every notebook.
+
+    python tests/tools/colab.py        # after a new notebook, or a new address in pyproject.toml
+"""
+
+import tomllib
+from pathlib import Path
+
+import notebooks
+from nbformat.v4 import new_code_cell
+
+ROOT = Path(__file__).resolve().parents[2]
+ADDRESS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))[
+    "project"]["urls"]["Repository"]
+ID = "on-colab"
+TAGS = [notebooks.FOLDED, "remove-cell"]  # the second is the web book's, which leaves the cell out
+SOURCE = f"""\
+# On Google Colab, fetches the course, installs it and enters its folder. Elsewhere, does nothing.
+if "google.colab" in str(get_ipython()):
+    import site
+    !test -d /content/dplab || git clone -q --depth 1 {ADDRESS} /content/dplab
+    %pip install -q -e /content/dplab
+    site.addsitedir("/content/dplab")  # this kernel started before the course was installed
+    %cd -q /content/dplab/chapters"""
+
+
+def with_cell(notebook):
+    """The notebook, with this cell alone of its kind, as the second of its cells."""
+    notebook.cells = [cell for cell in notebook.cells if cell.id != ID]
+    notebook.cells.insert(1, new_code_cell(SOURCE, id=ID, metadata={"tags": TAGS}))
+    return notebook
+
+
+def main():
+    for path in sorted((ROOT / "chapters").glob("*.ipynb")):
+        path.write_text(notebooks.normalise(with_cell(notebooks.read(path))), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
