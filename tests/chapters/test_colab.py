@@ -82,8 +82,9 @@ def run_cell(tmp_path):
 def repository(tmp_path):
     """A repository with the course as it lies here, to clone."""
     folder = tmp_path / "repository"
-    for part in ("dplab", "chapters"):
-        shutil.copytree(ROOT / part, folder / part, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT / "dplab", folder / "dplab", ignore=shutil.ignore_patterns("__pycache__"))
+    (folder / "chapters").mkdir()
+    shutil.copy(PATHS[0], folder / "chapters")
     for file in ("pyproject.toml", "README.md", *(path.name for path in ROOT.glob("LICENSE*"))):
         shutil.copy(ROOT / file, folder)
     git = ["git", "-c", "user.name=x", "-c", "user.email=x", "-C", folder]
