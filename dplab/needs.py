@@ -27,7 +27,7 @@ def check_torch():
     from importlib import metadata
 
     needed = "dplab needs torch {}.{} or newer".format(*TORCH)
-    remedy = f"{sys.executable} -m pip install -r requirements.txt"
+    remedy = set_up()
     try:
         version = metadata.version("torch")
     except metadata.PackageNotFoundError:
@@ -38,3 +38,12 @@ def check_torch():
     if tuple(map(int, re.findall(r"\d+", version)[:2])) < TORCH:
         raise ImportError(f"{needed}, and this Python has {version}. In the course's folder: "
                           f"{remedy}")
+
+
+def set_up():
+    """What to type in the course's folder so that this Python has what the course needs."""
+    from importlib import util
+
+    if util.find_spec("pip") is None:  # uv made the environment
+        return "uv sync --extra cpu (with a GPU: --extra gpu)"
+    return f"{sys.executable} -m pip install -r requirements.txt"

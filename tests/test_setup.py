@@ -92,6 +92,15 @@ def test_torch_that_is_missing_or_old(monkeypatch, version, said):
     assert f"{sys.executable} -m pip install -r requirements.txt" in str(caught.value)
 
 
+def test_an_environment_without_pip_is_told_of_uv():
+    """As uv makes them: here, a Python that has the standard library alone."""
+    done = python("import sys\n"
+                  "sys.path = [path for path in sys.path if 'site-packages' not in path]\n"
+                  "from dplab import needs; print(needs.set_up())")
+    assert done.stdout.startswith("uv sync --extra cpu"), done
+    assert needs.set_up() == f"{sys.executable} -m pip install -r requirements.txt"
+
+
 def test_torch_is_looked_for_at_the_first_use_and_not_before():
     """In a Python that has no package but the standard library's."""
     done = python("import sys\n"

@@ -59,7 +59,7 @@ MAY_IMPORT = {
     "desk": "dplab spawn",  # dplab: in the source that it writes for the reader
     "drills": "desk dplab measure parallel predict show spawn workloads",
     "exercises": "desk drills dryrun measure parallel predict spawn workloads",
-    "lab": "desk",
+    "lab": "desk needs",
     "demos": "dplab measure parallel show spawn workloads",
     "bench": "dplab dryrun measure parallel predict spawn workloads",
     "figures": "predict show",

@@ -6,6 +6,7 @@ import os
 import sys
 from pathlib import Path
 
+from dplab import needs
 from dplab.desk.course import key_of, label
 from dplab.lab import jupyterlab
 from dplab.lab.course_files import ROOT, NoCourse, read_course
@@ -194,7 +195,7 @@ def _start(place, options, for_jupyter, address, *, first_time=False):
         return 0
     if name := jupyterlab.missing_package():
         return _failed(f"this Python ({sys.executable}) has no {name}. In the course's folder: "
-                       ".venv/bin/pip install -r requirements.txt")
+                       + needs.set_up())
     environment = jupyterlab.prepare(place / ".course/jupyter")
     if home := environment.get("HOME"):
         print(f"Your home folder takes no files. JupyterLab and your progress are kept in {home}.")
