@@ -52,7 +52,7 @@ def test_the_image_is_set_up_as_the_readme_says(dockerfile):
 
 def test_the_dev_container_is_set_up_as_the_readme_says(devcontainer):
     before, after = commands_of_readme()
-    command = devcontainer["postCreateCommand"]
+    command = devcontainer["updateContentCommand"]
     assert command == f"{before} && {after} && .venv/bin/dplab lab --copy-only"
 
 
