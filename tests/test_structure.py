@@ -12,7 +12,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 TOP_LEVEL = {"README.md", "requirements.txt", "pyproject.toml", "chapters", "dplab", "figures",
-             "tests", ".ci", ".gitignore", "LICENSE", "LICENSE-TEXT", "CITATION.cff", ".github"}
+             "tests", ".ci", ".gitignore", "LICENSE", "LICENSE-TEXT", "CITATION.cff",
+             ".github", ".devcontainer", "Dockerfile", ".dockerignore"}
 FILES = sorted((ROOT / "dplab").rglob("*.py"))
 
 PUBLIC_NAMES = {

@@ -65,7 +65,7 @@ def read(path: Path) -> Student:
     except OSError as error:
         raise NoProgress(f"{file}: {error.strerror}") from error
     except ValueError as error:
-        raise NoProgress(f"{file} is no JSON file. {student.name} should export it again") from error
+        raise NoProgress(f"{file} is no JSON file. {student.name} can export it again") from error
     if not isinstance(kept, dict) or kept.get("edition") != record.EDITION:
         raise NoProgress(f"{file} holds no progress of this edition of the course")
     try:
