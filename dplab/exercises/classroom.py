@@ -88,7 +88,7 @@ def _entries(exercises):
 
 
 def name_of(path: Path) -> str:
-    """Ada, of ``ada.json``, ``/home/ada/.dplab`` or ``/srv/progress/ada``."""
+    """ada, of ``ada.json``, ``~ada/.dplab`` or ``/srv/class/ada``."""
     parts = [part.removesuffix(".json") for part in path.absolute().parts]
     return next((part for part in reversed(parts) if part not in (".dplab", "progress")), str(path))
 
