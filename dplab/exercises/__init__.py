@@ -106,7 +106,7 @@ def progress(*, export: str | Path | None = None, code: bool = False) -> None:
 
     ``export`` names a JSON file to write instead, for an instructor to collect: for each exercise
     whether it is passed, how many tries and hints that took; and the guesses. With ``code``, your
-    own answers too.
+    own answers too. ``python -m dplab.exercises.classroom`` makes one table of many such files.
     """
     entries = record.entries("exercises")
     if export is None:

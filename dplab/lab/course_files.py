@@ -33,7 +33,10 @@ class Course:
 
 
 def read_course(root: Path) -> Course:
-    """Reads all files of ``chapters/`` and every file that they or the README link to."""
+    """Reads all files of ``chapters/`` and every file that they or the README link to.
+
+    Of ``chapters/book/``, which makes the web book, only the pages that are linked to.
+    """
     if not (root / "chapters").is_dir():
         raise NoCourse(
             f"the course's chapters are not in {root}. Run this from a clone of the course in "
@@ -81,10 +84,13 @@ def earlier_notebooks(root: Path, name: str) -> list[dict]:
 def _names_of_chapters(root):
     tracked = _git(root, "ls-files", "-z", "--", "chapters")
     if tracked:
-        return tracked.strip("\0").split("\0")
-    paths = (path.relative_to(root) for path in (root / "chapters").rglob("*") if path.is_file())
-    return [path.as_posix() for path in paths
-            if not any(part.startswith((".", "__")) for part in path.parts)]
+        names = tracked.strip("\0").split("\0")
+    else:
+        paths = (path.relative_to(root) for path in (root / "chapters").rglob("*")
+                 if path.is_file())
+        names = [path.as_posix() for path in paths
+                 if not any(part.startswith((".", "__")) for part in path.parts)]
+    return [name for name in names if not name.startswith("chapters/book/")]
 
 
 def _content(root, name, *, committed):

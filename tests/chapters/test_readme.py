@@ -1,4 +1,4 @@
-"""The README's commands: what they open is there, pictures included."""
+"""README, CONTRIBUTING and the book's pages: links, commands, names and times are true."""
 
 import importlib.util
 import json
@@ -14,13 +14,23 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
+import aims
 import pytest
 from PIL import Image
 
-from dplab.desk.course import notebooks
+import dplab
+from dplab import drills
+from dplab.desk.course import label, notebooks
+from dplab.exercises import every_exercise
 
 ROOT = Path(__file__).resolve().parents[2]
-README = (ROOT / "README.md").read_text(encoding="utf-8")
+PATHS = ["README.md", ".github/CONTRIBUTING.md", "chapters/book/setup.md",
+         "chapters/book/teachers.md", "chapters/book/assistants.md"]
+PAGES = {path: (ROOT / path).read_text(encoding="utf-8") for path in PATHS}
+README, CONTRIBUTING, SETUP, TEACHERS, ASSISTANTS = PAGES.values()
+MINUTES = {label(key): aims.Chapter(path).minutes(
+               {exercise.slug: exercise.minutes for exercise in every_exercise()})
+           for key, path in notebooks(ROOT / "chapters").items()}
 REQUIREMENTS = (ROOT / "requirements.txt").read_text(encoding="utf-8")
 
 
@@ -67,10 +77,15 @@ def test_the_start_command_serves_the_chapters_and_their_pictures(served):
         assert fetch(f"{served}/files/{picture}") == (ROOT / picture).read_bytes()
 
 
-def test_links_and_pictures_exist():
-    targets = re.findall(r"\]\(([^)#:]+)\)", README)
-    assert "figures/one_step.svg" in targets
-    assert not [target for target in targets if not (ROOT / target).exists()]
+@pytest.mark.parametrize("path", PATHS)
+def test_links_and_pictures_exist(path):
+    targets = re.findall(r"\]\(([^)#:]+)\)", PAGES[path])
+    assert targets or path == ".github/CONTRIBUTING.md"
+    assert not [target for target in targets if not (ROOT / path).parent.joinpath(target).exists()]
+
+
+def test_the_readme_leads_to_every_other_page():
+    assert set(PATHS[1:]) <= set(re.findall(r"\]\(([^)]+)\)", README))
 
 
 def test_every_chapter_is_listed():
@@ -87,18 +102,84 @@ def test_the_picture_is_small_and_told_in_words():
         assert image.format == "PNG" and image.width >= 1000
 
 
-def test_the_smaller_torch_is_the_one_of_the_requirements():
+@pytest.mark.parametrize("page", [README, SETUP], ids=["README", "setup"])
+def test_the_smaller_torch_is_the_one_of_the_requirements(page):
     pinned = re.search(r"^torch==\S+", REQUIREMENTS, re.MULTILINE)[0]
-    assert f"pip install {pinned} --index-url https://download.pytorch.org/whl/cpu\n" in README
+    assert f"pip install {pinned} --index-url https://download.pytorch.org/whl/cpu\n" in page
 
 
-def test_commands_of_python_are_there():
-    for module in set(re.findall(r"python -m (dplab\.\S+)", README)):
+@pytest.mark.parametrize("path", PATHS)
+def test_what_the_commands_name_is_there(path):
+    page = PAGES[path]
+    for module in set(re.findall(r"python -m (dplab[.\w]*)", page)):
         assert importlib.util.find_spec(module), module
-    for script in set(re.findall(r"python (tests/\S+\.py)", README)):
+    for script in set(re.findall(r"python ((?:tests|chapters)/\S+\.py)", page)):
         assert (ROOT / script).exists(), script
-    named = re.search(r"## To change something\n\n```\n(.*?)```", README, re.DOTALL)[1]
+    for name in set(re.findall(r"\bdplab\.(\w+)(?=[(`, ])", page)):
+        assert hasattr(dplab, name), name
+
+
+def test_commands_of_dplab_and_their_options_are_there():
+    named = {command: set() for command in re.findall(
+        r"(?:`|bin/|^)dplab (\w+)", "\n".join(PAGES.values()), re.MULTILINE)}
+    for command, option in re.findall(r"dplab (\w+) (--[\w-]+)", "\n".join(PAGES.values())):
+        named[command].add(option)
+    assert named["lab"] >= {"--update", "--import", "--copy-only"}
+    for command, options in named.items():
+        done = subprocess.run([sys.executable, "-m", "dplab", command, "--help"], cwd=ROOT,
+                              capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stderr
+        assert options <= set(re.findall(r"--[\w-]+", done.stdout)), command
+
+
+def test_the_map_shows_every_part_of_the_repository():
+    named = re.search(r"## The house\n\n```\n(.*?)```", CONTRIBUTING, re.DOTALL)[1]
     for folder in re.findall(r"^(\S+)", named, re.MULTILINE):
         assert (ROOT / folder).exists(), folder
     packages = {path.name for path in (ROOT / "dplab").iterdir() if (path / "__init__.py").exists()}
     assert packages <= set(re.findall(r"\w+", named)), "not on the map"
+
+
+def minutes_in(words):
+    """Of a time as the README writes it, such as 40 min or 1½ h."""
+    number, half, unit = re.fullmatch(r"(\d+)(½?) (min|h)", words).groups()
+    return (int(number) + bool(half) / 2) * {"min": 1, "h": 60}[unit]
+
+
+def test_the_times_of_the_chapters_are_the_computed_ones():
+    stated = dict(re.findall(r"^\| (\d\d|[A-Z]) \|.*\| (\S+ \w+) \|$", README, re.MULTILINE))
+    assert set(stated) == set(MINUTES)
+    for chapter, words in stated.items():
+        assert minutes_in(words) == pytest.approx(MINUTES[chapter], rel=0.15), chapter
+
+
+def test_the_plan_for_teachers_has_every_chapter_and_its_minutes():
+    rows = re.findall(r"^\| (\d+) \| ([\d, ]+) \| (\d+) \|", TEACHERS, re.MULTILINE)
+    assert [int(afternoon) for afternoon, *_ in rows] == list(range(1, len(rows) + 1))
+    planned = [chapter for _, chapters, _ in rows for chapter in chapters.split(", ")]
+    assert planned == [f"{number:02d}" for number in range(11)]
+    for afternoon, chapters, stated in rows:
+        computed = sum(MINUTES[chapter] for chapter in chapters.split(", "))
+        assert int(stated) == pytest.approx(computed, rel=0.1), afternoon
+    assert len([None for *_, stated in rows[:4] if int(stated) <= 240]) == 4
+
+
+def test_the_chapters_that_teachers_read_of_are_those():
+    counting = re.search(r"Chapters ([\d, and]+) count what", TEACHERS)[1]
+    assert re.findall(r"\d+", counting) == sorted(
+        path.name[:2] for path in (ROOT / "chapters").glob("[0-9]*.ipynb")
+        if "WireMeter" in path.read_text(encoding="utf-8"))
+    drilled = re.findall(r"\d+", re.search(r"Chapters ([\d, and]+) have drills", TEACHERS)[1])
+    assert drilled == [f"{chapter:02d}" for chapter in drills.scores()]
+
+
+def test_the_paragraph_for_an_assistant_names_what_the_course_offers():
+    pasted = re.search(r"```text\n(.*?)```", ASSISTANTS, re.DOTALL)[1]
+    named = set(re.findall(r"\b(?:dplab|job)\.(\w+)", pasted))
+    assert named == {"check", "hint", "solution", "diagnose"}
+    for exercise in every_exercise():
+        assert len(exercise.hints) == 3  # as the page says
+
+
+def test_contributing_is_one_page():
+    assert CONTRIBUTING.count("\n") <= 120 and README.count("\n") <= 95

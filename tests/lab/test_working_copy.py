@@ -88,6 +88,19 @@ def test_the_copy_has_what_chapters_need_and_no_outputs(course, copy):
         assert (copy / name).read_bytes() == (course / name).read_bytes()
 
 
+@pytest.mark.parametrize("with_git", [True, False])
+def test_of_the_web_book_only_the_pages_that_others_link_to_are_copied(course, lab, with_git):
+    (course / "chapters/book").mkdir()
+    for name, page in {"setup.md": "[next](more.md)", "more.md": "# More", "conf.py": ""}.items():
+        (course / "chapters/book" / name).write_text(page)
+    (course / "README.md").write_text("[set-up](chapters/book/setup.md)")
+    commit(course)
+    if not with_git:
+        shutil.rmtree(course / ".git")
+    lab()
+    assert files(course / "my_course/chapters/book") == {"setup.md", "more.md"}
+
+
 def test_what_git_does_not_know_is_not_copied(course, lab):
     (course / "chapters/Untitled.ipynb").write_text("no notebook")
     lab()

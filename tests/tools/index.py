@@ -46,9 +46,10 @@ HEAD_OF_CONTENTS = """\
 """
 END_OF_CONTENTS = """
 To look something up: the [glossary and index of figures](glossary.md). How the time of a step is
-predicted, part by part: [one step by hand](one_step_by_hand.md). How to set up, and what to
-do when something is in the way: the [README](../README.md). (`python tests/tools/index.py` makes
-this page from README's table.)
+predicted, part by part: [one step by hand](one_step_by_hand.md). How to set up, and what to do when
+something is in the way: [set-up](book/setup.md). For [teachers](book/teachers.md), and for learners
+with an [AI assistant](book/assistants.md). (`python tests/tools/index.py` makes this page from the
+table of the [README](../README.md).)
 """
 FIGURES = """
 ## Figures

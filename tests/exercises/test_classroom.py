@@ -1,0 +1,104 @@
+"""The table of a class: from folders and from exported files, as the course writes them."""
+
+import csv
+import json
+
+import pytest
+
+import dplab
+from dplab.desk import record
+from dplab.exercises import classroom, every_exercise, find
+
+
+def passes(entry):
+    entry.update(outcome="passed", tries=2)
+
+
+@pytest.fixture
+def class_of_three(tmp_path, monkeypatch):
+    """Ada's own folder, Ben's exported file, and the folder of Cem, who has not begun."""
+    ada, ben, cem = tmp_path / "ada" / ".dplab", tmp_path / "home of ben", tmp_path / "cem"
+    monkeypatch.setenv("DPLAB_HOME", str(ada))
+    dplab.check("rows-to-hide", find("rows-to-hide").solution)
+    dplab.hint("average-gradients")
+    dplab.hint("average-gradients")
+    dplab.solution("global-mean")
+    record.update("exercises", "one-call-each", lambda entry: entry.update(outcome="wrong"))
+    record.update("drills", "04-one", lambda entry: entry.update(solved=True))
+    record.update("drills", "04-two", lambda entry: entry.update(taken=1))
+    monkeypatch.setenv("DPLAB_HOME", str(ben))
+    record.update("exercises", "average-gradients", passes)
+    dplab.progress(export=tmp_path / "ben.json")
+    cem.mkdir()
+    return [ada, tmp_path / "ben.json", cem]
+
+
+def lines_of(text):
+    """The words of each line of a table, by its first word."""
+    return {line.split()[0]: line.split()[1:] for line in text.splitlines() if line.strip()}
+
+
+def test_folders_and_exported_files_become_one_table(class_of_three, capsys):
+    capsys.readouterr()
+    assert classroom.main(list(map(str, class_of_three))) == 0
+    students, exercises = capsys.readouterr().out.split("Exercises that were begun")
+    rows = lines_of(students)
+    columns = rows["00"]  # after the first
+    for name, chapter in (("ada", "01"), ("ben", "04")):
+        passed = dict(zip(["00", *columns], rows[name], strict=False))
+        assert next(label for label, count in passed.items() if count == "1") == chapter
+    assert rows["ada"][-4:] == ["1", "2", "1", "1"]  # passed, hints, solutions, sick jobs
+    assert rows["ben"][-4:] == ["1", "0", "0", "0"]
+    assert rows["cem"][-4:] == ["0", "0", "0", "0"]
+    counts = {number: words[-5:] for number, words in lines_of(exercises).items()}
+    # begun, passed, median of tries, hints, solutions
+    assert counts[find("average-gradients").number] == ["2", "1", "1", "2", "0"]
+    assert counts[find("global-mean").number] == ["1", "0", "0", "0", "1"]
+    assert counts[find("rows-to-hide").number] == ["1", "1", "1", "0", "0"]
+    order = list(lines_of(exercises))
+    assert order.index(find("global-mean").number) < order.index(find("rows-to-hide").number)
+
+
+def test_the_spreadsheet_has_a_line_for_each_student_and_exercise(class_of_three, tmp_path):
+    assert classroom.main([*map(str, class_of_three), "--csv", str(tmp_path / "class.csv")]) == 0
+    rows = list(csv.DictReader((tmp_path / "class.csv").open()))
+    assert len(rows) == 3 * len(every_exercise())
+    [row] = [row for row in rows
+             if (row["student"], row["exercise"]) == ("ben", "average-gradients")]
+    assert (row["passed"], row["tries"], row["hints"]) == ("1", "2", "0")
+
+
+@pytest.mark.parametrize("path", ["ada.json", "homes/ada/.dplab", "/srv/class/ada",
+                                  "homes/ada/.dplab/progress.json", "by_mail/ada.json"])
+def test_the_name_of_a_student_is_in_the_path(path):
+    assert classroom.name_of(classroom.Path(path)) == "ada"
+
+
+@pytest.mark.parametrize(("content", "said"), [
+    (None, "No such file"), ("{", "no JSON file"), ("[]", "no progress of this edition"),
+    ('{"0.1": {"outcome": "passed"}}', "no progress of this edition"),
+    ('{"edition": 2}', "damaged"), ('{"edition": 2, "exercises": [1], "drills": {}}', "damaged"),
+    ('{"edition": 2, "exercises": {"global-mean": 3}, "drills": {}}', "damaged"),
+    ('{"edition": 2, "exercises": {"global-mean": {"tries": "many"}}, "drills": {}}', "damaged")])
+def test_a_file_that_cannot_be_read_is_named_and_the_others_are_shown(
+        class_of_three, tmp_path, capsys, content, said):
+    broken = tmp_path / "dan.json"
+    if content is not None:
+        broken.write_text(content)
+    assert classroom.main([str(broken), *map(str, class_of_three)]) == 1
+    shown = capsys.readouterr()
+    assert "ada" in shown.out and "dan " not in shown.out
+    assert str(broken) in shown.err and said in shown.err
+
+
+def test_no_code_of_a_student_is_run(class_of_three, tmp_path):
+    """Neither what is kept as theirs, nor what stands in an exported file."""
+    trap = f"open({str(tmp_path / 'was_run')!r}, 'w')"
+    mine = class_of_three[0] / "mine"
+    mine.mkdir(exist_ok=True)
+    (mine / "average-gradients.py").write_text(trap)
+    exported = json.loads(class_of_three[1].read_text())
+    exported["exercises"][0]["code"] = trap
+    class_of_three[1].write_text(json.dumps(exported))
+    assert classroom.main(list(map(str, class_of_three))) == 0
+    assert not (tmp_path / "was_run").exists()
