@@ -32,8 +32,9 @@ PUBLIC_NAMES = {
         rank_color RANK_COLORS ring_step row_limits save_beside stepper style subplots table
         time_shares timeline to_png to_svg""",
 }
-MODULES_OF_PREDICT = """activations catalogue checks choose cluster cost kernels memory moments
-    network pace published rates reliability settings shards step traffic transformer_config"""
+MODULES_OF_PREDICT = """activations catalogue checks choose cluster cost fields kernels
+    memory moments network pace plan published rates reliability settings shards step traffic
+    transformer_config"""
 
 MACHINE_PATH = re.compile(r"(?<![\w/+.~$}])/(?:home|root|work|Users)/[\w.]")
 REGISTRY = re.compile(
