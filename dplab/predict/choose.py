@@ -376,9 +376,14 @@ def strategy_budget(strategy: str, model: TransformerConfig, cluster: Cluster, *
         held=fullest_rank(model, ranks, stored) if strategy == "ZeRO-1" else None)
 
 
-@cache
 def fullest_rank(model: TransformerConfig, ranks: int, precision: Precision | str) -> States:
     """The states of the rank to which ZeroRedundancyOptimizer gives most."""
+    tensors = model.layers * len(model.block) + len(model.ends)
+    return _fullest(model, min(ranks, tensors), precision)  # further ranks own nothing
+
+
+@cache
+def _fullest(model, ranks, precision):
     return max(shards.real_states("ZeroRedundancyOptimizer", precision, ranks, model.units),
                key=lambda states: states.total)
 

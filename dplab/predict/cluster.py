@@ -132,7 +132,7 @@ def fsdp_spans(blocks: Sequence[Layer], root: Layer, *, gather: Callable[[float]
     ``overlap`` computing and sending alternate; with it, what is computed beside a collective takes
     ``slowdown`` times as long.
     """
-    spans, free = [], {"shards": 0.0, "copies": 0.0}
+    spans, going, free = [], [], {"shards": 0.0, "copies": 0.0}
     ahead = prefetch if overlap else 0
     now = 0.0
 
@@ -141,6 +141,7 @@ def fsdp_spans(blocks: Sequence[Layer], root: Layer, *, gather: Callable[[float]
         start = max(ready, free[lane])
         free[lane] = start + seconds(nbytes)
         spans.append(Span(f"{what} {layer.name}", COMMUNICATION, start, free[lane], nbytes))
+        going.append(spans[-1])  # those that may not have ended before what is computed next
         return free[lane]
 
     def fetch(layer, ready):
@@ -149,8 +150,8 @@ def fsdp_spans(blocks: Sequence[Layer], root: Layer, *, gather: Callable[[float]
     def compute(what, layer, seconds, ready):
         nonlocal now
         start = max(now, ready) if overlap else max(now, ready, *free.values())
-        beside = (span for span in spans if span.lane == COMMUNICATION and span.end > start)
-        now = end_beside(sorted(beside, key=lambda span: span.start), start, seconds, slowdown)
+        going[:] = [span for span in going if span.end > start]
+        now = end_beside(sorted(going, key=lambda span: span.start), start, seconds, slowdown)
         spans.append(Span(f"{what} {layer.name}", COMPUTE, start, now))
         return now
 
@@ -254,12 +255,12 @@ class SimulatedStep:
 
         def at(self, pace: str) -> "SimulatedStep": ...
 
-    @property
+    @functools.cached_property
     def seconds(self) -> float:
         """Of the step."""
         return step.step_seconds(self.spans)
 
-    @property
+    @functools.cached_property
     def interval(self) -> tuple[float, float]:
         """Seconds of the step at the fast pace of all that was measured, and at the slow pace.
 

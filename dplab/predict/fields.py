@@ -90,8 +90,8 @@ def _choice(field, text):
     by_lower = {value.lower(): value for value in field.choices}
     if text.lower() in by_lower:
         return by_lower[text.lower()]
-    raise ValueError(f"{_shown(text)} is none of the choices"
-                     f"{_meant(text, field.choices)}. There are: {', '.join(field.choices)}")
+    raise ValueError(f"{_shown(text)} is none of the choices{_meant(text, field.choices)} There "
+                     f"are: {', '.join(field.choices)}")
 
 
 def _flag(field, text):
@@ -107,8 +107,8 @@ def _whole(field, text):
         raise ValueError(f"{_shown(text)} is not a whole number: write it in digits, such as "
                          f"{field.text_of(_example(field))}")
     digits = text.lstrip("+-").lstrip("0")
-    return _bounded(field, int(text) if len(digits) < 20 else math.copysign(
-        math.inf, -1 if text.startswith("-") else 1), text)
+    size = int(digits or 0) if len(digits) < 20 else math.inf
+    return _bounded(field, -size if text.startswith("-") else size, text)
 
 
 def _number(field, text):
@@ -148,10 +148,10 @@ def _shown(text):
 
 
 def _meant(text, names):
-    """ ", did you mean …?" where one of the names is near."""
+    """The end of the sentence, which asks about one of the names where it is near."""
     lower = {name.lower(): name for name in names}
     near = difflib.get_close_matches(text.lower()[:80], lower, n=1, cutoff=0.5)
-    return f"; did you mean {lower[near[0]]!r}?" if near else ""
+    return f"; did you mean {lower[near[0]]!r}?" if near else "."
 
 
 _TYPED = {"model": CUSTOM}
@@ -202,11 +202,12 @@ FIELDS: tuple[Field, ...] = (
                          "TFLOP/s in bf16" for name, gpu in GPUS.items()}),
     Field("inside", "Links inside a node", "hardware", "choice", "NVLink 4",
           "Over which the GPUs of a node send to each other; by default the GPU's own NVLink.",
-          choices={name: _link(link) for name, link in LINKS.items()},
+          choices={name: _link(link) for name, link in LINKS.items()
+                   if not name.endswith("Gb/s")},
           default_by=("gpu", _USUAL)),
     Field("between", "Links between nodes", "hardware", "choice", "400 Gb/s",
           "One of the node's links to the network; `nics` says how many it has.",
-          choices={name: _link(link) for name, link in LINKS.items()},
+          choices={name: _link(link) for name, link in LINKS.items() if name.endswith("Gb/s")},
           default_by=("gpu", {"A100": "200 Gb/s"})),
     Field("gpus", "GPUs", "hardware", "whole", 64,
           "GPUs in all: part of one node, or whole nodes.", least=1, most=MOST_GPUS,
@@ -293,7 +294,7 @@ def _given(query):
     for name, text in parse_qsl(query, keep_blank_values=True):
         if name not in BY_NAME:
             errors.append(Wrong(name, f"there is no field {_shown(name)}"
-                                      f"{_meant(name, BY_NAME)}. Leave it out, or take one of: "
+                                      f"{_meant(name, BY_NAME)} Leave it out, or take one of: "
                                       f"{', '.join(BY_NAME)}"))
         elif name in given:
             errors.append(Wrong(name, f"given twice, as {_shown(given[name])} and as "

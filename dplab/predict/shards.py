@@ -140,7 +140,7 @@ def checked_units(units: Iterable[Sequence[Shape]]) -> list[list[Shape]]:
     shapes = _together(found)[0]
     if not shapes:
         raise ValueError("units needs at least one tensor")
-    for shape in shapes:
+    for shape in dict.fromkeys(shapes):
         if not shape:
             raise ValueError("a tensor without dimensions cannot be sharded: make it of shape (1,)")
         for size in shape:
