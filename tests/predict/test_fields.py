@@ -92,7 +92,8 @@ def test_no_other_whole_number_is_taken(name, text):
     assert list(why) == [name] and len(why[name]) < 250
 
 
-@pytest.mark.parametrize("text", ["nan", "-nan", "inf", "-inf", "1e400", "0", "-3", "x", "1_0", "٣"])
+@pytest.mark.parametrize("text", ["nan", "-nan", "inf", "-inf", "1e400", "0", "-3", "x", "1_0",
+                                  "٣"])
 def test_no_number_that_is_none_is_taken(text):
     assert list(wrong(urlencode({"most_tokens": text}))) == ["most_tokens"]
 

@@ -23,6 +23,11 @@ LLAMA = MODELS["Llama-3 8B"]
 Ψ = 8_030_261_248  # Llama-3 8B's parameters
 
 
+def near(value):
+    """What an answer says, in six digits, where the prediction is ``value``."""
+    return pytest.approx(value, rel=1e-5)
+
+
 def asked(part="all", **values):
     found = json.loads(plan.answer(query_of(values), part))
     assert not found["errors"], found["errors"]
@@ -39,17 +44,17 @@ def named(parts, key="bytes"):
 def test_what_fsdp_holds_and_sends_by_hand():
     found = asked(strategy="FSDP")["plan"]
     parts = named(found["memory"]["parts"])
-    assert parts["parameters"] == 4 * Ψ / 64 and parts["optimizer"] == 8 * Ψ / 64
+    assert parts["parameters"] == near(4 * Ψ / 64) and parts["optimizer"] == near(8 * Ψ / 64)
     root = 2 * 128_256 * 4096 + 4096
-    assert parts["gathered"] == 2 * root  # at the loss, in bf16
+    assert parts["gathered"] == near(2 * root)  # at the loss, in bf16
     assert found["memory"]["moment"] == "loss"
     assert found["memory"]["limit"] == pytest.approx(0.9 * 80e9)
     sent = named(found["traffic"]["parts"])
     # All but the root are gathered twice; each of 64 ranks sends 63 of 64 parts.
     assert sent["all-gather of parameters"] == pytest.approx(
-        63 / 64 * 2 * (2 * (Ψ - root) + root), rel=1e-6)
-    assert sent["reduce-scatter of gradients"] == pytest.approx(63 / 64 * 4 * Ψ, rel=1e-6)
-    assert found["traffic"]["sent_bytes"] == pytest.approx(sum(sent.values()))
+        63 / 64 * 2 * (2 * (Ψ - root) + root), rel=1e-5)
+    assert sent["reduce-scatter of gradients"] == near(63 / 64 * 4 * Ψ)
+    assert found["traffic"]["sent_bytes"] == near(sum(sent.values()))
     assert found["step"]["global_tokens"] == 64 * 8192
 
 
@@ -59,16 +64,17 @@ def test_what_ddp_holds_and_sends_by_hand_in_each_precision():
         found = asked(model="GPT-2", gpus=8, strategy="DDP", precision=precision,
                       sequence=1024)["plan"]
         parts = named(found["memory"]["parts"])
-        assert parts["parameters"] == states[0] * gpt and parts["optimizer"] == states[2] * gpt
-        assert parts["gradients"] == states[1] * gpt
-        assert found["traffic"]["sent_bytes"] == 2 * travels * gpt * 7 / 8
+        assert parts["parameters"] == near(states[0] * gpt)
+        assert parts["gradients"] == near(states[1] * gpt)
+        assert parts["optimizer"] == near(states[2] * gpt)
+        assert found["traffic"]["sent_bytes"] == near(2 * travels * gpt * 7 / 8)
 
 
 def test_hybrid_sharding_sends_within_and_between_nodes():
     found = asked(strategy="HSDP")["plan"]
     sent, ranks = named(found["traffic"]["parts"]), named(found["traffic"]["parts"], "ranks")
     assert sent["all-reduce of shards of gradients"] == pytest.approx(
-        2 * 7 / 8 * 4 * Ψ / 8, rel=1e-6)
+        2 * 7 / 8 * 4 * Ψ / 8, rel=1e-5)
     assert ranks == {"all-gather of parameters": 8, "reduce-scatter of gradients": 8,
                      "all-reduce of shards of gradients": 8}
     lanes = {span["lane"] for span in found["step"]["spans"]}
@@ -108,7 +114,7 @@ def test_a_plan_says_what_the_predictions_say(what, strategy, precision, recompu
     budget = strategy_budget(taken, model, on, batch=1, sequence=sequence, precision=precision,
                              recompute=shown["recompute"])
     memory = shown["memory"]
-    assert named(memory["parts"]) == budget.parts and memory["total"] == budget.total
+    assert named(memory["parts"]) == near(budget.parts) and memory["total"] == near(budget.total)
     assert (memory["moment"], memory["fits"]) == (budget.moment, budget.total <= 72e9)
     assert (shown["step"] is None) is not memory["fits"]
     job = choose.strategy_job(taken, model, batch=1, sequence=sequence, precision=precision,
@@ -116,12 +122,12 @@ def test_a_plan_says_what_the_predictions_say(what, strategy, precision, recompu
     assert (job.gradient_bytes, job.parameter_bytes) == ((4, 2) if precision == "mixed" else (2, 2))
     if memory["fits"] and taken != "ZeRO-1":
         predicted, step = predict(job, on), shown["step"]
-        assert step["seconds"] == predicted.seconds and step["mfu"] == predicted.mfu
-        assert (step["fast"], step["slow"]) == predicted.interval
-        assert named(step["savings"], "seconds") == predicted.savings
+        assert step["seconds"] == near(predicted.seconds) and step["mfu"] == near(predicted.mfu)
+        assert (step["fast"], step["slow"]) == near(predicted.interval)
+        assert named(step["savings"], "seconds") == near(predicted.savings)
         assert step["bound"] == predicted.bound
-        assert step["exposed_seconds"] == predicted.exposed_seconds
-        assert step["tokens_per_second"] == predicted.tokens_per_second
+        assert step["exposed_seconds"] == near(predicted.exposed_seconds)
+        assert step["tokens_per_second"] == near(predicted.tokens_per_second)
         assert shown["basis"] == predicted.basis and shown["stand_ins"] == predicted.stand_ins
     code = settings.in_torch(taken, on.ranks, on.per_node, recompute=shown["recompute"],
                              precision=precision)
@@ -146,10 +152,12 @@ def test_the_recommendation_is_the_one_that_recommend_gives(values):
     shown = found["recommendation"]
     assert shown["advice"] == expected.advice and shown["unknown"] == list(expected.unknown)
     for row, option in zip(shown["options"], expected.options, strict=True):
-        assert (row["strategy"], row["bytes"]) == (option.strategy, option.budget.total)
+        assert row["strategy"] == option.strategy and row["bytes"] == near(option.budget.total)
         assert row["best"] is (option is expected.best) and row["fits"] is option.fits
-        assert (row["seconds"], row["bound"]) == (
-            (option.seconds, option.bound) if option.fits else (None, None))
+        if option.fits:
+            assert row["seconds"] == near(option.seconds) and row["bound"] == option.bound
+        else:
+            assert row["seconds"] is row["bound"] is None
 
 
 def test_the_curve_is_weak_scaling_and_stops_where_cluster_says():
@@ -159,10 +167,10 @@ def test_the_curve_is_weak_scaling_and_stops_where_cluster_says():
     assert counts == [2**power for power in range(11)]
     job = Job(MODELS["GPT-2"], 1, 1024, strategy="FSDP", gradient_bytes=4)
     expected = cluster.weak_scaling(job, NODE, counts)
-    assert [point["seconds"] for point in scaling["points"]] == [
-        each.seconds for each in expected]
+    assert [point["seconds"] for point in scaling["points"]] == near(
+        [each.seconds for each in expected])
     curve = [(each.cluster.ranks, each.tokens_per_second) for each in expected]
-    assert [point["efficiency"] for point in scaling["points"]] == cluster.efficiency(curve)
+    assert [point["efficiency"] for point in scaling["points"]] == near(cluster.efficiency(curve))
     assert scaling["stops_paying"] == cluster.stops_paying(curve) is not None
 
 
@@ -199,13 +207,14 @@ def test_zero_1_sends_its_parameters_as_they_are_kept():
                                            parameter_bytes=size, gradient_bytes=size)
 
 
-@pytest.mark.parametrize("values", [{}, {"strategy": "HSDP"}, {"strategy": "DDP", "model": "GPT-2"}])
+@pytest.mark.parametrize("values", [
+    {}, {"strategy": "HSDP"}, {"strategy": "DDP", "model": "GPT-2"}])
 def test_the_drawn_spans_are_those_of_the_step_put_together(values):
     found = asked("plan", **values)["plan"]
     drawn, step = found["step"]["spans"], found["step"]
     assert max(span["end"] for span in drawn) == step["seconds"]
     busy = sum(span["end"] - span["start"] for span in drawn if span["lane"] == "compute")
-    assert busy == pytest.approx(step["compute_seconds"])
+    assert busy == pytest.approx(step["compute_seconds"], rel=1e-4)
     for lane in {span["lane"] for span in drawn}:
         row = [span for span in drawn if span["lane"] == lane]
         assert all(one["end"] <= two["start"] for one, two in itertools.pairwise(row)), lane
@@ -260,3 +269,11 @@ def test_a_browser_can_import_it():
               "print(len(plan.answer('model=GPT-2&gpus=8')))")
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0 and int(done.stdout) > 1000, done.stderr
+
+
+def test_numbers_have_six_digits_so_that_every_python_gives_the_same():
+    def check(text):
+        assert float(f"{float(text):.6g}") == float(text)
+        return float(text)
+
+    json.loads(plan.answer("model=Llama-3+8B&strategy=HSDP"), parse_float=check)
