@@ -25,6 +25,7 @@ __all__ = ["FIELDS", "PARTS", "answer", "schema"]
 
 FIELDS = fields.FIELDS
 PARTS = ("all", "plan", "recommendation")
+DIGITS = 6
 BETWEEN = "between nodes"
 """The lane of HSDP's all-reduces, which go on beside the gathers inside the nodes."""
 
@@ -34,8 +35,9 @@ def answer(query: str, part: str = "all") -> str:
 
     An object with ``fields`` (every value, after defaults), ``query`` (only what differs from
     them), ``errors`` (of which ``field`` and ``why``), ``plan`` and ``recommendation``, which are
-    null where there are errors or where they were not asked for. Raises nothing for a bad query;
-    ValueError for another part.
+    null where there are errors or where they were not asked for. What is no whole number has
+    `DIGITS` digits: beyond them Pythons differ, since some add floats with less error. Raises
+    nothing for a bad query; ValueError for another part.
     """
     one_of(part, PARTS, "part")
     values, errors = fields.read(query)
@@ -49,7 +51,17 @@ def answer(query: str, part: str = "all") -> str:
             found["plan"] = _plan(values, _chosen(values, recommendation))
         if part != "plan":
             found["recommendation"] = _advice(recommendation)
-    return json.dumps(found, allow_nan=False)
+    return json.dumps(_rounded(found), allow_nan=False)
+
+
+def _rounded(value):
+    if isinstance(value, float):
+        return float(f"{value:.{DIGITS}g}")
+    if isinstance(value, dict):
+        return {name: _rounded(each) for name, each in value.items()}
+    if isinstance(value, list):
+        return [_rounded(each) for each in value]
+    return value
 
 
 @lru_cache(maxsize=16)

@@ -1,7 +1,6 @@
 """A plan as a page of text, at most 100 columns wide, from what `plan.answer` gives."""
 
 import itertools
-import math
 import textwrap
 from collections.abc import Iterable, Mapping
 from operator import itemgetter
@@ -54,7 +53,7 @@ def _unit(seconds):
 
 def _decimals(value):
     """How many decimals make three digits."""
-    return max(0, 2 - math.floor(math.log10(value) + 1e-9)) if value >= 1 else 2
+    return 2 if value < 9.995 else 1 if value < 99.95 else 0
 
 
 def _interval(seconds, fast, slow):
