@@ -69,8 +69,8 @@ export function recommendation(found) {
         <th scope="col" class="number">MFU, bound by</th></tr></thead>
       <tbody>${found.options.map((option) => html`
         <tr class="${[option.best && "best", !option.fits && "no-fit"].filter(Boolean).join(" ")}">
-          <th scope="row">${option.strategy}${option.recompute === "none" ? "" : html`
-            <small>blocks recomputed</small>`}${mark(option)}</th>
+          <th scope="row">${option.strategy}${mark(option)}${option.recompute === "none" ? "" : html`
+            <small>blocks recomputed</small>`}</th>
           <td class="number">${bytes(option.bytes)}${option.fits ? "" : html` <small class="bad">does not
             fit</small>`}</td>
           ${option.fits ? html`<td class="number">${seconds(option.seconds)} <small>${

@@ -1,4 +1,4 @@
-"""Writes the planner's folder: all that its page needs, beside the book, so that nothing is fetched.
+"""Writes the folder of the planner: all that its page needs, beside the book.
 
     python chapters/book/planner/bundle.py FOLDER NODE_MODULES
 

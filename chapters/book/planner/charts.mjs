@@ -64,8 +64,9 @@ export function scalingCurve(scaling, now) {
   const top = Math.max(1, ...points.map((point) => point.efficiency ?? 0)) * 1.08;
   const x = (gpus) => `${(last > first ? 93 * Math.log(gpus / first) / Math.log(last / first) + 2 : 50).toFixed(2)}%`;
   const y = (share) => `${(100 - 100 * share / top).toFixed(2)}%`;
-  const upright = (gpus, kind) => gpus && gpus >= first && gpus <= last && html`<line class="${kind}"
-    x1="${x(gpus)}" x2="${x(gpus)}" y1="0" y2="100%"/>`;
+  const upright = (gpus, words) => gpus && gpus >= first && gpus <= last && html`<line class="upright"
+    x1="${x(gpus)}" x2="${x(gpus)}" y1="0" y2="100%"/><text x="${x(gpus)}" y="${y(0.25)}"
+    dx="-6">${words}</text>`;
   const fitting = points.filter((point) => point.fits);
   const lines = fitting.slice(1).map((point, index) => html`<line x1="${x(fitting[index].gpus)}"
     y1="${y(fitting[index].efficiency)}" x2="${x(point.gpus)}" y2="${y(point.efficiency)}"/>`);
@@ -81,7 +82,8 @@ export function scalingCurve(scaling, now) {
       <div class="up">${shares.map((share) => html`<span style="top:${y(share)}">${percent(share)}</span>`)}</div>
       <svg>
         ${shares.map((share) => html`<line class="grid" x1="0" x2="100%" y1="${y(share)}" y2="${y(share)}"/>`)}
-        ${upright(scaling.stops_paying, "stop")}${upright(scaling.most_gpus, "most")}${lines}${marks}
+        ${upright(scaling.stops_paying, "more do not pay")}${
+          upright(scaling.most_gpus, "largest useful batch")}${lines}${marks}
       </svg>
       <div class="along">${points.filter((_, index) => index % apart === 0).map((point) => html`
         <span style="left:${x(point.gpus)}">${count(point.gpus)}</span>`)}</div>

@@ -89,10 +89,11 @@ function show(answer) {
   remember(asked);
   page.classList.toggle("stale", answer.errors.length > 0);
   if (answer.errors.length) {
-    const [first] = answer.errors;
-    say(html`${shownQuery === null ? "The plan below is the stored one" : "The plan below is the last one"
-      }, and not that of the form: see ${answer.errors.length > 1 ? "the fields" : "the field"} marked.`, "error");
-    tell(`No plan: ${first.why}`);
+    const names = answer.errors.map(({ field }) => (
+      schema.find(({ name }) => name === field)?.label ?? "the address"));
+    const kept = shownQuery === null ? "the stored one" : "the last one without an error";
+    say(`The plan below is ${kept}. Something is wrong with: ${[...new Set(names)].join(", ")}.`, "error");
+    tell(`No plan: ${answer.errors[0].why}`);
   } else {
     say("Computed in this page, by the course's own package.", "live");
   }
