@@ -106,6 +106,13 @@ class Page:
             arg=[found["plan"]["title"], found["recommendation"]["advice"][0]])
         return found["plan"]
 
+    def settle(self):
+        """Waits until the page has asked and drawn all that it wants."""
+        self.tab.evaluate("""async () => {
+            for (const _ of [1, 2]) await document.getElementById('planner').answer('', 'plan');
+        }""")
+        return self
+
     def text(self, selector):
         return self.tab.locator(selector).inner_text()
 
@@ -212,6 +219,8 @@ def test_the_keyboard_alone_changes_the_plan_and_copies_it(live):
 
 @pytest.mark.slow
 def test_newer_input_overtakes_older(live):
+    live.tab.click("button[type=reset]")
+    live.settle()
     sent = live.tab.evaluate("""() => {
         let sent = 0;
         const post = Worker.prototype.postMessage;
@@ -224,7 +233,7 @@ def test_newer_input_overtakes_older(live):
         window.sentNow = () => sent;
         return sent;
     }""")
-    live.plan(**live.given() | {"batch": 20})
+    live.plan(batch=20)
     assert sent == 1
     assert live.tab.evaluate("sentNow()") == 3  # the first plan, the last, and its advice
 
