@@ -107,6 +107,18 @@ def test_a_recommendation_takes_another_precision_and_fewer_ways_to_recompute():
             recommend(LLAMA, NODE, **wrong)
 
 
+def test_advice_where_only_one_way_to_recompute_is_allowed():
+    fits_recomputed = recommend(LLAMA, NODE, sequence=9216, recompute=("none",))
+    assert fits_recomputed.best is None
+    assert fits_recomputed.advice[0].startswith("With its blocks recomputed, FSDP fits")
+    never = recommend(MODELS["Llama-2 70B"], NODE, recompute=("none",))
+    assert "fits from" in said(never) and "allow that" not in said(never)
+    needless = recommend(LLAMA, NODE.of(64), sequence=8192, recompute=("full",))
+    assert option(recommend(LLAMA, NODE.of(64), sequence=8192), needless.best.strategy).fits
+    assert "fits without that too" in said(needless)
+    assert "fits without" not in said(recommend(LLAMA, NODE, sequence=9216))
+
+
 def test_the_optimizer_moves_what_the_precision_says():
     """In bf16 parameter and both moments are read and written, the gradient read: 14 bytes."""
     for precision, moved in (("mixed", 2 * 12 + 4), ("bf16", 2 * 6 + 2)):
