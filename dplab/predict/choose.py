@@ -129,7 +129,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Recommendation:
-    """What `recommend` found; printed, it says why."""
+    """What `recommend` found, with the last two of its arguments; printed, it says why."""
 
     options: tuple[Option, ...]
     most_tokens: float
@@ -279,8 +279,8 @@ class Recommendation:
     def _recomputing(self, way, instead):
         """The option with another way to recompute."""
         job = instead.job
-        return option(instead.strategy, job.model, instead.cluster, batch=job.batch,
-                      sequence=job.sequence, precision=self.precision, recompute=(way,))
+        return option_of(instead.strategy, job.model, instead.cluster, batch=job.batch,
+                         sequence=job.sequence, precision=self.precision, recompute=(way,))
 
     def _instead_of_recomputing(self):
         """Which of two ways makes room to keep all activations."""
@@ -441,8 +441,9 @@ def strategy_transfers(strategy: str, model: TransformerConfig, cluster: Cluster
               if each.of == "shards of gradients")]
 
 
-def option(strategy: str, model: TransformerConfig, cluster: Cluster, *, batch: int, sequence: int,
-           precision: str = "mixed", recompute: Collection[str] = BLOCK_RECOMPUTE) -> Option:
+def option_of(strategy: str, model: TransformerConfig, cluster: Cluster, *, batch: int,
+              sequence: int, precision: str = "mixed",
+              recompute: Collection[str] = BLOCK_RECOMPUTE) -> Option:
     """One strategy, with the first way to ``recompute`` that fits, or else the last.
 
     Raises like `strategy_budget`.
@@ -459,8 +460,8 @@ def option(strategy: str, model: TransformerConfig, cluster: Cluster, *, batch: 
 
 
 def _options(model, cluster, batch, sequence, precision, recompute):
-    return tuple(option(strategy, model, cluster, batch=batch, sequence=sequence,
-                        precision=precision, recompute=recompute)
+    return tuple(option_of(strategy, model, cluster, batch=batch, sequence=sequence,
+                           precision=precision, recompute=recompute)
                  for strategy in CHOICES
                  if strategy != "HSDP" or cluster.nodes > 1)  # within a node it is FSDP
 
