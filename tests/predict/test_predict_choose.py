@@ -129,11 +129,20 @@ def test_the_optimizer_moves_what_the_precision_says():
             MODELS["GPT-2"].parameters, GPUS["H100"], nbytes=moved))
 
 
-@pytest.mark.parametrize("ranks", [1, 7, 8, 64, 148, 149, 300, 4096])
+def test_what_is_in_bf16_already_is_not_cast():
+    found = recommend(MODELS["GPT-2"], NODE, sequence=1024, precision="bf16")
+    job = Job(MODELS["GPT-2"], 1, 1024, strategy="DDP", gradient_bytes=2, update_bytes=14)
+    assert option(found, "DDP").seconds == predict(job, NODE).seconds
+    assert option(found, "DDP").seconds < option(
+        recommend(MODELS["GPT-2"], NODE, sequence=1024), "DDP").seconds
+
+
+@pytest.mark.parametrize("ranks", [1, 7, 64, 100, 200, 643, 644, 645, 4096])
 def test_the_fullest_rank_is_that_of_all_of_them(ranks):
-    """GPT-2 has 148 tensors: beyond that many ranks, some own nothing."""
-    every = shards.real_states("ZeroRedundancyOptimizer", "fp32", ranks, MODELS["GPT-2"].units)
-    assert choose.fullest_rank(MODELS["GPT-2"], ranks, "fp32") == max(
+    """40 · 16 + 4 tensors, 242 of them equal: beyond as many ranks, some own nothing."""
+    even = TransformerConfig(layers=40, d_model=8, heads=1, d_ff=8, vocabulary=8, context=8)
+    every = shards.real_states("ZeroRedundancyOptimizer", "fp32", ranks, even.units)
+    assert choose.fullest_rank(even, ranks, "fp32") == max(
         every, key=lambda states: states.total)
 
 
