@@ -1,7 +1,9 @@
 """``dplab plan`` and ``python -m dplab.predict``: a plan in the terminal, without torch."""
 
 import argparse
+import io
 import json
+import os
 import sys
 from urllib.parse import urlencode
 
@@ -15,6 +17,18 @@ _EXAMPLE = 'dplab plan --model "Llama-3 8B" --gpus 64'
 def main(arguments: list[str] | None = None) -> int:
     """Prints the plan; returns 0, or 2 where something asked for cannot be."""
     options = _parser().parse_args(arguments)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal that has no arrows shows "?"
+    try:
+        status = _print(options)
+        sys.stdout.flush()
+    except BrokenPipeError:  # what reads, such as `head`, has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    return status
+
+
+def _print(options):
     found = json.loads(plan.answer(_query(options), "plan" if options.link else "all"))
     if options.json and not options.link:
         print(json.dumps(found, indent=2))

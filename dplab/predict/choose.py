@@ -129,7 +129,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Recommendation:
-    """What `recommend` found; printed, it says why."""
+    """What `recommend` found, with the last two of its arguments; printed, it says why."""
 
     options: tuple[Option, ...]
     most_tokens: float
@@ -222,6 +222,8 @@ class Recommendation:
     def _about_memory(self):
         if self.best is not None:
             return []
+        if self._recomputing("full", self._leanest).fits:
+            return ["With its blocks recomputed, FSDP fits: allow that."]
         if self.least_ranks is None:
             leanest, job = self._leanest, self._leanest.job
             loss = job.tokens * job.model.vocabulary * LOSS_BYTES
@@ -266,9 +268,19 @@ class Recommendation:
         if self.best.job.recompute == "full":
             kept = replace(self.best, job=replace(self.best.job, recompute="none"))
             more = self.best.compute_seconds / kept.compute_seconds - 1
-            said.append(f"Blocks are recomputed to save memory, which costs {more:.0%} more "
-                        f"computing. {self._instead_of_recomputing()}")
+            if self._recomputing("none", self.best).fits:
+                said.append(f"Blocks are recomputed, which costs {more:.0%} more computing. "
+                            f"{self.best.strategy} fits without that too.")
+            else:
+                said.append(f"Blocks are recomputed to save memory, which costs {more:.0%} more "
+                            f"computing. {self._instead_of_recomputing()}")
         return said + [f"Tried: {change.what}: {_told(change)}" for change in self.changes]
+
+    def _recomputing(self, way, instead):
+        """The option with another way to recompute."""
+        job = instead.job
+        return option_of(instead.strategy, job.model, instead.cluster, batch=job.batch,
+                         sequence=job.sequence, precision=self.precision, recompute=(way,))
 
     def _instead_of_recomputing(self):
         """Which of two ways makes room to keep all activations."""
@@ -429,8 +441,9 @@ def strategy_transfers(strategy: str, model: TransformerConfig, cluster: Cluster
               if each.of == "shards of gradients")]
 
 
-def option(strategy: str, model: TransformerConfig, cluster: Cluster, *, batch: int, sequence: int,
-           precision: str = "mixed", recompute: Collection[str] = BLOCK_RECOMPUTE) -> Option:
+def option_of(strategy: str, model: TransformerConfig, cluster: Cluster, *, batch: int,
+              sequence: int, precision: str = "mixed",
+              recompute: Collection[str] = BLOCK_RECOMPUTE) -> Option:
     """One strategy, with the first way to ``recompute`` that fits, or else the last.
 
     Raises like `strategy_budget`.
@@ -447,8 +460,8 @@ def option(strategy: str, model: TransformerConfig, cluster: Cluster, *, batch: 
 
 
 def _options(model, cluster, batch, sequence, precision, recompute):
-    return tuple(option(strategy, model, cluster, batch=batch, sequence=sequence,
-                        precision=precision, recompute=recompute)
+    return tuple(option_of(strategy, model, cluster, batch=batch, sequence=sequence,
+                           precision=precision, recompute=recompute)
                  for strategy in CHOICES
                  if strategy != "HSDP" or cluster.nodes > 1)  # within a node it is FSDP
 

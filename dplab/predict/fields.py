@@ -155,7 +155,8 @@ def _meant(text, names):
 
 
 _TYPED = {"model": CUSTOM}
-_SIZE = "larger than any model that these predictions were compared with"
+_SIZE = "that is beyond every model that these predictions were compared with"
+_RUN = "that is beyond every run that these predictions were compared with"
 _USUAL = {"A100": "NVLink 3", "H100": "NVLink 4", "H200": "NVLink 4", "B200": "NVLink 5"}
 _LENGTHS = {name: min(model.context, 8192) for name, model in MODELS.items()}
 
@@ -211,18 +212,18 @@ FIELDS: tuple[Field, ...] = (
           default_by=("gpu", {"A100": "200 Gb/s"})),
     Field("gpus", "GPUs", "hardware", "whole", 64,
           "GPUs in all: part of one node, or whole nodes.", least=1, most=MOST_GPUS,
-          why_most="eight times the 16,384 of the largest published run; nobody published how "
-                   "collectives behave on more", unit="GPUs"),
+          why_most="eight times the 16,384 of the largest published run that these predictions "
+                   "were compared with", unit="GPUs"),
     Field("per_node", "GPUs in a node", "hardware", "whole", 8, "GPUs that a node has.", least=1,
           most=72, why_most="the largest node whose collectives were measured", unit="GPUs"),
     Field("nics", "Links of a node to the network", "hardware", "whole", None,
           "How many links to the network a node has; left out, one for each of its GPUs.", least=1,
           most=72, why_most="as many as GPUs in the largest node", unit="links"),
     Field("batch", "Batch on a GPU", "run", "whole", 1, "Sequences on each GPU in a step.", least=1,
-          most=65_536, why_most="no GPU holds more", unit="sequences"),
+          most=65_536, why_most=_RUN, unit="sequences"),
     Field("sequence", "Length of a sequence", "run", "whole", 8192,
           "Tokens in a sequence; by default the model's context, up to 8,192.", least=1,
-          most=1_048_576, why_most="no GPU holds more without dividing a sequence", unit="tokens",
+          most=1_048_576, why_most=_RUN, unit="tokens",
           default_by=("model", _LENGTHS)),
     Field("strategy", "Strategy", "run", "choice", RECOMMENDED,
           "What is copied and what is sharded; `recommended` takes the fastest that fits.",

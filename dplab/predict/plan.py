@@ -87,9 +87,9 @@ def _chosen(values, recommendation) -> Option:
     for option in recommendation.options:
         if option.strategy == name:
             return option
-    return choose.option(name, fields.model_of(values), fields.cluster_of(values),
-                         batch=values["batch"], sequence=values["sequence"],
-                         precision=values["precision"], recompute=_ways(values))
+    return choose.option_of(name, fields.model_of(values), fields.cluster_of(values),
+                            batch=values["batch"], sequence=values["sequence"],
+                            precision=values["precision"], recompute=_ways(values))
 
 
 def _plan(values: Mapping[str, Any], option: Option) -> dict:
@@ -161,7 +161,7 @@ def _scaling(option: Option, most_tokens: float | None) -> dict:
     job = option.job
     points, curve = [], []
     for ranks in _counts(option.cluster):
-        there = option if ranks == option.cluster.ranks else choose.option(
+        there = option if ranks == option.cluster.ranks else choose.option_of(
             option.strategy, job.model, option.cluster.of(ranks), batch=job.batch,
             sequence=job.sequence, precision=option.precision, recompute=(job.recompute,))
         point: dict[str, Any] = {"gpus": ranks, "fits": there.fits, "seconds": None,

@@ -174,6 +174,16 @@ def test_the_curve_is_weak_scaling_and_stops_where_cluster_says():
     assert scaling["stops_paying"] == cluster.stops_paying(curve) is not None
 
 
+def test_the_curve_recomputes_wherever_the_plan_does():
+    """On 8 GPUs blocks are recomputed; on 64 they need not be, but the curve is of one job."""
+    found = asked("plan", gpus=8, sequence=9216)["plan"]
+    assert found["recompute"] == "full"
+    job = choose.strategy_job("FSDP", LLAMA, batch=1, sequence=9216, recompute="full")
+    [there] = [point for point in found["scaling"]["points"] if point["gpus"] == 64]
+    assert found["strategy"] == "FSDP"
+    assert there["seconds"] == near(predict(job, NODE.of(64)).seconds)
+
+
 def test_the_curve_begins_where_it_fits_and_holds_what_was_asked_for():
     scaling = asked("plan", gpus=48)["plan"]["scaling"]
     fits = {point["gpus"]: point["fits"] for point in scaling["points"]}

@@ -127,3 +127,11 @@ def test_it_runs_where_there_is_nothing_but_python(module):
     (9.9996, "10.0 s"), (99.96, "100 s")])
 def test_a_duration_has_three_digits(seconds, text):
     assert plan_as_text.duration(seconds) == text
+
+
+@pytest.mark.parametrize("shell", [
+    "{python} -m dplab plan | head -1", "PYTHONIOENCODING=ascii {python} -m dplab plan"])
+def test_a_closed_pipe_and_a_plain_terminal_bring_no_traceback(shell):
+    done = subprocess.run(["bash", "-c", shell.format(python=sys.executable)], cwd=ROOT,
+                          capture_output=True, text=True)
+    assert done.returncode == 0 and not done.stderr and done.stdout.startswith("Llama-3 8B on 64")

@@ -107,6 +107,18 @@ def test_a_recommendation_takes_another_precision_and_fewer_ways_to_recompute():
             recommend(LLAMA, NODE, **wrong)
 
 
+def test_advice_where_only_one_way_to_recompute_is_allowed():
+    fits_recomputed = recommend(LLAMA, NODE, sequence=9216, recompute=("none",))
+    assert fits_recomputed.best is None
+    assert fits_recomputed.advice[0].startswith("With its blocks recomputed, FSDP fits")
+    never = recommend(MODELS["Llama-2 70B"], NODE, recompute=("none",))
+    assert "fits from" in said(never) and "allow that" not in said(never)
+    needless = recommend(LLAMA, NODE.of(64), sequence=8192, recompute=("full",))
+    assert option(recommend(LLAMA, NODE.of(64), sequence=8192), needless.best.strategy).fits
+    assert "fits without that too" in said(needless)
+    assert "fits without" not in said(recommend(LLAMA, NODE, sequence=9216))
+
+
 def test_the_optimizer_moves_what_the_precision_says():
     """In bf16 parameter and both moments are read and written, the gradient read: 14 bytes."""
     for precision, moved in (("mixed", 2 * 12 + 4), ("bf16", 2 * 6 + 2)):
@@ -117,11 +129,20 @@ def test_the_optimizer_moves_what_the_precision_says():
             MODELS["GPT-2"].parameters, GPUS["H100"], nbytes=moved))
 
 
-@pytest.mark.parametrize("ranks", [1, 7, 8, 64, 148, 149, 300, 4096])
+def test_what_is_in_bf16_already_is_not_cast():
+    found = recommend(MODELS["GPT-2"], NODE, sequence=1024, precision="bf16")
+    job = Job(MODELS["GPT-2"], 1, 1024, strategy="DDP", gradient_bytes=2, update_bytes=14)
+    assert option(found, "DDP").seconds == predict(job, NODE).seconds
+    assert option(found, "DDP").seconds < option(
+        recommend(MODELS["GPT-2"], NODE, sequence=1024), "DDP").seconds
+
+
+@pytest.mark.parametrize("ranks", [1, 7, 64, 100, 200, 643, 644, 645, 4096])
 def test_the_fullest_rank_is_that_of_all_of_them(ranks):
-    """GPT-2 has 148 tensors: beyond that many ranks, some own nothing."""
-    every = shards.real_states("ZeroRedundancyOptimizer", "fp32", ranks, MODELS["GPT-2"].units)
-    assert choose.fullest_rank(MODELS["GPT-2"], ranks, "fp32") == max(
+    """40 · 16 + 4 tensors, 242 of them equal: beyond as many ranks, some own nothing."""
+    even = TransformerConfig(layers=40, d_model=8, heads=1, d_ff=8, vocabulary=8, context=8)
+    every = shards.real_states("ZeroRedundancyOptimizer", "fp32", ranks, even.units)
+    assert choose.fullest_rank(even, ranks, "fp32") == max(
         every, key=lambda states: states.total)
 
 
