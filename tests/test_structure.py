@@ -33,8 +33,9 @@ PUBLIC_NAMES = {
         rank_color RANK_COLORS ring_step row_limits save_beside stepper style subplots table
         time_shares timeline to_png to_svg""",
 }
-MODULES_OF_PREDICT = """activations catalogue checks choose cluster cost kernels memory moments
-    network pace published rates reliability settings shards step traffic transformer_config"""
+MODULES_OF_PREDICT = """__main__ activations catalogue checks choose cluster cost fields kernels
+    memory moments network pace plan plan_as_text published rates reliability settings shards step
+    traffic transformer_config"""
 
 MACHINE_PATH = re.compile(r"(?<![\w/+.~$}])/(?:home|root|work|Users)/[\w.]")
 REGISTRY = re.compile(
@@ -47,7 +48,7 @@ REGISTRY = re.compile(
 MAY_IMPORT = {
     "__init__": """bench demos desk dplab drills dryrun exercises measure needs parallel predict
         show spawn workloads""",
-    "__main__": "lab",
+    "__main__": "lab predict",
     "needs": "",
     "spawn": "",  # a library that stands alone
     "parallel": "",

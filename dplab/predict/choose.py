@@ -3,15 +3,17 @@
     cluster = Cluster(GPUS["H100"], 8, LINKS["NVLink 4"], LINKS["400 Gb/s"])
     print(recommend(MODELS["Llama-3 8B"], cluster, batch=1, sequence=8192))
 
-Each strategy is taken as torch's usual settings make it (`settings` has the code): parameters,
-gradients and Adam's moments in fp32, 16 bytes a parameter in all; computing, gathers and
-activations in bf16; gradients reduced in fp32. `memory` says what that holds, `cluster` how long a
-step takes. What to change is found by trying: each change is predicted anew.
+Each strategy is taken as torch's usual settings make it (`settings` has the code). By default that
+is mixed precision: parameters, gradients and Adam's moments in fp32, 16 bytes a parameter in all;
+computing, gathers and activations in bf16; gradients reduced in fp32. `IN_BF16` has what else there
+is. `memory` says what that holds, `cluster` how long a step takes. What to change is found by
+trying: each change is predicted anew.
 """
 
 import math
 import textwrap
 from bisect import bisect_left
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 
@@ -30,6 +32,7 @@ from dplab.predict.cluster import (
 from dplab.predict.memory import PRECISIONS, Budget, Precision, States, readable
 from dplab.predict.moments import LOSS_BYTES
 from dplab.predict.step import COMMUNICATION, Span
+from dplab.predict.traffic import Transfers, collectives
 from dplab.predict.transformer_config import TransformerConfig
 
 CHOICES = {
@@ -41,7 +44,14 @@ CHOICES = {
 }
 """From the simplest on: a later one is taken where it fits and is faster."""
 
-PRECISION = PRECISIONS["fp32 shards, bf16 gathered"]
+IN_BF16 = {
+    "mixed": "parameters, gradients and Adam's moments in fp32; gathers and computing in bf16",
+    "bf16": "everything in bf16, Adam's moments too: half the memory, and updates that round",
+}
+"""Precisions that compute in bf16, as the measured rates do, named as in `dplab.dryrun`."""
+_PRECISIONS = {"mixed": PRECISIONS["fp32 shards, bf16 gathered"], "bf16": PRECISIONS["pure bf16"]}
+_IN_TRAFFIC = {"DDP": "DDP", "ZeRO-1": "ZeroRedundancyOptimizer", "FSDP": "fully_shard",
+               "FSDP, kept": "fully_shard, reshard_after_forward=False"}
 _MANY_NODES = [2**power for power in range(18)]
 _FREE = 0.1  # the share of memory that is left to the allocator and the libraries
 MEMORY_ERROR = 0.03
@@ -62,6 +72,7 @@ class Option(SimulatedStep):
     cluster: Cluster
     budget: Budget
     limit: float
+    precision: str = "mixed"
 
     @property
     def fits(self) -> bool:
@@ -80,14 +91,27 @@ class Option(SimulatedStep):
     @cached_property
     def spans(self) -> list[Span]:
         """What each rank does in a step."""
-        return _spans(self.strategy, self.job, self.cluster)
+        return self._spans_on(self.cluster)
 
     @cached_property
     def savings(self) -> dict[str, float]:
         """By resource: the seconds that the step would be shorter if that took no time."""
-        return {resource: max(0.0, self.seconds - step.step_seconds(_spans(
-            self.strategy, self.job, without(self.cluster, resource))))
-            for resource in RESOURCES}
+        return {resource: max(0.0, self.seconds - step.step_seconds(self._spans_on(
+            without(self.cluster, resource)))) for resource in RESOURCES}
+
+    def _spans_on(self, cluster):
+        spans = job_spans(self.job, cluster)
+        if self.strategy != "ZeRO-1":
+            return spans
+        *others, optimizer = spans
+        # torch gives whole tensors to the ranks, so that one owns more than the others
+        stored, model = _PRECISIONS[self.precision], self.job.model
+        owned = fullest_rank(model, cluster.ranks, stored).optimizer
+        end = optimizer.start + optimizer.seconds * owned / (stored.optimizer * model.parameters)
+        nbytes = stored.parameters * model.parameters
+        gathered = end + collective_seconds(cluster, "all-gather", nbytes)
+        return [*others, replace(optimizer, end=end),
+                Span("all-gather of parameters", COMMUNICATION, end, gathered, nbytes)]
 
     def __str__(self):
         again = ", blocks recomputed" if self.job.recompute == "full" else ""
@@ -105,10 +129,12 @@ class Change:
 
 @dataclass(frozen=True)
 class Recommendation:
-    """What `recommend` found; printed, it says why."""
+    """What `recommend` found, with the last two of its arguments; printed, it says why."""
 
     options: tuple[Option, ...]
     most_tokens: float
+    precision: str = "mixed"
+    recompute: Collection[str] = BLOCK_RECOMPUTE
 
     @property
     def best(self) -> Option | None:
@@ -153,7 +179,7 @@ class Recommendation:
         job, cluster = self._leanest.job, self._leanest.cluster
         return strategy_budget("FSDP", job.model, cluster.of(nodes * cluster.node_size),
                                batch=batch or job.batch, sequence=job.sequence,
-                               recompute=recompute).total
+                               recompute=recompute, precision=self.precision).total
 
     @cached_property
     def changes(self) -> list[Change]:
@@ -174,8 +200,8 @@ class Recommendation:
                                          bandwidth=2 * cluster.between.bandwidth))))
         found, rate = [], job.tokens / best.seconds
         for what, batch, other in tried:
-            instead = Recommendation(_options(job.model, other, batch, job.sequence),
-                                     self.most_tokens).best
+            instead = replace(self, options=_options(
+                job.model, other, batch, job.sequence, self.precision, self.recompute)).best
             gain = None if instead is None else (
                 instead.job.tokens / instead.seconds / rate - 1)
             found.append(Change(what, instead, gain))
@@ -188,9 +214,16 @@ class Recommendation:
         return [*self._about_memory(), *self._about_margins(), *self._about_ties(),
                 *self._about_the_bound(), *self._about_the_batch()]
 
+    @property
+    def unknown(self) -> tuple[str, ...]:
+        """The links that nobody measured, and what stands in for each, in sentences."""
+        return network.basis(self.options[0].cluster, stand_ins=True)
+
     def _about_memory(self):
         if self.best is not None:
             return []
+        if self._recomputing("full", self._leanest).fits:
+            return ["With its blocks recomputed, FSDP fits: allow that."]
         if self.least_ranks is None:
             leanest, job = self._leanest, self._leanest.job
             loss = job.tokens * job.model.vocabulary * LOSS_BYTES
@@ -235,9 +268,19 @@ class Recommendation:
         if self.best.job.recompute == "full":
             kept = replace(self.best, job=replace(self.best.job, recompute="none"))
             more = self.best.compute_seconds / kept.compute_seconds - 1
-            said.append(f"Blocks are recomputed to save memory, which costs {more:.0%} more "
-                        f"computing. {self._instead_of_recomputing()}")
+            if self._recomputing("none", self.best).fits:
+                said.append(f"Blocks are recomputed, which costs {more:.0%} more computing. "
+                            f"{self.best.strategy} fits without that too.")
+            else:
+                said.append(f"Blocks are recomputed to save memory, which costs {more:.0%} more "
+                            f"computing. {self._instead_of_recomputing()}")
         return said + [f"Tried: {change.what}: {_told(change)}" for change in self.changes]
+
+    def _recomputing(self, way, instead):
+        """The option with another way to recompute."""
+        job = instead.job
+        return option_of(instead.strategy, job.model, instead.cluster, batch=job.batch,
+                         sequence=job.sequence, precision=self.precision, recompute=(way,))
 
     def _instead_of_recomputing(self):
         """Which of two ways makes room to keep all activations."""
@@ -269,16 +312,18 @@ class Recommendation:
                  f"{job.sequence:,} tokens each (prediction)", ""]
         for option in self.options:
             mark = "→" if option is best else "=" if option in self.ties else " "
-            fast, slow = option.interval
-            time = (f"{option.seconds:8.3f} s ({fast:.3f} to {slow:.3f}) {option.mfu:6.1%} MFU  "
-                    f"bound by {option.bound}" if option.fits else
-                    f"  {readable(-option.margin)} over the limit of {readable(option.limit)}")
+            if option.fits:
+                fast, slow = option.interval
+                time = (f"{option.seconds:8.3f} s ({fast:.3f} to {slow:.3f}) {option.mfu:6.1%} MFU"
+                        f"  bound by {option.bound}")
+            else:
+                time = f"  {readable(-option.margin)} over the limit of {readable(option.limit)}"
             lines.append(f"{mark} {option!s:31}{readable(option.budget.total):>9}{time}")
         advice = (textwrap.fill(line, 96, initial_indent="- ", subsequent_indent="  ")
                   for line in self.advice)
         unknown = (textwrap.fill(f"Not measured: {line}.", 96, initial_indent="- ",
                                  subsequent_indent="  ")
-                   for line in network.basis(cluster, stand_ins=True))
+                   for line in self.unknown)
         return "\n".join([*lines, "", *advice, *unknown])
 
 
@@ -303,72 +348,120 @@ _REMEDIES = {
 
 
 def recommend(model: TransformerConfig, cluster: Cluster, *, batch: int = 1, sequence: int = 4096,
-              most_tokens: float = math.inf) -> Recommendation:
+              most_tokens: float = math.inf, precision: str = "mixed",
+              recompute: Collection[str] = BLOCK_RECOMPUTE) -> Recommendation:
     """Which strategy trains ``model`` fastest, with ``batch`` sequences on each rank.
 
-    ``most_tokens``: the largest global batch that training can use, see chapter 07. A tenth of the
-    memory is left to the allocator and the libraries. Blocks are recomputed only where nothing else
-    fits. Adding up gradients over several micro-batches is not considered, nor are tensor, context
-    and pipeline parallelism, which it can only ask for. Raises like `checks.whole` for batch and
-    sequence.
+    ``most_tokens``: the largest global batch that training can use, see chapter 07. ``precision``:
+    one of `IN_BF16`. ``recompute``: the ways that are allowed, of `cluster.BLOCK_RECOMPUTE`; the
+    first that fits is taken, so that by default blocks are recomputed only where nothing else
+    fits. A tenth of the memory is left to the allocator and the libraries. Adding up gradients over
+    several micro-batches is not considered, nor are tensor, context and pipeline parallelism, which
+    it can only ask for. Raises like `checks.whole` for batch and sequence.
     """
     whole(batch, "batch"), whole(sequence, "sequence")
     if not most_tokens > 0:
         raise ValueError(f"most_tokens, the largest global batch, is above 0, not {most_tokens}")
-    return Recommendation(_options(model, cluster, batch, sequence), most_tokens)
+    one_of(precision, IN_BF16, "precision")
+    if not recompute:
+        raise ValueError(f"recompute allows nothing: give some of {BLOCK_RECOMPUTE}")
+    for way in recompute:
+        one_of(way, BLOCK_RECOMPUTE, "recompute")
+    options = _options(model, cluster, batch, sequence, precision, recompute)
+    return Recommendation(options, most_tokens, precision, recompute)
 
 
 def strategy_budget(strategy: str, model: TransformerConfig, cluster: Cluster, *, batch: int,
-                    sequence: int, recompute: str = "none") -> Budget:
+                    sequence: int, recompute: str = "none", precision: str = "mixed") -> Budget:
     """What a rank holds with these `settings`, by `memory.budget`; under ZeRO-1 the fullest rank.
 
-    DDP and ZeRO-1 compute under autocast, with gradients as views of buckets. Raises ValueError for
-    an unknown strategy.
+    In mixed precision DDP and ZeRO-1 compute under autocast; their gradients are views of buckets.
+    Raises ValueError for an unknown strategy, and for a precision that is not one of `IN_BF16`.
     """
     one_of(strategy, CHOICES, "strategy")
+    stored = _PRECISIONS[one_of(precision, IN_BF16, "precision")]
     ranks = cluster.per_node if strategy == "HSDP" else cluster.ranks
     return memory.budget(
-        model, ranks, cluster.gpu.memory_bytes, precision=PRECISION,
+        model, ranks, cluster.gpu.memory_bytes, precision=stored,
         stage=strategy if strategy in ("DDP", "ZeRO-1") else "ZeRO-3", batch=batch,
         sequence=sequence, recompute=recompute, reshard=strategy != "FSDP, kept", bucket_views=True,
-        held=fullest_rank(model, ranks, PRECISION) if strategy == "ZeRO-1" else None)
+        held=fullest_rank(model, ranks, stored) if strategy == "ZeRO-1" else None)
+
+
+def fullest_rank(model: TransformerConfig, ranks: int, precision: Precision | str) -> States:
+    """The states of the rank to which ZeroRedundancyOptimizer gives most."""
+    tensors = model.layers * len(model.block) + len(model.ends)
+    return _fullest(model, min(ranks, tensors), precision)  # further ranks own nothing
 
 
 @cache
-def fullest_rank(model: TransformerConfig, ranks: int, precision: Precision | str) -> States:
-    """The states of the rank to which ZeroRedundancyOptimizer gives most."""
+def _fullest(model, ranks, precision):
     return max(shards.real_states("ZeroRedundancyOptimizer", precision, ranks, model.units),
                key=lambda states: states.total)
 
 
-def _options(model, cluster, batch, sequence):
+def strategy_job(strategy: str, model: TransformerConfig, *, batch: int, sequence: int,
+                 recompute: str = "none", precision: str = "mixed") -> Job:
+    """What `cluster` is to simulate for these `settings`; ZeRO-1 as DDP, see `Option.spans`.
+
+    Raises like `strategy_budget`.
+    """
+    one_of(strategy, CHOICES, "strategy")
+    stored = _PRECISIONS[one_of(precision, IN_BF16, "precision")]
+    replicated = strategy in ("DDP", "ZeRO-1")
+    return Job(
+        model, batch, sequence, recompute=recompute, parameter_bytes=stored.gathered,
+        strategy="DDP" if replicated else "HSDP" if strategy == "HSDP" else "FSDP",
+        gradient_bytes=stored.reduced, reshard=strategy != "FSDP, kept",
+        optimizer_bytes=stored.optimizer + (4 if stored.gathered < stored.parameters else 0),
+        cast_weights=replicated and stored.gathered < stored.parameters,
+        # The optimizer reads and writes parameters and moments, and reads gradients.
+        update_bytes=2 * (stored.parameters + stored.optimizer) + stored.gradients)
+
+
+def strategy_transfers(strategy: str, model: TransformerConfig, cluster: Cluster, *,
+                       precision: str = "mixed") -> list[Transfers]:
+    """The collectives of a step with these `settings`, by `traffic.collectives`.
+
+    Under HSDP the root is gathered once, as by torch, where `traffic` gathers all units twice.
+    Raises like `strategy_budget`.
+    """
+    one_of(strategy, CHOICES, "strategy")
+    stored = _PRECISIONS[one_of(precision, IN_BF16, "precision")]
+    wire = stored.parameters if strategy == "ZeRO-1" else stored.gathered
+
+    def sent(name, ranks, shard_ranks=None):
+        return collectives(name, ranks, model.units, parameter_bytes=wire,
+                           gradient_bytes=stored.reduced, shard_ranks=shard_ranks)
+
+    if strategy != "HSDP":
+        return sent(_IN_TRAFFIC[strategy], cluster.ranks)
+    return [*sent(_IN_TRAFFIC["FSDP"], cluster.per_node),
+            *(each for each in sent("HSDP", cluster.ranks, cluster.per_node)
+              if each.of == "shards of gradients")]
+
+
+def option_of(strategy: str, model: TransformerConfig, cluster: Cluster, *, batch: int,
+              sequence: int, precision: str = "mixed",
+              recompute: Collection[str] = BLOCK_RECOMPUTE) -> Option:
+    """One strategy, with the first way to ``recompute`` that fits, or else the last.
+
+    Raises like `strategy_budget`.
+    """
     limit = (1 - _FREE) * cluster.gpu.memory_bytes
-    found = []
-    for strategy in CHOICES:
-        if strategy == "HSDP" and cluster.nodes == 1:
-            continue  # the same as FSDP
-        for recompute in BLOCK_RECOMPUTE:
-            held = strategy_budget(strategy, model, cluster, batch=batch, sequence=sequence,
-                                   recompute=recompute)
-            if held.total <= limit:
-                break
-        job = Job(model, batch, sequence, strategy="HSDP" if strategy == "HSDP" else
-                  "FSDP" if "FSDP" in strategy else "DDP", recompute=recompute,
-                  parameter_bytes=2, gradient_bytes=4, reshard=strategy != "FSDP, kept",
-                  cast_weights=strategy in ("DDP", "ZeRO-1"))
-        found.append(Option(strategy, job, cluster, held, limit))
-    return tuple(found)
+    for way in recompute:
+        held = strategy_budget(strategy, model, cluster, batch=batch, sequence=sequence,
+                               recompute=way, precision=precision)
+        if held.total <= limit:
+            break
+    job = strategy_job(strategy, model, batch=batch, sequence=sequence, recompute=way,
+                       precision=precision)
+    return Option(strategy, job, cluster, held, limit, precision)
 
 
-def _spans(strategy, job, cluster):
-    spans = job_spans(job, cluster)
-    if strategy != "ZeRO-1":
-        return spans
-    *others, optimizer = spans
-    # torch gives whole tensors to the ranks, so that one owns more than the others
-    owned = fullest_rank(job.model, cluster.ranks, PRECISION).optimizer
-    end = optimizer.start + optimizer.seconds * owned / (PRECISION.optimizer * job.model.parameters)
-    nbytes = PRECISION.parameters * job.model.parameters
-    gathered = end + collective_seconds(cluster, "all-gather", nbytes)
-    return [*others, replace(optimizer, end=end),
-            Span("all-gather of parameters", COMMUNICATION, end, gathered, nbytes)]
+def _options(model, cluster, batch, sequence, precision, recompute):
+    return tuple(option_of(strategy, model, cluster, batch=batch, sequence=sequence,
+                           precision=precision, recompute=recompute)
+                 for strategy in CHOICES
+                 if strategy != "HSDP" or cluster.nodes > 1)  # within a node it is FSDP
+

@@ -55,7 +55,8 @@ class Job:
     one of `WAYS`, by which collectives go. ``compiled``: whether torch.compile made the blocks and
     the loss; ``attention``: one of `rates.ATTENTION_KERNELS`; ``cast_weights``: weights that are
     fp32 where they are used are cast to bf16 each time, as under autocast, and their gradients
-    back; ``fused_optimizer``: AdamW as one kernel, not torch's foreach. Raises ValueError for what
+    back; ``fused_optimizer``: AdamW as one kernel, not torch's foreach; ``update_bytes``: that it
+    reads and writes for a parameter, by default 2K + 4. Raises ValueError for what
     is none of these, and like `checks.whole` for batch, sequence and prefetch.
     """
 
@@ -77,12 +78,15 @@ class Job:
     attention: str = ATTENTION_KERNELS[0]
     cast_weights: bool = False
     fused_optimizer: bool = True
+    update_bytes: int | None = None
 
     def __post_init__(self):
         whole(self.batch, "batch"), whole(self.sequence, "sequence")
         whole(self.prefetch, "prefetch", least=0)
         whole(self.parameter_bytes, "parameter_bytes"), whole(self.gradient_bytes, "gradient_bytes")
         whole(self.optimizer_bytes, "optimizer_bytes", least=0)
+        if self.update_bytes is not None:
+            whole(self.update_bytes, "update_bytes")
         if not self.bucket_bytes > 0:
             raise ValueError(f"a bucket holds more than 0 bytes, not {self.bucket_bytes}")
         if self.shard_ranks is not None:
@@ -128,7 +132,7 @@ def fsdp_spans(blocks: Sequence[Layer], root: Layer, *, gather: Callable[[float]
     ``overlap`` computing and sending alternate; with it, what is computed beside a collective takes
     ``slowdown`` times as long.
     """
-    spans, free = [], {"shards": 0.0, "copies": 0.0}
+    spans, going, free = [], [], {"shards": 0.0, "copies": 0.0}
     ahead = prefetch if overlap else 0
     now = 0.0
 
@@ -137,6 +141,7 @@ def fsdp_spans(blocks: Sequence[Layer], root: Layer, *, gather: Callable[[float]
         start = max(ready, free[lane])
         free[lane] = start + seconds(nbytes)
         spans.append(Span(f"{what} {layer.name}", COMMUNICATION, start, free[lane], nbytes))
+        going.append(spans[-1])  # those that may not have ended before what is computed next
         return free[lane]
 
     def fetch(layer, ready):
@@ -145,8 +150,8 @@ def fsdp_spans(blocks: Sequence[Layer], root: Layer, *, gather: Callable[[float]
     def compute(what, layer, seconds, ready):
         nonlocal now
         start = max(now, ready) if overlap else max(now, ready, *free.values())
-        beside = (span for span in spans if span.lane == COMMUNICATION and span.end > start)
-        now = end_beside(sorted(beside, key=lambda span: span.start), start, seconds, slowdown)
+        going[:] = [span for span in going if span.end > start]
+        now = end_beside(sorted(going, key=lambda span: span.start), start, seconds, slowdown)
         spans.append(Span(f"{what} {layer.name}", COMPUTE, start, now))
         return now
 
@@ -193,7 +198,7 @@ def job_spans(job: Job, cluster: Cluster) -> list[Span]:
                          f"{cluster.per_node}: give shard_ranks that do")
     # The states are read and written, and 4 bytes more: a gradient in fp32 is read, or one in bf16
     # is read and a parameter in bf16 written.
-    states = 2 * job.optimizer_bytes + 4
+    states = 2 * job.optimizer_bytes + 4 if job.update_bytes is None else job.update_bytes
     optimizer = optimizer_seconds(job.model.parameters / size, cluster.gpu, nbytes=states,
                                   fused=job.fused_optimizer, pace=cluster.pace)
 
@@ -250,12 +255,12 @@ class SimulatedStep:
 
         def at(self, pace: str) -> "SimulatedStep": ...
 
-    @property
+    @functools.cached_property
     def seconds(self) -> float:
         """Of the step."""
         return step.step_seconds(self.spans)
 
-    @property
+    @functools.cached_property
     def interval(self) -> tuple[float, float]:
         """Seconds of the step at the fast pace of all that was measured, and at the slow pace.
 

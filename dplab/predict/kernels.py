@@ -25,6 +25,7 @@ FLOPs); torch 2.13, distributed/fsdp/_fully_shard/_fsdp_collectives.py (the copi
 collectives); ``kernels.json`` (each rate's own).
 """
 
+import functools
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -274,16 +275,22 @@ def unit_costs(job: "Job", cluster: "Cluster",
     """
     factor = cluster.matmul_share / matmul_share(cluster.gpu)
 
+    blocks, root = _blocks_and_root(job, cluster.gpu, cluster.pace, factor, rates)
+    return [*blocks], root
+
+
+@functools.lru_cache(maxsize=256)  # on more ranks of the same kind they cost the same
+def _blocks_and_root(job, gpu, pace, factor, rates):
     def layer(name, pair, tensors):
         forward, backward = (
-            seconds(kernels, cluster.gpu, compiled=job.compiled, pace=cluster.pace,
-                    attention=job.attention, matmul_factor=factor, rates=rates)
+            seconds(kernels, gpu, compiled=job.compiled, pace=pace, attention=job.attention,
+                    matmul_factor=factor, rates=rates)
             for kernels in pair)
         return Layer(forward, backward, numel(tensors.values()) * job.gradient_bytes, name)
 
     block, root = _unit_kernels(job)
     one = layer("block", block, job.model.block)
-    return ([replace(one, name=f"block {index}") for index in range(job.model.layers)],
+    return (tuple(replace(one, name=f"block {index}") for index in range(job.model.layers)),
             layer("root", root, job.model.ends))
 
 

@@ -12,6 +12,7 @@ models", 2020, https://arxiv.org/abs/1910.02054 (sections 3 and 5); for each pre
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 from dplab.predict.checks import DERIVED, one_of, whole
 from dplab.predict.moments import Moment, Step, moments
@@ -128,20 +129,21 @@ def most_parameters(stage: str, precision: Precision | str, world_size: int,
 
 @dataclass(frozen=True)
 class Budget:
-    """What one rank holds in a step, in bytes, beside what there is.
+    """What one rank holds in a ``step``, in bytes, beside what there is; ``peak``: at most."""
 
-    ``moments``: those of the step that can be its highest, in order; ``states``: parameters,
-    gradients and optimizer state as they are after the step.
-    """
-
-    states: States
-    moments: tuple[Moment, ...]
+    step: Step
+    peak: Moment
     memory_bytes: float
 
     @property
-    def peak(self) -> Moment:
-        """The moment that holds most."""
-        return max(self.moments, key=lambda moment: moment.total)
+    def states(self) -> States:
+        """Parameters, gradients and optimizer state as they are after the step."""
+        return self.step.states
+
+    @cached_property
+    def moments(self) -> tuple[Moment, ...]:
+        """Those of the step that can be its highest, in order."""
+        return tuple(moments(self.step))
 
     @property
     def moment(self) -> str:
@@ -191,7 +193,8 @@ def budget(model: TransformerConfig, world_size: int, memory_bytes: float, *, st
     held, precision = held or by_formula, precision_of(precision)
     step = Step(model, whole(world_size, "the world size"), STAGES[stage], precision, held, batch,
                 sequence, recompute, reshard, bucket_views, foreach)
-    return Budget(held, tuple(moments(step)), memory_bytes)
+    peak = max(moments(step, outermost=True), key=lambda moment: moment.total)
+    return Budget(step, peak, memory_bytes)
 
 
 def deepspeed_estimate(parameters: int, gpus: int) -> int:

@@ -132,10 +132,10 @@ class Step:
         """Parameters outside the blocks."""
         return numel(self.model.ends.values())
 
-    @property
-    def backwards(self) -> list[int]:
-        """The blocks in the order of backward."""
-        return list(range(self.model.layers))[::-1]
+    def backwards(self, outermost: bool) -> list[int]:
+        """The blocks in the order of backward, or of them the two first and the two last."""
+        blocks = range(self.model.layers)[::-1]
+        return sorted({*blocks[:2], *blocks[-2:]}, reverse=True) if outermost else [*blocks]
 
     @cached_property
     def kept(self) -> Activations:
@@ -159,12 +159,17 @@ class Step:
             "activations": activations, "other": other})
 
 
-def moments(step: Step) -> list[Moment]:
-    """The moments of the step that can be its highest, in order."""
-    return [*(_sharded if "parameters" in step.sharded else _replicated)(step)]
+def moments(step: Step, *, outermost: bool = False) -> list[Moment]:
+    """The moments of the step that can be its highest, in order.
+
+    ``outermost``: only those of the two blocks at each end. From one block to the next between
+    them, what is held grows or shrinks evenly, so that the highest moment is always among these.
+    """
+    of = _sharded if "parameters" in step.sharded else _replicated
+    return [*of(step, step.backwards(outermost))]
 
 
-def _sharded(step: Step) -> Iterator[Moment]:
+def _sharded(step: Step, backwards: list[int]) -> Iterator[Moment]:
     """`fully_shard` on each block and the root, or a ZeRO-3 like it."""
     model, precision, kept, layers = step.model, step.precision, step.kept, step.model.layers
     # Whole gradients, in the precision of backward.
@@ -202,7 +207,7 @@ def _sharded(step: Step) -> Iterator[Moment]:
                       gradients=head_gradient, activations=kept.blocks + kept.ends,
                       other=half_gradient + step.logits + step.head_input)
 
-    for number in step.backwards:
+    for number in backwards:
         done = head_gradient + (layers - 1 - number) * block_shard
         # The input of the last reduce-scatter lives until the next one.
         buffers = prefetched(number) + (sent_block if number < layers - 1 else 0)
@@ -245,7 +250,7 @@ def _padded(tensors, ranks):
                for rows, *rest in tensors.values())
 
 
-def _replicated(step: Step) -> Iterator[Moment]:
+def _replicated(step: Step, backwards: list[int]) -> Iterator[Moment]:
     """DDP and ZeRO-1, whose gradients stay whole; ZeRO-2, which reduces a block at a time."""
     model, precision, kept, layers = step.model, step.precision, step.kept, step.model.layers
     # Whole gradients, and what stays of a block's after its reduction.
@@ -281,7 +286,7 @@ def _replicated(step: Step) -> Iterator[Moment]:
                      activations=kept.blocks + step.stream,
                      other=step.head * precision.gathered + head + step.stream)
 
-    for number in step.backwards:
+    for number in backwards:
         done = head_gradient + (layers - 1 - number) * left
         copied = copies if step.recompute == "full" else (number + 1) * copies
         passing, dropped = _feed_forward(step)

@@ -33,7 +33,7 @@ latencies); stas00/ml-engineering 744d01e, network/README.md (when a switch adds
 import functools
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from importlib import resources
 from typing import Any
@@ -192,9 +192,8 @@ def nccl_candidates(cluster: Cluster, collective: str, nbytes: float, *,
     tuned = _tuned(cluster, collective, nbytes, nodes, local, families)
     if not _has_latency(cluster):
         return tuned
-    overheads = _overheads(families[1] if nodes > 1 else "")
-    return {name: max(_least_seconds(), seconds - at_pace(
-                [-each for each in overheads[name.split()[1]]], cluster.pace))
+    network = families[1] if nodes > 1 else ""
+    return {name: max(_least_seconds(), seconds + _overhead(network, name.split()[1], cluster.pace))
             for name, seconds in tuned.items()}
 
 
@@ -232,9 +231,7 @@ def computing_slowdown(cluster: Cluster, way: str = "NCCL") -> float:
     families = _families(cluster, cluster.nodes)
     if one_of(way, WAYS, "way") != "NCCL" or families is None or cluster.ranks == 1:
         return 1.0
-    left = [1 / row["slowdown"] if "slowdown" in row else 1 - row["share"]
-            for row in _published()["contention"]["studies"]]
-    return 1 / at_pace(left, cluster.pace)
+    return 1 / _at(_left_beside_nccl, pace=cluster.pace)
 
 
 def _group(cluster, ranks, local):
@@ -265,10 +262,10 @@ def _tuned(cluster, collective, nbytes, nodes, local, families):
                 cluster.between.latency * between / hardware["network"]["ring"][-1])
 
     # Bytes/s that a ring reaches on a GPU's link inside, and on the node's links to the network.
-    inside = cluster.inside.bandwidth * at_pace(_ring_shares(families[0]), cluster.pace)
+    inside = cluster.inside.bandwidth * _at(_ring_shares, families[0], pace=cluster.pace)
     network = math.inf if nodes == 1 else (
         cluster.nics / cluster.per_node * local * cluster.between.bandwidth
-        * at_pace(_network_shares(families[1], collective), cluster.pace))
+        * _at(_network_shares, families[1], collective, pace=cluster.pace))
     ring = min(network, inside) if local > 1 else network
     # Of the tensor a tree sends each byte up and down: between nodes 2(k−1)/k times.
     tree_between = 2 * (nodes - 1) / nodes / (network * tuner["tree_share"])
@@ -292,7 +289,7 @@ def _tuned(cluster, collective, nbytes, nodes, local, families):
                 + max(tree_between, tree_inside) * nbytes / share)
     if collective == "all-reduce" and local > 4 and families[0] in ("NVLink 4", "NVLink 5"):
         inner, outer = step("NVLS", -1)
-        switch = cluster.inside.bandwidth * at_pace(_switch_shares(families[0]), cluster.pace)
+        switch = cluster.inside.bandwidth * _at(_switch_shares, families[0], pace=cluster.pace)
         found["NVLS Simple"] = (inner + 2 * doublings * outer
                                 + max(tree_between, 1 / switch) * nbytes)
     return found
@@ -416,6 +413,24 @@ def _network_shares(family: str, collective: str) -> list[float]:
               and (row["collective"] == "all-reduce") == (collective == "all-reduce")
               and row.get("algorithm") in (None, "Ring")]
     return [share for share in shares if share <= 1]
+
+
+def _left_beside_nccl() -> list[float]:
+    """The speed that computing keeps while NCCL sends."""
+    return [1 / row["slowdown"] if "slowdown" in row else 1 - row["share"]
+            for row in _published()["contention"]["studies"]]
+
+
+@functools.cache
+def _at(shares: Callable[..., list[float]], *which: str, pace: str) -> float:
+    """One of the functions above at that pace."""
+    return at_pace(shares(*which), pace)
+
+
+@functools.cache
+def _overhead(network: str, protocol: str, pace: str) -> float:
+    """Of `_overheads` that at this pace: at the fast one it is small."""
+    return -at_pace([-each for each in _overheads(network)[protocol]], pace)
 
 
 @functools.cache

@@ -17,6 +17,7 @@ once for each shape: its pace is the spread of the shapes that were measured twi
 their median, on whatever GPU; likewise for a memory-bound operation with fewer than 3 rows.
 """
 
+import heapq
 import json
 import math
 import statistics
@@ -65,6 +66,7 @@ class Row(NamedTuple):
     share: float
     source: str
     columns: dict
+    features: tuple[float, ...] = ()  # of a matrix product
 
 
 class Rates:
@@ -73,6 +75,8 @@ class Rates:
     def __init__(self, tables: Sequence[dict]):
         self._rows = defaultdict(list)
         self._found: dict[tuple, Rate] = {}
+        self._near: dict[tuple, tuple] = {}
+        self._spreads: dict[tuple, list[float]] = {}
         for table in tables:
             unit = table["columns"][-1]
             peak = table.get("peak")
@@ -81,7 +85,8 @@ class Rates:
             for row in table["rows"]:
                 columns = dict(zip(table["columns"], row, strict=True))
                 self._rows[table["what"]].append(
-                    Row(table["gpu"], row[-1] / (peak or 1), table["source"], columns))
+                    Row(table["gpu"], row[-1] / (peak or 1), table["source"], columns,
+                        _measured(columns) if table["what"] == "matmul" else ()))
 
     @property
     def gpus(self) -> list[str]:
@@ -94,23 +99,33 @@ class Rates:
         m, n, k = whole(m, "m"), whole(n, "n"), whole(k, "k")
         key = ("matmul", gpu.name, gpu.bf16_flops, m, n, k, pace)
         if key not in self._found:
-            rows, lent = self._of(gpu, "matmul", AT_MOST)
-            asked = _features(m, n, k)
-            ranked = sorted((math.dist(asked, _measured(row)), place)
-                            for place, row in enumerate(rows))[:AT_MOST]
-            nearest = [rows[place] for rank, (away, place) in enumerate(ranked)
-                       if rank < NEAREST or away < ranked[0][0] + 1]
+            nearest, away, lent = self._nearest_products(gpu, m, n, k)
             share = at_pace([row.share for row in nearest], pace)
             first = nearest[0]
             shape = " × ".join(str(first.columns[side]) for side in "mnk")
             batch = first.columns.get("batch", 1)
-            near = ranked[0][0] <= 1
+            near = away <= 1
             self._found[key] = Rate(gpu.bf16_flops * share, "".join((
                 f"{m} × {n} × {k}: {len(nearest)} rows, the nearest ",
                 f"{batch} × " if batch > 1 else "", f"{shape} on {first.gpu} ({first.source})",
                 "" if near else "; more than a factor of two from any measured shape",
                 lent)), near and not lent)
         return self._found[key]
+
+    def _nearest_products(self, gpu, m, n, k):
+        """The rows that resemble the product most, how far the first is away, and who lent them.
+
+        The same at any pace, and where the GPU's peak is taken to be another than its own.
+        """
+        key = (gpu.name, GPUS.get(gpu.name, gpu).bf16_flops, m, n, k)
+        if key not in self._near:
+            rows, lent = self._of(gpu, "matmul", AT_MOST)
+            asked = _features(m, n, k)
+            ranked = heapq.nsmallest(AT_MOST, ((math.dist(asked, row.features), place)
+                                               for place, row in enumerate(rows)))
+            self._near[key] = ([rows[place] for rank, (away, place) in enumerate(ranked)
+                                if rank < NEAREST or away < ranked[0][0] + 1], ranked[0][0], lent)
+        return self._near[key]
 
     def attention(self, gpu: Gpu, head_dim: int, sequence: int, *, causal: bool = True,
                   direction: str = "forward", kernel: str = ATTENTION_KERNELS[0],
@@ -235,11 +250,14 @@ class Rates:
 
     def _spread(self, what, *columns):
         """Of each shape that was measured more than once, the rates over their median."""
-        groups = defaultdict(list)
-        for row in self._rows[what]:
-            groups[row.gpu, *(row.columns[column] for column in columns)].append(row.share)
-        return [share / statistics.median(shares) for shares in groups.values()
+        if (what, columns) not in self._spreads:
+            groups = defaultdict(list)
+            for row in self._rows[what]:
+                groups[row.gpu, *(row.columns[column] for column in columns)].append(row.share)
+            self._spreads[what, columns] = [
+                share / statistics.median(shares) for shares in groups.values()
                 if len(shares) > 1 for share in shares] or [1.0]
+        return self._spreads[what, columns]
 
 
 def nearest_gpu(gpu: Gpu, names: Iterable[str]) -> str:
@@ -266,8 +284,8 @@ def _features(m, n, k):
     return math.log2(m * n), math.log2(k), math.log2(min(m, n))
 
 
-def _measured(row):
-    batch, m, n, k = (row.columns.get(side, 1) for side in ("batch", "m", "n", "k"))
+def _measured(columns):
+    batch, m, n, k = (columns.get(side, 1) for side in ("batch", "m", "n", "k"))
     return _features(batch * m, n, k)
 
 

@@ -16,25 +16,30 @@ Hybrid sharding (MiCS) has been removed: left is a second copy of the parameters
 ADAMW = {"lr": 3e-4, "betas": (0.9, 0.95), "weight_decay": 0.1}
 """Usual for language models, the same in torch's code and in DeepSpeed's JSON."""
 
+PRECISIONS = ("mixed", "bf16")
+"""The names of `choose.IN_BF16`."""
+
 _REPLICATED = """\
-{checkpoint}model = DDP(model, gradient_as_bucket_view=True)
+{first}model = DDP(model, gradient_as_bucket_view=True)
 optimizer = {optimizer}
-# and in each step: with torch.autocast("{device}", torch.bfloat16): loss = ...
 """
+_AUTOCAST = '# and in each step: with torch.autocast("{device}", torch.bfloat16): loss = ...\n'
 _SHARDED = """\
-{checkpoint}mesh = init_device_mesh("{device}", {shape})
-policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-for block in model.blocks:
-    fully_shard(block, mesh=mesh, mp_policy=policy{reshard})
-fully_shard(model, mesh=mesh, mp_policy=policy{reshard})
+{first}mesh = init_device_mesh("{device}", {shape})
+{policy}for block in model.blocks:
+    fully_shard(block, mesh=mesh{options})
+fully_shard(model, mesh=mesh{options})
 optimizer = {optimizer}
 """
+_POLICY = ("policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, "
+           "reduce_dtype=torch.float32)\n")
+_IN_BF16 = "model.to(torch.bfloat16)\n"
 _CHECKPOINT = "model.blocks = nn.ModuleList(checkpoint_wrapper(block) for block in model.blocks)\n"
 _IMPORTS = {
     "DDP(": "from torch.nn.parallel import DistributedDataParallel as DDP",
     "ZeroRedundancyOptimizer(": "from torch.distributed.optim import ZeroRedundancyOptimizer",
     "init_device_mesh(": "from torch.distributed.device_mesh import init_device_mesh",
-    "fully_shard(": "from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard",
+    "fully_shard(": "from torch.distributed.fsdp import fully_shard",
     "checkpoint_wrapper(": "from torch.distributed.algorithms._checkpoint.checkpoint_wrapper "
                            "import checkpoint_wrapper",
     "nn.ModuleList(": "from torch import nn",
@@ -42,21 +47,26 @@ _IMPORTS = {
 
 
 def in_torch(strategy: str, ranks: int, per_node: int = 8, *, recompute: str = "none",
-             device: str = "cuda") -> str:
+             device: str = "cuda", precision: str = "mixed") -> str:
     """Python that wraps ``model``, whose blocks are ``model.blocks``, and makes ``optimizer``.
 
-    ``strategy``: one of `choose.CHOICES`; ``recompute``: "none" or "full". Raises ValueError for
-    another, and under HSDP for ranks that do not fill nodes of ``per_node``.
+    ``strategy``: one of `choose.CHOICES`; ``recompute``: "none" or "full"; ``precision``: one of
+    `PRECISIONS`. Raises ValueError for another, and under HSDP for ranks that do not fill nodes of
+    ``per_node``.
     """
     one_of(strategy, ("DDP", "ZeRO-1", "FSDP, kept", "HSDP", "FSDP"), "strategy")
     one_of(recompute, BLOCK_RECOMPUTE, "recompute")
-    checkpoint = _CHECKPOINT if recompute == "full" else ""
+    mixed = one_of(precision, PRECISIONS, "precision") == "mixed"
+    first = ("" if mixed else _IN_BF16) + (_CHECKPOINT if recompute == "full" else "")
     # Without `fused` torch updates all tensors at once on a GPU, which needs as much room again.
     adamw = ", ".join(f"{name}={value}" for name, value in (ADAMW | {"fused": True}).items())
     optimizer = (f"ZeroRedundancyOptimizer(\n    model.parameters(), torch.optim.AdamW, {adamw})"
-                 if strategy == "ZeRO-1" else f"torch.optim.AdamW(model.parameters(), {adamw})")
+                 if strategy == "ZeRO-1" else
+                 f"torch.optim.AdamW(model.parameters(), {adamw})")
     if strategy in ("DDP", "ZeRO-1"):
-        body = _REPLICATED.format(checkpoint=checkpoint, optimizer=optimizer, device=device)
+        body = _REPLICATED.format(first=first, optimizer=optimizer)
+        if mixed:
+            body += _AUTOCAST.format(device=device)
     else:
         shape = f"({whole(ranks, 'ranks')},)"
         if strategy == "HSDP":
@@ -64,11 +74,29 @@ def in_torch(strategy: str, ranks: int, per_node: int = 8, *, recompute: str = "
                 raise ValueError(f"{ranks} ranks do not fill nodes of {per_node}: give per_node")
             shape = (f"({ranks // per_node}, {per_node}), "
                      'mesh_dim_names=("replicate", "shard")')
-        reshard = ", reshard_after_forward=False" if strategy == "FSDP, kept" else ""
-        body = _SHARDED.format(checkpoint=checkpoint, shape=shape, device=device, reshard=reshard,
-                               optimizer=optimizer)
+        options = ", mp_policy=policy" if mixed else ""
+        if strategy == "FSDP, kept":
+            options += ", reshard_after_forward=False"
+        body = _SHARDED.format(first=first, shape=shape, device=device, options=options,
+                               policy=_POLICY if mixed else "", optimizer=optimizer)
     imports = [line for name, line in _IMPORTS.items() if name in body]
+    if _POLICY in body:
+        imports = [line.replace("import fully", "import MixedPrecisionPolicy, fully")
+                   for line in imports]
     return "\n".join(["import torch", *sorted(imports), "", body])
+
+
+def torchrun(nodes: int, per_node: int, script: str = "train.py") -> str:
+    """The line that starts a rank on each of ``per_node`` GPUs of each of so many nodes.
+
+    Of several nodes each runs the same line, with the name of one of them for FIRST_HOST. Raises
+    like `checks.whole`.
+    """
+    ranks = f"--nproc-per-node {whole(per_node, 'per_node')}"
+    if whole(nodes, "nodes") == 1:
+        return f"torchrun --standalone {ranks} {script}"
+    return (f"torchrun --nnodes {nodes} {ranks} \\\n    --rdzv-backend c10d "
+            f"--rdzv-endpoint FIRST_HOST:29500 {script}")
 
 
 def in_deepspeed(strategy: str, batch: int, per_node: int = 8) -> str:

@@ -116,8 +116,11 @@ def padded_parameters(implementation: str, world_size: int,
                       units: Iterable[Sequence[Shape]]) -> int:
     """The elements of all parameters, with the padding that travels along in its collectives."""
     ranks, units = whole(world_size, "the world size"), checked_units(units)
-    cut = {"fully_shard": _padded_rows, "ShardedOptimizer": _of_one_unit(_padded_chunks)}
-    return ranks * cut.get(implementation, _padded_chunks)(units, ranks)[0][0]
+    if implementation == "fully_shard":
+        return ranks * sum(math.ceil(shape[0] / ranks) * math.prod(shape[1:])
+                           for shape in _together(units)[0])
+    cut = _together(units) if implementation == "ShardedOptimizer" else units
+    return ranks * sum(math.ceil(numel(unit) / ranks) for unit in cut)
 
 
 def bucket_shapes(shapes: Iterable[Shape], bucket_mb: float = 25.0) -> list[list[Shape]]:
@@ -137,7 +140,7 @@ def checked_units(units: Iterable[Sequence[Shape]]) -> list[list[Shape]]:
     shapes = _together(found)[0]
     if not shapes:
         raise ValueError("units needs at least one tensor")
-    for shape in shapes:
+    for shape in dict.fromkeys(shapes):
         if not shape:
             raise ValueError("a tensor without dimensions cannot be sharded: make it of shape (1,)")
         for size in shape:

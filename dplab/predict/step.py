@@ -9,7 +9,9 @@ Source: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parall
 section 3.2 (the schedule); `cost` has the time of each all-reduce.
 """
 
+import functools
 import math
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -101,15 +103,13 @@ def ddp_spans(layers: Sequence[Layer], world_size: int,
     with it, backward beside an all-reduce takes ``slowdown`` times as long. Raises ValueError for
     sizes and times below zero, and for a bucket of no size.
     """
-    def seconds(nbytes):
-        if isinstance(link, cost.Link):
-            return cost.seconds("ring all-reduce", world_size, nbytes, link)
-        return link(nbytes)
-
+    seconds = (functools.partial(_ring_seconds, world_size, link)
+               if isinstance(link, cost.Link) else link)
     buckets = bucket_layers(layers, bucket_bytes)
     last = {bucket[-1]: number for number, bucket in enumerate(buckets)}
     now = _not_negative(sum(layer.forward_seconds for layer in layers))
     computing, sending, free = [Span("forward", COMPUTE, 0.0, now)], [], 0.0
+    going: deque[Span] = deque()  # of those sent, all but those that ended before now
 
     def send(number, ready):
         nonlocal free
@@ -117,12 +117,11 @@ def ddp_spans(layers: Sequence[Layer], world_size: int,
         start = max(free, ready)
         free = start + seconds(nbytes)
         sending.append(Span(f"all-reduce {number}", COMMUNICATION, start, free, nbytes))
+        going.append(sending[-1])
 
-    done = 0  # all-reduces that ended before now
     for index in reversed(range(len(layers))):
-        while done < len(sending) and sending[done].end <= now:
-            done += 1
-        going = (sending[number] for number in range(done, len(sending)))
+        while going and going[0].end <= now:
+            going.popleft()
         end = end_beside(going, now, layers[index].backward_seconds, slowdown)
         computing.append(Span(f"backward {layers[index].name or index}", COMPUTE, now, end))
         now = end
@@ -149,6 +148,10 @@ def exposed_seconds(spans: Iterable[Span]) -> float:
     busy = _union(span for span in spans if span.lane == COMPUTE)
     return sum(end - start - _covered(busy, start, end)
                for start, end in _union(span for span in spans if span.lane == COMMUNICATION))
+
+
+def _ring_seconds(world_size, link, nbytes):
+    return cost.seconds("ring all-reduce", world_size, nbytes, link)
 
 
 def _union(spans):

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 import dplab
 from dplab import dryrun
 from dplab.measure import state_bytes
-from dplab.predict import choose, published, settings
+from dplab.predict import choose, published, settings, shards
 from dplab.predict.catalogue import GPUS, LINKS, MODELS
 from dplab.predict.choose import CHOICES, recommend
 from dplab.predict.cluster import Cluster, Job, collective_seconds, predict
@@ -77,9 +77,80 @@ def test_what_is_gathered_at_the_loss():
     ("FSDP, kept", dryrun.fully_shard, {"reshard_after_forward": False})])
 def test_bytes_beside_a_dry_run_of_the_real_code(strategy, run, options):
     model = replace(SMALL, d_model=256, d_ff=1024, learned_positions=False)
-    measured = run(model, 16, batch=4, sequence=64, progress=False, **options).peak
-    estimated = strategies_budgets([strategy], 16, model, 4, 64)[strategy].total
-    assert estimated == pytest.approx(measured, rel=0.03)
+    plain = strategy in ("DDP", "ZeRO-1", "FSDP")  # the others differ from FSDP alike in both
+    for precision in choose.IN_BF16 if plain else ("mixed",):
+        measured = run(model, 16, batch=4, sequence=64, precision=precision, progress=False,
+                       **options).peak
+        estimated = choose.strategy_budget(strategy, model, NODE.of(16), batch=4, sequence=64,
+                                           precision=precision).total
+        assert estimated == pytest.approx(measured, rel=0.03)
+
+
+def test_states_in_bf16_are_half_of_those_in_fp32():
+    for strategy in CHOICES:
+        mixed, bf16 = (choose.strategy_budget(strategy, LLAMA, NODE.of(64), batch=1, sequence=512,
+                                              precision=precision).states
+                       for precision in ("mixed", "bf16"))
+        counts = 4 * 2000  # Adam counts its steps in fp32, in each tensor that ZeRO-1 deals out
+        assert bf16.total == pytest.approx(mixed.total / 2, abs=counts)
+
+
+def test_a_recommendation_takes_another_precision_and_fewer_ways_to_recompute():
+    found = recommend(LLAMA, NODE.of(64), sequence=8192, precision="bf16", recompute=("full",))
+    assert {each.job.recompute for each in found.options} == {"full"}
+    job = Job(LLAMA, 1, 8192, recompute="full", gradient_bytes=2, update_bytes=14)
+    assert option(found, "FSDP").seconds == predict(job, NODE.of(64)).seconds
+    assert all(change.best.precision == "bf16" and change.best.job.recompute == "full"
+               for change in found.changes)
+    for wrong in (dict(precision="fp8"), dict(recompute=("some",)), dict(recompute=())):
+        with pytest.raises(ValueError):
+            recommend(LLAMA, NODE, **wrong)
+
+
+def test_advice_where_only_one_way_to_recompute_is_allowed():
+    fits_recomputed = recommend(LLAMA, NODE, sequence=9216, recompute=("none",))
+    assert fits_recomputed.best is None
+    assert fits_recomputed.advice[0].startswith("With its blocks recomputed, FSDP fits")
+    never = recommend(MODELS["Llama-2 70B"], NODE, recompute=("none",))
+    assert "fits from" in said(never) and "allow that" not in said(never)
+    needless = recommend(LLAMA, NODE.of(64), sequence=8192, recompute=("full",))
+    assert option(recommend(LLAMA, NODE.of(64), sequence=8192), needless.best.strategy).fits
+    assert "fits without that too" in said(needless)
+    assert "fits without" not in said(recommend(LLAMA, NODE, sequence=9216))
+
+
+def test_the_optimizer_moves_what_the_precision_says():
+    """In bf16 parameter and both moments are read and written, the gradient read: 14 bytes."""
+    for precision, moved in (("mixed", 2 * 12 + 4), ("bf16", 2 * 6 + 2)):
+        found = recommend(MODELS["GPT-2"], NODE, sequence=1024, precision=precision)
+        last = option(found, "DDP").spans[-1]
+        assert last.name == "optimizer"
+        assert last.seconds == pytest.approx(optimizer_seconds(
+            MODELS["GPT-2"].parameters, GPUS["H100"], nbytes=moved))
+
+
+def test_what_is_in_bf16_already_is_not_cast():
+    found = recommend(MODELS["GPT-2"], NODE, sequence=1024, precision="bf16")
+    job = Job(MODELS["GPT-2"], 1, 1024, strategy="DDP", gradient_bytes=2, update_bytes=14)
+    assert option(found, "DDP").seconds == predict(job, NODE).seconds
+    assert option(found, "DDP").seconds < option(
+        recommend(MODELS["GPT-2"], NODE, sequence=1024), "DDP").seconds
+
+
+@pytest.mark.parametrize("ranks", [1, 7, 64, 100, 200, 643, 644, 645, 4096])
+def test_the_fullest_rank_is_that_of_all_of_them(ranks):
+    """40 · 16 + 4 tensors, 242 of them equal: beyond as many ranks, some own nothing."""
+    even = TransformerConfig(layers=40, d_model=8, heads=1, d_ff=8, vocabulary=8, context=8)
+    every = shards.real_states("ZeroRedundancyOptimizer", "fp32", ranks, even.units)
+    assert choose.fullest_rank(even, ranks, "fp32") == max(
+        every, key=lambda states: states.total)
+
+
+def test_an_option_that_does_not_fit_is_not_simulated(monkeypatch):
+    found = recommend(MODELS["Llama-3.1 405B"], NODE.of(1024), sequence=8192)
+    assert not any(each.fits for each in found.options)
+    monkeypatch.setattr(choose, "job_spans", lambda *_: pytest.fail("simulated in vain"))
+    assert "over the limit" in str(found)
 
 
 # What it recommends
@@ -343,19 +414,20 @@ def under(code):
 
 @functools.cache
 def under_all():
-    """`under` on rank 0 by strategy and recomputation; all of them take the same four ranks."""
-    cases = list(itertools.product(CHOICES, ("none", "full")))
-    codes = [settings.in_torch(name, 4, 2, recompute=recompute, device="cpu")
-             for name, recompute in cases]
+    """`under` on rank 0 by strategy, recomputation and precision, all on the same four ranks."""
+    cases = list(itertools.product(CHOICES, ("none", "full"), choose.IN_BF16))
+    codes = [settings.in_torch(name, 4, 2, recompute=recompute, device="cpu", precision=precision)
+             for name, recompute, precision in cases]
     results = dplab.run(lambda: [under(code) for code in codes], 4, backend="gloo")[0]
     return dict(zip(cases, results, strict=True))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recompute", ["none", "full"])
-def test_settings_for_torch_train_alike_and_hold_what_they_say(recompute):
-    results = [under_all()[name, recompute] for name in CHOICES]
-    parameters = 4 * SMALL.parameters
+@pytest.mark.parametrize(("precision", "size"), [("mixed", 4), ("bf16", 2)])
+def test_settings_for_torch_train_alike_and_hold_what_they_say(recompute, precision, size):
+    results = [under_all()[name, recompute, precision] for name in CHOICES]
+    parameters = size * SMALL.parameters
     parts = {"DDP": (1, 1), "ZeRO-1": (1, 1 / 4), "FSDP": (1 / 4, 1 / 4),
              "FSDP, kept": (1 / 4, 1 / 4), "HSDP": (1 / 2, 1 / 2)}
     for strategy, (losses, held) in zip(CHOICES, results, strict=True):
@@ -386,6 +458,11 @@ def test_settings_refuse_what_they_do_not_have():
             settings.in_torch("HSDP", ranks)
     with pytest.raises(ValueError, match="no recompute"):
         settings.in_torch("DDP", 8, recompute="some")
+    with pytest.raises(ValueError, match="no precision"):
+        settings.in_torch("DDP", 8, precision="fp8")
+    for wrong in ((0, 8), (1, 0)):
+        with pytest.raises(ValueError):
+            settings.torchrun(*wrong)
 
 
 @pytest.mark.parametrize(("strategy", "stage"), [

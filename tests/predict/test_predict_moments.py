@@ -203,3 +203,25 @@ def test_zero_2_holds_a_block_of_whole_gradients():
 def test_what_cannot_be_is_refused_in_words(changed, error, says):
     with pytest.raises(error, match=says):
         memory.budget(**({"model": GPT, "world_size": 8, "memory_bytes": 80e9} | changed))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_outermost_blocks_have_the_peak_of_all(seed):
+    """Between them what is held grows or shrinks evenly, so that no block inside holds more."""
+    chance = random.Random(seed)
+    for _ in range(60):
+        heads = chance.choice((1, 4, 6))
+        model = TransformerConfig(
+            chance.choice((1, 2, 3, 4, 5, 9, 32)), heads * chance.choice((8, 64, 256)), heads,
+            chance.choice((16, 512, 4096)), chance.choice((10, 1000, 50_000)), 10**6,
+            gated=chance.random() < 0.5, tied=chance.random() < 0.5, biases=chance.random() < 0.5)
+        found = memory.budget(
+            model, chance.choice((1, 3, 8, 4096)), 80e9, stage=chance.choice(list(memory.STAGES)),
+            precision=chance.choice(list(memory.PRECISIONS)), batch=chance.choice((1, 5)),
+            sequence=chance.choice((1, 64, 4096)), recompute=chance.choice(("none", "full")),
+            reshard=chance.random() < 0.5, bucket_views=chance.random() < 0.5)
+        highest = max(found.moments, key=lambda moment: moment.total)
+        assert found.total == pytest.approx(highest.total, rel=1e-14)
+        assert found.moment in {moment.name for moment in found.moments
+                                if moment.total >= found.total * (1 - 1e-14)}
+        assert len(found.moments) > 2 * model.layers or found.moments[0].name != "first gathers"

@@ -78,3 +78,14 @@ def test_buckets_of_shapes_close_when_they_reach_their_size():
 def test_shards_that_cannot_be_are_refused(call, error, says):
     with pytest.raises(error, match=says):
         call()
+
+
+@pytest.mark.parametrize("implementation", ["fully_shard", "ShardedOptimizer", "FullyShardedModel",
+                                            "ShardedGradientOptimizer"])
+@pytest.mark.parametrize("ranks", [1, 3, 8, 29, 1000])
+def test_padding_is_what_the_fullest_rank_stores_on_each(implementation, ranks):
+    units = catalogue.MODELS["GPT-2"].units[-3:]
+    parameters = {"ShardedOptimizer": 1, "ShardedGradientOptimizer": 1}.get(implementation, ranks)
+    [stored] = {each.parameters for each in shards.real_states(
+        implementation, "fp32", ranks, units)}
+    assert shards.padded_parameters(implementation, ranks, units) == parameters * stored / 4

@@ -1,0 +1,346 @@
+"""The planner's page in a real browser: the folder that `bundle` writes, in a page of nothing else.
+
+The built book would do as well, but it takes longer to make; the theme around the page is left out.
+"""
+
+import functools
+import http.server
+import importlib.util
+import json
+import os
+import random
+import threading
+from pathlib import Path
+from urllib.parse import parse_qsl, urlencode
+
+import pytest
+from jupyter import chromium, chromium_or_skip
+
+from dplab.predict import plan
+from dplab.predict.catalogue import GPUS, MODELS
+from dplab.predict.choose import CHOICES
+
+BOOK = Path(__file__).resolve().parents[2] / "chapters" / "book"
+NODE_MODULES = BOOK / "node_modules"
+AROUND = """<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Planner</title>
+<meta name="viewport" content="width=device-width"><link rel="icon" href="data:,"></head>
+<body data-theme="light"><main>{}</main></body></html>"""
+TIMEOUT = 120_000  # ms; on two busy cores Python may take long to start
+
+WRONG = "gpus=128&heads=30&model=custom&%3Ci%3Ewho=me"
+BAD = ["model=custom&heads=30", "model=custom&layers=0", "gpus=1000000000", "gpus=12", "gpus=",
+       "gpu=H900", "sequence=-1", "batch=two", "who=me", "gpus=8&gpus=16", "model=GPT-2&layers=3",
+       "model=%3Cscript%3Ealert(1)%3C%2Fscript%3E", "most_tokens=nan", "gpus=%FF"]
+
+
+@functools.cache
+def bundler():
+    """chapters/book/planner/bundle.py, which is in no package."""
+    spec = importlib.util.spec_from_file_location("bundle", BOOK / "planner" / "bundle.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def answer(query="", part="all"):
+    return json.loads(plan.answer(query, part))
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """The address of the page, on a server of its own."""
+    if not (NODE_MODULES / "pyodide").is_dir():
+        (pytest.fail if os.environ.get("CI") else pytest.skip)(
+            "no Pyodide: npm ci --prefix chapters/book")
+    folder = tmp_path_factory.mktemp("site")
+    bundler().bundle(folder / "planner", NODE_MODULES)
+    (folder / "planner.html").write_text(
+        AROUND.format((folder / "planner" / "fragment.html").read_text()))
+
+    class Quiet(http.server.SimpleHTTPRequestHandler):
+        def log_message(self, *arguments):
+            pass
+
+    handler = functools.partial(Quiet, directory=folder)
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}/planner.html"
+        server.shutdown()
+
+
+class Page:
+    """The planner in a tab, with all that went wrong in ``wrong`` and what it asked of others."""
+
+    def __init__(self, browser, site, query="", **options):
+        self.wrong, self.foreign, self.site = [], [], site
+        context = browser.new_context(viewport={"width": 1280, "height": 900}, **options)
+        context.set_default_timeout(TIMEOUT)
+        context.route("**/*", self._local)
+        self.tab = context.new_page()
+        self.tab.on("pageerror", lambda error: self.wrong.append(str(error)))
+        self.tab.on("console", lambda message: message.type in ("error", "warning")
+                    and self.wrong.append(message.text))
+        self.open = lambda query: self.tab.goto(f"{site}{query and '?'}{query}")
+
+    def _local(self, route):
+        if route.request.url.startswith((self.site.rpartition("/")[0], "data:")):
+            return route.continue_()
+        self.foreign.append(route.request.url)
+        return route.abort()
+
+    def wait(self, *states):
+        """Until the page has said that it is in one of these states."""
+        self.tab.wait_for_function(
+            "states => states.includes(document.getElementById('planner-state').dataset.state)",
+            arg=states)
+        return self
+
+    def plan(self, **expected):
+        """Waits for the plan and the advice of the default query, changed by these fields."""
+        found = answer(urlencode(expected))
+        self.tab.wait_for_function(
+            """([title, advice]) =>
+                document.getElementById('plan-title').textContent.includes(title)
+                && document.querySelector('[data-section=recommendation]').textContent
+                    .includes(advice)""",
+            arg=[found["plan"]["title"], found["recommendation"]["advice"][0]])
+        return found["plan"]
+
+    def settle(self):
+        """Waits until the page has asked and drawn all that it wants."""
+        self.tab.evaluate("""async () => {
+            for (const _ of [1, 2]) await document.getElementById('planner').answer('', 'plan');
+        }""")
+        return self
+
+    def text(self, selector):
+        return self.tab.locator(selector).inner_text()
+
+    def focused(self):
+        return self.tab.evaluate("document.activeElement.id")
+
+    def tab_to(self, name):
+        """Presses Tab until that element has the focus."""
+        for _ in range(60):
+            if self.focused() == name:
+                return
+            self.tab.keyboard.press("Tab")
+        raise AssertionError(f"no Tab leads to {name}")
+
+    def given(self):
+        """The address's query, as a dict."""
+        return dict(parse_qsl(self.tab.url.partition("?")[2], keep_blank_values=True))
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with chromium_or_skip(), chromium() as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def live(browser, site):
+    """One load for most tests: it begins with an address in which two things are wrong."""
+    page = Page(browser, site, permissions=["clipboard-read", "clipboard-write"])
+    page.open(WRONG)
+    return page.wait("error")
+
+
+@pytest.mark.slow
+def test_a_bad_address_shows_each_error_at_its_field_and_the_stored_plan_stays(live):
+    errors = {error["field"]: error["why"]
+              for error in answer(WRONG)["errors"]}
+    assert set(errors) == {"heads", "<i>who"}
+    assert live.text("#why-heads") == errors["heads"]
+    assert errors["<i>who"] in live.text("#planner-errors")
+    heads = live.tab.locator("#field-heads")
+    assert heads.input_value() == "30"
+    assert heads.get_attribute("aria-invalid") == "true"
+    assert "why-heads" in heads.get_attribute("aria-describedby").split()
+    assert live.tab.locator("#field-gpus").input_value() == "128"
+    assert answer()["plan"]["title"] in live.text("#plan-title")  # not that of the address
+    assert live.given() == {"gpus": "128", "heads": "30", "model": "custom",
+                            "<i>who": "me"}
+    assert "stale" in live.tab.locator("#planner").get_attribute("class")
+
+
+@pytest.mark.slow
+def test_a_right_value_takes_the_error_away_and_gives_the_plan(live):
+    live.tab.fill("#field-heads", "64")
+    live.wait("live").plan(model="custom", heads=64, gpus=128)
+    assert not live.tab.locator("[aria-invalid], .why:visible, #planner-errors:visible").count()
+    assert live.given() == {"model": "custom", "heads": "64", "gpus": "128"}
+
+
+@pytest.mark.slow
+def test_an_error_while_typing_leaves_the_last_plan_and_says_so(live):
+    before = live.text("#plan-title")
+    live.tab.fill("#field-gpus", "12")
+    live.wait("error")
+    assert live.text("#why-gpus") == next(error["why"] for error in answer("gpus=12")["errors"])
+    assert live.text("#plan-title") == before
+    live.tab.click("button[type=reset]")
+    live.wait("live").plan()
+    assert live.given() == {}
+    assert not live.tab.locator("#row-heads").is_visible()
+
+
+@pytest.mark.slow
+def test_defaults_follow_the_field_that_they_depend_on(live):
+    live.tab.select_option("#field-gpu", "A100")
+    live.plan(gpu="A100")
+    for name, value in answer("gpu=A100")["fields"].items():
+        assert live.tab.locator(f"#field-{name}").input_value() == str(
+            "" if value is None else value)
+    assert live.given() == {"gpu": "A100"}
+
+
+@pytest.mark.slow
+def test_the_keyboard_alone_changes_the_plan_and_copies_it(live):
+    live.tab.evaluate("document.activeElement.blur(); scrollTo(0, 0)")
+    live.tab_to("field-strategy")
+    live.tab.keyboard.press("ArrowDown")
+    strategy = next(iter(CHOICES))  # the one below "recommended"
+    live.plan(gpu="A100", strategy=strategy)
+    live.tab.wait_for_function(
+        "said => document.getElementById('planner-said').textContent.includes(said)", arg=strategy)
+    outline = live.tab.evaluate("getComputedStyle(document.activeElement).outlineStyle")
+    assert outline != "none"  # the focus can be seen
+    live.tab_to("copy-link")
+    live.tab.keyboard.press("Enter")
+    live.tab.wait_for_function("document.activeElement.textContent === 'Copied'")
+    assert live.tab.evaluate("navigator.clipboard.readText()") == live.tab.url
+    live.tab_to("copy-torch")
+    live.tab.keyboard.press("Enter")
+    live.tab.wait_for_function("document.activeElement.textContent === 'Copied'")
+    copied = live.tab.evaluate("navigator.clipboard.readText()")
+    assert copied == answer(urlencode(live.given()))["plan"]["launch"]["torch"]
+
+
+@pytest.mark.slow
+def test_newer_input_overtakes_older(live):
+    live.tab.click("button[type=reset]")
+    live.settle()
+    sent = live.tab.evaluate("""() => {
+        let sent = 0;
+        const post = Worker.prototype.postMessage;
+        Worker.prototype.postMessage = function (...all) { sent += 1; post.apply(this, all); };
+        const input = document.getElementById('field-batch');
+        for (let batch = 1; batch <= 20; batch++) {
+            input.value = batch;
+            input.dispatchEvent(new Event('input', {bubbles: true}));
+        }
+        window.sentNow = () => sent;
+        return sent;
+    }""")
+    live.plan(batch=20)
+    assert sent == 1
+    assert live.tab.evaluate("sentNow()") == 3  # the first plan, the last, and its advice
+
+
+@pytest.mark.slow
+def test_page_and_package_agree_on_fifty_addresses(live):
+    """The answers of the page's own worker, as JSON, with each digit."""
+    queries = [*drawn(50 - len(BAD), random.Random(18)), *BAD]
+    live.tab.evaluate("""queries => { window.answers = Promise.all(
+        queries.map(query => document.getElementById('planner').answer(query))); }""", queries)
+    expected = [answer(query) for query in queries]  # while the page computes the same
+    found = [json.loads(text) for text in live.tab.evaluate("answers")]
+    different = [query for query, one, other in zip(queries, expected, found, strict=True)
+                 if one != other]
+    assert not different
+    assert [bool(one["errors"]) for one in found].count(True) >= len(BAD)
+    assert sum(one["plan"] is not None for one in found) > 25
+
+
+def choices(name):
+    return next([*field.choices] for field in plan.FIELDS if field.name == name)
+
+
+def drawn(number, chance):
+    """Addresses of plans of many kinds, most of them without an error."""
+    for _ in range(number):
+        given = {"model": chance.choice([*MODELS, "custom", "custom"]),
+                 "gpu": chance.choice([*GPUS]),
+                 "gpus": chance.choice([1, 2, 8, 16, 64, 256, 1024]),
+                 "batch": chance.choice([1, 2, 4]),
+                 "strategy": chance.choice(["recommended", *CHOICES]),
+                 "precision": chance.choice(["mixed", "bf16"]),
+                 "recompute": chance.choice(["as needed", "none", "full"])}
+        given |= {name: chance.choice(values) for name, values in {
+            "inside": choices("inside"), "between": choices("between"), "per_node": [4, 8, 16],
+            "sequence": [1000, 1024], "nics": [1, 4], "most_tokens": ["1e6", "4e6"],
+        }.items() if chance.random() < 0.3}
+        if given["model"] == "custom":
+            given |= {"layers": chance.randint(1, 48), "d_model": 128 * chance.randint(4, 64),
+                      "heads": chance.choice([8, 16, 32]), "d_ff": chance.randint(512, 16384),
+                      "family": chance.choice(["llama", "gpt"]), "sequence": 1024}
+        yield urlencode(given)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [400, 1280])
+@pytest.mark.parametrize("query", [{}, {"model": "custom"}, {"model": "Llama-3.1 405B"}])
+def test_nothing_is_wider_than_the_page(live, width, query):
+    live.tab.click("button[type=reset]")
+    for name, value in query.items():
+        live.tab.select_option(f"#field-{name}", value)
+    live.plan(**query)
+    live.tab.set_viewport_size({"width": width, "height": 900})
+    live.tab.evaluate("for (const each of document.querySelectorAll('details')) each.open = true")
+    assert live.tab.evaluate("document.documentElement.scrollWidth") == width
+    live.tab.set_viewport_size({"width": 1280, "height": 900})
+
+
+@pytest.mark.slow
+def test_nothing_was_asked_of_others_and_nothing_went_wrong(live):
+    """Last of those that share the load."""
+    assert not live.foreign
+    assert not live.wrong
+
+
+@pytest.mark.slow
+def test_a_shared_address_gives_its_plan(browser, site):
+    page = Page(browser, site)
+    page.open("model=Llama-3+70B&gpus=512&strategy=HSDP")
+    assert page.tab.locator("#field-gpus").input_value() == "512"  # before Python has started
+    found = page.wait("live").plan(model="Llama-3 70B", gpus=512, strategy="HSDP")
+    assert found["strategy"] == "HSDP"
+    assert page.given() == {"model": "Llama-3 70B", "gpus": "512", "strategy": "HSDP"}
+    assert not page.wrong
+
+
+@pytest.mark.slow
+def test_without_javascript_the_stored_plan_stands_and_says_what_to_do(browser, site):
+    page = Page(browser, site, java_script_enabled=False)
+    page.open("")
+    found = answer()
+    assert found["plan"]["title"] in page.text("#plan-title")
+    assert found["recommendation"]["advice"][0] in page.text("[data-section=recommendation]")
+    assert found["plan"]["launch"]["torchrun"] in page.text("#code-torchrun")
+    assert "dplab plan" in page.text("#planner-state")
+    assert page.tab.locator("#field-gpus").is_disabled()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lost", ["pyodide.asm.wasm", "worker.mjs", "dplab.zip"])
+def test_where_python_cannot_start_the_stored_plan_stays_and_says_why(browser, site, lost):
+    page = Page(browser, site)
+    page.tab.route(f"**/{lost}", lambda route: route.abort())
+    page.open("gpus=8")
+    page.wait("failed")
+    assert "dplab plan" in page.text("#planner-state")
+    assert answer()["plan"]["title"] in page.text("#plan-title")
+    assert page.tab.locator("#field-gpus").is_disabled()
+
+
+def test_without_pyodide_the_bundle_says_how_to_get_it(tmp_path):
+    with pytest.raises(FileNotFoundError, match="npm ci"):
+        bundler().bundle(tmp_path / "planner", tmp_path / "node_modules")
+
+
+def test_the_colours_are_those_of_the_figures():
+    from dplab.show.memory_areas import CATEGORY_COLORS
+
+    light = bundler().colors().partition("\n")[0]
+    assert all(f"--{name}: {color};" in light for name, color in CATEGORY_COLORS.items())

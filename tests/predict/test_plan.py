@@ -1,0 +1,289 @@
+"""A plan against the functions that it is made of, asked directly, and against arithmetic by hand.
+"""
+
+import itertools
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from test_fields import random_query
+
+from dplab.predict import choose, cluster, plan, settings, traffic
+from dplab.predict.catalogue import GPUS, LINKS, MODELS
+from dplab.predict.choose import CHOICES, recommend, strategy_budget
+from dplab.predict.cluster import Cluster, Job, predict
+from dplab.predict.fields import MOST_GPUS, query_of
+
+ROOT = Path(__file__).resolve().parents[2]
+NODE = Cluster(GPUS["H100"], 1, LINKS["NVLink 4"], LINKS["400 Gb/s"])
+LLAMA = MODELS["Llama-3 8B"]
+Ψ = 8_030_261_248  # Llama-3 8B's parameters
+
+
+def near(value):
+    """What an answer says, in six digits, where the prediction is ``value``."""
+    return pytest.approx(value, rel=1e-5)
+
+
+def asked(part="all", **values):
+    found = json.loads(plan.answer(query_of(values), part))
+    assert not found["errors"], found["errors"]
+    return found
+
+
+def named(parts, key="bytes"):
+    return {part.get("name", part.get("resource")): part[key] for part in parts}
+
+
+# Against arithmetic by hand
+
+
+def test_what_fsdp_holds_and_sends_by_hand():
+    found = asked(strategy="FSDP")["plan"]
+    parts = named(found["memory"]["parts"])
+    assert parts["parameters"] == near(4 * Ψ / 64) and parts["optimizer"] == near(8 * Ψ / 64)
+    root = 2 * 128_256 * 4096 + 4096
+    assert parts["gathered"] == near(2 * root)  # at the loss, in bf16
+    assert found["memory"]["moment"] == "loss"
+    assert found["memory"]["limit"] == pytest.approx(0.9 * 80e9)
+    sent = named(found["traffic"]["parts"])
+    # All but the root are gathered twice; each of 64 ranks sends 63 of 64 parts.
+    assert sent["all-gather of parameters"] == pytest.approx(
+        63 / 64 * 2 * (2 * (Ψ - root) + root), rel=1e-5)
+    assert sent["reduce-scatter of gradients"] == near(63 / 64 * 4 * Ψ)
+    assert found["traffic"]["sent_bytes"] == near(sum(sent.values()))
+    assert found["step"]["global_tokens"] == 64 * 8192
+
+
+def test_what_ddp_holds_and_sends_by_hand_in_each_precision():
+    gpt = MODELS["GPT-2"].parameters
+    for precision, states, travels in (("mixed", (4, 4, 8), 4), ("bf16", (2, 2, 4), 2)):
+        found = asked(model="GPT-2", gpus=8, strategy="DDP", precision=precision,
+                      sequence=1024)["plan"]
+        parts = named(found["memory"]["parts"])
+        assert parts["parameters"] == near(states[0] * gpt)
+        assert parts["gradients"] == near(states[1] * gpt)
+        assert parts["optimizer"] == near(states[2] * gpt)
+        assert found["traffic"]["sent_bytes"] == near(2 * travels * gpt * 7 / 8)
+
+
+def test_hybrid_sharding_sends_within_and_between_nodes():
+    found = asked(strategy="HSDP")["plan"]
+    sent, ranks = named(found["traffic"]["parts"]), named(found["traffic"]["parts"], "ranks")
+    assert sent["all-reduce of shards of gradients"] == pytest.approx(
+        2 * 7 / 8 * 4 * Ψ / 8, rel=1e-5)
+    assert ranks == {"all-gather of parameters": 8, "reduce-scatter of gradients": 8,
+                     "all-reduce of shards of gradients": 8}
+    lanes = {span["lane"] for span in found["step"]["spans"]}
+    assert lanes == {"compute", "communication", plan.BETWEEN}
+
+
+def test_the_line_that_starts_it():
+    assert asked(gpus=8)["plan"]["launch"]["torchrun"] == (
+        "torchrun --standalone --nproc-per-node 8 train.py")
+    line = " ".join(asked(gpus=32, per_node=4)["plan"]["launch"]["torchrun"].split())
+    assert "--nnodes 8 --nproc-per-node 4" in line and "--rdzv-endpoint FIRST_HOST:29500" in line
+
+
+# Against the functions, asked directly
+
+
+CASES = list(itertools.product(
+    (("GPT-2", 8, 1024), ("Llama-3 8B", 64, 8192), ("Llama-2 70B", 512, 4096)),
+    ("recommended", *CHOICES), ("mixed", "bf16"), ("as needed", "none", "full")))
+
+
+@pytest.mark.parametrize(("what", "strategy", "precision", "recompute"), CASES)
+def test_a_plan_says_what_the_predictions_say(what, strategy, precision, recompute):
+    name, gpus, sequence = what
+    found = asked(model=name, gpus=gpus, sequence=sequence, strategy=strategy, precision=precision,
+                  recompute=recompute)
+    model, on, shown = MODELS[name], NODE.of(gpus), found["plan"]
+    ways = ("none", "full") if recompute == "as needed" else (recompute,)
+    best = recommend(model, on, sequence=sequence, precision=precision, recompute=ways).best
+    taken = strategy
+    if strategy == "recommended":
+        taken = best.strategy if best else "FSDP"
+    assert shown["strategy"] == taken and shown["recompute"] in ways
+    if recompute == "as needed" and shown["recompute"] == "full":
+        assert strategy_budget(taken, model, on, batch=1, sequence=sequence,
+                               precision=precision).total > 72e9
+    budget = strategy_budget(taken, model, on, batch=1, sequence=sequence, precision=precision,
+                             recompute=shown["recompute"])
+    memory = shown["memory"]
+    assert named(memory["parts"]) == near(budget.parts) and memory["total"] == near(budget.total)
+    assert (memory["moment"], memory["fits"]) == (budget.moment, budget.total <= 72e9)
+    assert (shown["step"] is None) is not memory["fits"]
+    job = choose.strategy_job(taken, model, batch=1, sequence=sequence, precision=precision,
+                              recompute=shown["recompute"])
+    assert (job.gradient_bytes, job.parameter_bytes) == ((4, 2) if precision == "mixed" else (2, 2))
+    if memory["fits"] and taken != "ZeRO-1":
+        predicted, step = predict(job, on), shown["step"]
+        assert step["seconds"] == near(predicted.seconds) and step["mfu"] == near(predicted.mfu)
+        assert (step["fast"], step["slow"]) == near(predicted.interval)
+        assert named(step["savings"], "seconds") == near(predicted.savings)
+        assert step["bound"] == predicted.bound
+        assert step["exposed_seconds"] == near(predicted.exposed_seconds)
+        assert step["tokens_per_second"] == near(predicted.tokens_per_second)
+        assert shown["basis"] == predicted.basis and shown["stand_ins"] == predicted.stand_ins
+    code = settings.in_torch(taken, on.ranks, on.per_node, recompute=shown["recompute"],
+                             precision=precision)
+    assert shown["launch"]["torch"] == code
+    assert ("checkpoint_wrapper" in code) is (shown["recompute"] == "full")
+    assert ("model.to(torch.bfloat16)" in code) is (precision == "bf16")
+    assert (shown["launch"]["deepspeed"] is None) is (precision == "bf16")
+
+
+@pytest.mark.parametrize("values", [
+    {}, {"model": "GPT-2", "gpus": 8}, {"gpus": 8, "precision": "bf16", "recompute": "full"},
+    {"model": "Llama-3.1 405B", "gpus": 1024}, {"most_tokens": 1e5}])
+def test_the_recommendation_is_the_one_that_recommend_gives(values):
+    found = asked("recommendation", **values)
+    assert found["plan"] is None
+    model = MODELS[values.get("model", "Llama-3 8B")]
+    expected = recommend(
+        model, NODE.of(values.get("gpus", 64)), sequence=min(8192, model.context),
+        most_tokens=values.get("most_tokens", float("inf")),
+        precision=values.get("precision", "mixed"),
+        recompute=("full",) if "recompute" in values else ("none", "full"))
+    shown = found["recommendation"]
+    assert shown["advice"] == expected.advice and shown["unknown"] == list(expected.unknown)
+    for row, option in zip(shown["options"], expected.options, strict=True):
+        assert row["strategy"] == option.strategy and row["bytes"] == near(option.budget.total)
+        assert row["best"] is (option is expected.best) and row["fits"] is option.fits
+        if option.fits:
+            assert row["seconds"] == near(option.seconds) and row["bound"] == option.bound
+        else:
+            assert row["seconds"] is row["bound"] is None
+
+
+def test_the_curve_is_weak_scaling_and_stops_where_cluster_says():
+    values = {"model": "GPT-2", "gpus": 8, "strategy": "FSDP"}
+    scaling = asked("plan", **values)["plan"]["scaling"]
+    counts = [point["gpus"] for point in scaling["points"]]
+    assert counts == [2**power for power in range(11)]
+    job = Job(MODELS["GPT-2"], 1, 1024, strategy="FSDP", gradient_bytes=4)
+    expected = cluster.weak_scaling(job, NODE, counts)
+    assert [point["seconds"] for point in scaling["points"]] == near(
+        [each.seconds for each in expected])
+    curve = [(each.cluster.ranks, each.tokens_per_second) for each in expected]
+    assert [point["efficiency"] for point in scaling["points"]] == near(cluster.efficiency(curve))
+    assert scaling["stops_paying"] == cluster.stops_paying(curve) is not None
+
+
+def test_the_curve_recomputes_wherever_the_plan_does():
+    """On 8 GPUs blocks are recomputed; on 64 they need not be, but the curve is of one job."""
+    found = asked("plan", gpus=8, sequence=9216)["plan"]
+    assert found["recompute"] == "full"
+    job = choose.strategy_job("FSDP", LLAMA, batch=1, sequence=9216, recompute="full")
+    [there] = [point for point in found["scaling"]["points"] if point["gpus"] == 64]
+    assert found["strategy"] == "FSDP"
+    assert there["seconds"] == near(predict(job, NODE.of(64)).seconds)
+
+
+def test_the_curve_begins_where_it_fits_and_holds_what_was_asked_for():
+    scaling = asked("plan", gpus=48)["plan"]["scaling"]
+    fits = {point["gpus"]: point["fits"] for point in scaling["points"]}
+    assert fits[4] is False and fits[8] is True and 48 in fits
+    [first] = [point for point in scaling["points"] if point["efficiency"] == 1.0]
+    assert first["gpus"] == 8
+    assert all(point["seconds"] is None for point in scaling["points"] if not point["fits"])
+    assert asked("plan", most_tokens=1e6)["plan"]["scaling"]["most_gpus"] == 1e6 // 8192
+    most = asked("plan", gpus=MOST_GPUS)["plan"]["scaling"]["points"]
+    assert most[-1]["gpus"] == MOST_GPUS
+
+
+def test_hybrid_sharding_traffic_beside_that_of_the_simulated_step():
+    """The simulator counts no padding, and Llama's sizes need none among 8 ranks."""
+    on = NODE.of(64)
+    sent = choose.strategy_transfers("HSDP", LLAMA, on)
+    job = choose.strategy_job("HSDP", LLAMA, batch=1, sequence=8192)
+    carried = {kind: sum(span.nbytes for span in predict(job, on).spans
+                         if span.name.startswith(kind))
+               for kind in ("gather", "reduce-scatter", "all-reduce")}
+    for each, kind in zip(sent, ("gather", "gather", "reduce-scatter", "all-reduce"), strict=True):
+        carried[kind] -= each.tensor_bytes
+    assert carried == {"gather": 0, "reduce-scatter": 0, "all-reduce": 0}
+
+
+def test_zero_1_sends_its_parameters_as_they_are_kept():
+    for precision, size in (("mixed", 4), ("bf16", 2)):
+        sent = choose.strategy_transfers("ZeRO-1", LLAMA, NODE, precision=precision)
+        assert [each.tensor_bytes for each in sent] == [size * Ψ, size * Ψ]
+        assert sent == traffic.collectives("ZeroRedundancyOptimizer", 8, LLAMA.units,
+                                           parameter_bytes=size, gradient_bytes=size)
+
+
+@pytest.mark.parametrize("values", [
+    {}, {"strategy": "HSDP"}, {"strategy": "DDP", "model": "GPT-2"}])
+def test_the_drawn_spans_are_those_of_the_step_put_together(values):
+    found = asked("plan", **values)["plan"]
+    drawn, step = found["step"]["spans"], found["step"]
+    assert max(span["end"] for span in drawn) == step["seconds"]
+    busy = sum(span["end"] - span["start"] for span in drawn if span["lane"] == "compute")
+    assert busy == pytest.approx(step["compute_seconds"], rel=1e-4)
+    for lane in {span["lane"] for span in drawn}:
+        row = [span for span in drawn if span["lane"] == lane]
+        assert all(one["end"] <= two["start"] for one, two in itertools.pairwise(row)), lane
+    assert len(drawn) < 700
+
+
+# Anything at all
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_any_address_is_answered_in_json(seed):
+    chance, planned = random.Random(f"plan {seed}"), 0
+    for _ in range(60):
+        query = random_query(chance)
+        found = json.loads(plan.answer(query, "plan"), parse_constant=pytest.fail)
+        assert set(found) == {"fields", "query", "errors", "plan", "recommendation"}
+        assert (found["plan"] is None) is bool(found["errors"])
+        if found["plan"]:
+            planned += 1
+            again = json.loads(plan.answer(found["query"], "plan"))
+            assert again == found
+    assert planned > 3
+
+
+@pytest.mark.parametrize("query", [
+    "model=custom&layers=1&d_model=1&heads=1&d_ff=1&vocabulary=1&sequence=1&gpus=1&per_node=1",
+    "model=custom&layers=1&d_model=1&heads=1&d_ff=1&vocabulary=1&sequence=1&gpus=131072&strategy=DDP",
+    "model=custom&layers=1000&d_model=131072&d_ff=1048576&vocabulary=10000000&gpus=131072",
+    "model=custom&family=gpt&layers=1&d_model=8&heads=2&d_ff=8&vocabulary=9&sequence=8&context=8",
+    "batch=65536&sequence=1048576&gpus=1", "per_node=72&gpus=72&gpu=B200", "per_node=1&gpus=131072",
+    "gpus=3", "gpus=1&strategy=HSDP", "gpus=5&strategy=ZeRO-1&model=GPT-2",
+    "inside=PCIe+4&between=1+Gb/s&nics=1&strategy=HSDP", "most_tokens=1"])
+def test_the_ends_of_what_may_be_asked_are_answered(query):
+    found = json.loads(plan.answer(query), parse_constant=pytest.fail)
+    assert not found["errors"] and found["plan"] and found["recommendation"]
+
+
+def test_errors_leave_no_plan_and_another_part_is_refused():
+    found = json.loads(plan.answer("gpus=0"))
+    assert [error["field"] for error in found["errors"]] == ["gpus"]
+    assert found["plan"] is found["recommendation"] is None and found["query"] == ""
+    with pytest.raises(ValueError, match="no part"):
+        plan.answer("", "half")
+
+
+def test_a_browser_can_import_it():
+    """No torch, no threads, no processes: what Pyodide has not, on a system that it calls so."""
+    script = ("import sys; sys.platform = 'emscripten'\n"
+              "for name in ('torch', 'numpy', 'multiprocessing', 'subprocess', '_ctypes'):\n"
+              "    sys.modules[name] = None\n"
+              "from dplab.predict import plan\n"
+              "print(len(plan.answer('model=GPT-2&gpus=8')))")
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0 and int(done.stdout) > 1000, done.stderr
+
+
+def test_numbers_have_six_digits_so_that_every_python_gives_the_same():
+    def check(text):
+        assert float(f"{float(text):.6g}") == float(text)
+        return float(text)
+
+    json.loads(plan.answer("model=Llama-3+8B&strategy=HSDP"), parse_float=check)
