@@ -12,7 +12,7 @@ from dplab.predict import choose, cluster, cost, kernels, memory, step, traffic
 from dplab.predict.catalogue import GPUS, LINKS, MODELS
 from dplab.predict.cluster import Cluster, Job, predict
 from dplab.predict.cost import Link
-from dplab.predict.step import COMMUNICATION, COMPUTE, Layer
+from dplab.predict.step import COMMUNICATION, COMPUTE, Layer, end_beside
 from dplab.predict.transformer_config import TransformerConfig
 
 H100 = Cluster(GPUS["H100"], 1, LINKS["NVLink 4"], LINKS["400 Gb/s"])
@@ -346,3 +346,36 @@ def test_what_was_not_measured_is_said():
         predict(job, mine))
     slow = predict(job, replace(node, between=Link("a cable", 1e9)))
     assert any(line.startswith("a cable: no family") for line in slow.stand_ins)
+
+
+def test_computing_is_slowed_by_each_collective_that_runs_beside_it():
+    """Shards and copies have lanes of their own, so that several run beside one layer."""
+    blocks = [Layer(2.0, 4.0, 10.0, f"block {number}") for number in range(5)]
+    root = Layer(1.0, 2.0, 30.0, "root")
+    spans = cluster.fsdp_spans(blocks, root, gather=lambda nbytes: 0.05 * nbytes,
+                               scatter=lambda nbytes: 0.07 * nbytes, shard_ranks=4, slowdown=1.5,
+                               reduce=lambda nbytes: 0.3 * nbytes, prefetch=2)
+    alone = {"forward root": 1.0, "backward root": 2.0}
+    most = 0
+    for place, span in enumerate(spans[:-1]):
+        if span.lane != COMPUTE:
+            continue
+        seconds = alone.get(span.name, 2.0 if span.name.startswith("forward") else 4.0)
+        sent = sorted((each for each in spans[:place] if each.lane == COMMUNICATION),
+                      key=lambda each: each.start)
+        assert span.end == end_beside([each for each in sent if each.end > span.start],
+                                      span.start, seconds, 1.5)
+        most = max(most, sum(each.end > span.start and each.start < span.end for each in sent))
+    assert most > 2
+
+
+def test_what_a_layer_costs_follows_the_pace():
+    job = Job(MODELS["GPT-2"], 4, 1024)
+    for pace in ("slow", "typical", "fast"):
+        blocks, _ = kernels.unit_costs(job, replace(H100, pace=pace))
+        forward = kernels.block_forward(job.model, 4, 1024)
+        copy = kernels.Kernel("gathered unit into parameters", "copy",
+                              nbytes=4 * job.model.block_parameters)
+        assert len(blocks) == 12
+        assert blocks[0].forward_seconds == pytest.approx(kernels.seconds(
+            [*forward, copy], GPUS["H100"], pace=pace))
