@@ -31,10 +31,10 @@ def main():
                  "Run: python -m pip install -r chapters/book/requirements.txt")
     if folder.exists() and any(folder.iterdir()) and not (folder / "_static").exists():
         sys.exit(f"{folder} holds something that is no book. Name an empty folder.")
+    sys.path.insert(0, str(ROOT))  # this course's dplab, before an installed one
     shutil.rmtree(folder, ignore_errors=True)
     from_npm(folder)
     bundle_planner(folder)
-    sys.path.insert(0, str(ROOT))  # this course's dplab, before an installed one
     sys.exit(build(folder))
 
 

@@ -76,6 +76,8 @@ def _rewritten(app, docname, words, address, folder):
 
 def in_repository(app, path):
     """The address of a file or folder of the repository."""
+    if path == ROOT:
+        return app.config.repository
     kind = "tree" if path.is_dir() else "blob"
     return f"{app.config.repository}/{kind}/{BRANCH}/{path.relative_to(ROOT).as_posix()}"
 
