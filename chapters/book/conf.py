@@ -40,8 +40,8 @@ html_js_files = ["theme.js"]
 html_favicon = "static/icon.svg"
 html_copy_source = False  # the notebooks name their solutions' files
 html_use_index = False
-html_show_sphinx = False
-html_theme_options = {"source_repository": "", "navigation_with_keys": True}
+html_show_sphinx = html_show_copyright = False
+html_theme_options = {"navigation_with_keys": True}
 pygments_style, pygments_dark_style = "a11y-high-contrast-light", "a11y-high-contrast-dark"
 
 # All from this folder, also the font.

@@ -30,10 +30,13 @@ def fill_in(app, docname, source):
         kind = ("Drafts" if chapter.draft else
                 "Appendices" if isinstance(key, str) else "Chapters")
         groups[kind].append(chapter)
-    parts = [section(kind, chapters) for kind, chapters in groups.items() if chapters]
+    parts = [section(kind, [each.row for each in chapters], [each.entry for each in chapters])
+             for kind, chapters in groups.items() if chapters]
     for kind, names in TOOLS.items():
-        there = [f"/{name}" for name in names if name in app.project.docnames]
-        parts += [toctree(kind, there)] if there else []
+        there = [name for name in names if name in app.project.docnames]
+        if there:
+            parts.append(section(kind, [f"- [](/{name}.md)" for name in there],
+                                 [f"/{name}" for name in there]))
     source[0] = source[0].replace(MARK, "\n\n".join(parts))
 
 
@@ -42,20 +45,17 @@ class Chapter:
 
     def __init__(self, path: Path):
         first = read(path.read_text(encoding="utf-8"))["cells"][0]["source"]
-        self.path = path
         self.draft = DRAFT in first
         heading = re.search(r"^# (.+)$", first, re.MULTILINE)
         self.title = (heading[1] if heading else path.stem) + " (draft)" * self.draft
         question = QUESTION.search(first)
-        self.question = " ".join(question[1].split()) if question else ""
+        self.row = f"- [{self.title}](/{path.name})"
+        if question:
+            self.row += "  \n  " + " ".join(question[1].split())
+        self.entry = f"{self.title} </{path.stem}>"
 
 
-def section(kind, chapters):
-    """A list of chapters, and their place in the navigation."""
-    rows = [f"- [{each.title}](/{each.path.name})  \n  {each.question}" for each in chapters]
-    entries = [f"{each.title} </{each.path.stem}>" for each in chapters]
-    return "\n".join([f"## {kind}", "", *rows, "", toctree(kind, entries)])
-
-
-def toctree(kind, entries):
-    return "\n".join(["```{toctree}", ":hidden:", f":caption: {kind}", "", *entries, "```"])
+def section(kind, rows, entries):
+    """A list of pages on the front page, and their place in the navigation."""
+    toctree = ["```{toctree}", ":hidden:", f":caption: {kind}", "", *entries, "```"]
+    return "\n".join([f"## {kind}", "", *rows, "", *toctree])
