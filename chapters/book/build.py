@@ -6,6 +6,7 @@ It needs npm, and the packages of chapters/book/requirements.txt. A warning of S
 """
 
 import argparse
+import fcntl
 import importlib.util
 import shutil
 import subprocess
@@ -33,17 +34,27 @@ def main():
         sys.exit(f"{folder} holds something that is no book. Name an empty folder.")
     sys.path.insert(0, str(ROOT))  # this course's dplab, before an installed one
     shutil.rmtree(folder, ignore_errors=True)
-    from_npm(folder)
+    install_packages()
+    copy_mathjax(folder)
     bundle_planner(folder)
     sys.exit(build(folder))
 
 
-def from_npm(folder):
-    """Installs the locked packages, and copies MathJax and its font beside the book."""
+def install_packages():
+    """Installs what package-lock.json names, unless that was done; a second caller waits."""
     if shutil.which("npm") is None:
         sys.exit("npm is not installed. It comes with Node.js: on Debian, apt-get install npm.")
-    subprocess.run(["npm", "ci", "--no-audit", "--no-fund", "--loglevel=error"], cwd=BOOK,
-                   check=True)
+    with open(BOOK / "package-lock.json", "rb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        wanted, installed = lock.read(), NODE_MODULES / "installed.json"
+        if not installed.exists() or installed.read_bytes() != wanted:
+            subprocess.run(["npm", "ci", "--no-audit", "--no-fund", "--loglevel=error"], cwd=BOOK,
+                           check=True)
+            installed.write_bytes(wanted)
+
+
+def copy_mathjax(folder):
+    """Puts MathJax and its font beside the book."""
     target = folder / "_static" / "mathjax"
     for name in MATHJAX:
         copy(NODE_MODULES / "mathjax" / name, target / name)
