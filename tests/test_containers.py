@@ -12,6 +12,7 @@ from dockerfile_parse import DockerfileParser
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+SETUP = (ROOT / "chapters/book/setup.md").read_text(encoding="utf-8")
 DEVCONTAINER = (ROOT / ".devcontainer/devcontainer.json").read_text(encoding="utf-8")
 
 
@@ -59,7 +60,7 @@ def test_the_dev_container_is_set_up_as_the_readme_says(devcontainer):
 def test_the_image_starts_what_the_readme_starts(dockerfile):
     [command] = [json.loads(value) for name, value in dockerfile[-1] if name == "CMD"]
     assert command[:2] == ["dplab", "lab"]
-    assert f"-- {command[-1]}" in README  # in a container, JupyterLab listens to the host
+    assert f"-- {command[-1]}" in SETUP  # in a container, JupyterLab listens to the host
     [path] = [value for name, value in dockerfile[-1] if name == "ENV" and "PATH" in value]
     assert "PATH=/course/.venv/bin:$PATH" in path
 

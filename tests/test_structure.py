@@ -66,6 +66,7 @@ MAY_IMPORT = {
     "figures": "predict show",
     "chapters": "demos dryrun measure parallel predict show workloads",  # and dplab's own names
     "chapters/10_launch": "",  # files that readers copy run without dplab
+    "chapters/book": "desk exercises predict show",  # exercises: for their hints
 }
 MAY_NAME_FOR_TYPING = {"show": "measure predict"}  # plain data, under `if TYPE_CHECKING`
 NO_TORCH = {"__init__", "__main__", "lab", "needs", "predict", "show"}
@@ -74,8 +75,8 @@ TORCH_ALONE = {"parallel"}
 
 def files(part):
     """The files that a row of the table speaks of."""
-    if part in ("figures", "chapters/10_launch"):
-        return sorted((ROOT / part).rglob("*.py"))
+    if part in ("figures", "chapters/10_launch", "chapters/book"):
+        return [path for path in course_files(ROOT / part) if path.suffix == ".py"]
     if part == "chapters":
         return sorted((ROOT / part).glob("*.ipynb"))
     return [path for path in FILES if owner(path) == part]
@@ -154,6 +155,7 @@ def imports_in(part, source):
     ("chapters", "from dplab.predict import cost\ncost._steps(4)"),
     ("chapters", "%%ranks 4\nfrom dplab.bench import training"),
     ("chapters/10_launch", "import dplab"),
+    ("chapters/book", "from dplab.lab import notebook"),
 ])
 def test_an_import_that_the_table_forbids_is_found(part, source):
     assert list(forbidden(part, imports_in(part, source)))

@@ -9,6 +9,7 @@ import importlib.util
 import json
 import os
 import random
+import shutil
 import threading
 from pathlib import Path
 from urllib.parse import parse_qsl, urlencode
@@ -34,9 +35,9 @@ BAD = ["model=custom&heads=30", "model=custom&layers=0", "gpus=1000000000", "gpu
 
 
 @functools.cache
-def bundler():
-    """chapters/book/planner/bundle.py, which is in no package."""
-    spec = importlib.util.spec_from_file_location("bundle", BOOK / "planner" / "bundle.py")
+def script(path):
+    """A script of the book, which is in no package, as a module."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -49,11 +50,11 @@ def answer(query="", part="all"):
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
     """The address of the page, on a server of its own."""
-    if not (NODE_MODULES / "pyodide").is_dir():
-        (pytest.fail if os.environ.get("CI") else pytest.skip)(
-            "no Pyodide: npm ci --prefix chapters/book")
+    if shutil.which("npm") is None:
+        (pytest.fail if os.environ.get("CI") else pytest.skip)("the planner's page needs npm")
+    script(BOOK / "build.py").install_packages()
     folder = tmp_path_factory.mktemp("site")
-    bundler().bundle(folder / "planner", NODE_MODULES)
+    script(BOOK / "planner" / "bundle.py").bundle(folder / "planner", NODE_MODULES)
     (folder / "planner.html").write_text(
         AROUND.format((folder / "planner" / "fragment.html").read_text()))
 
@@ -336,11 +337,11 @@ def test_where_python_cannot_start_the_stored_plan_stays_and_says_why(browser, s
 
 def test_without_pyodide_the_bundle_says_how_to_get_it(tmp_path):
     with pytest.raises(FileNotFoundError, match="npm ci"):
-        bundler().bundle(tmp_path / "planner", tmp_path / "node_modules")
+        script(BOOK / "planner" / "bundle.py").bundle(tmp_path / "planner", tmp_path / "node_modules")
 
 
 def test_the_colours_are_those_of_the_figures():
     from dplab.show.memory_areas import CATEGORY_COLORS
 
-    light = bundler().colors().partition("\n")[0]
+    light = script(BOOK / "planner" / "bundle.py").colors().partition("\n")[0]
     assert all(f"--{name}: {color};" in light for name, color in CATEGORY_COLORS.items())

@@ -1,0 +1,61 @@
+"""The front page's contents and the book's navigation, made from the files that are there."""
+
+import re
+from pathlib import Path
+
+from links import CHAPTERS, read
+
+from dplab.desk import course
+
+MARK = "<!-- contents -->"
+DRAFT = "**This is a draft.**"
+QUESTION = re.compile(r"\*\*The question\.\*\*\s+(.+?)(?:\n\n|\Z)", re.DOTALL)
+# Beside the notebooks; those that are not there are left out.
+TOOLS = {"Plan and look up": ["book/planner", "contents", "glossary", "one_step_by_hand"],
+         "Use the course": ["book/setup", "book/teachers", "book/assistants", "book/contributing"]}
+
+
+def setup(app):
+    app.connect("source-read", fill_in)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}
+
+
+def fill_in(app, docname, source):
+    """Puts the contents in place of their mark."""
+    if MARK not in source[0]:
+        return
+    groups = {"Chapters": [], "Drafts": [], "Appendices": []}
+    for key, path in course.notebooks(CHAPTERS).items():
+        chapter = Chapter(path)
+        kind = ("Drafts" if chapter.draft else
+                "Appendices" if isinstance(key, str) else "Chapters")
+        groups[kind].append(chapter)
+    parts = [section(kind, [each.row for each in chapters], [each.entry for each in chapters])
+             for kind, chapters in groups.items() if chapters]
+    for kind, names in TOOLS.items():
+        there = [name for name in names if name in app.project.docnames]
+        if there:
+            parts.append(section(kind, [f"- [](/{name}.md)" for name in there],
+                                 [f"/{name}" for name in there]))
+    source[0] = source[0].replace(MARK, "\n\n".join(parts))
+
+
+class Chapter:
+    """What the contents say of a notebook: all of it stands in the first cell."""
+
+    def __init__(self, path: Path):
+        first = read(path.read_text(encoding="utf-8"))["cells"][0]["source"]
+        self.draft = DRAFT in first
+        heading = re.search(r"^# (.+)$", first, re.MULTILINE)
+        self.title = (heading[1] if heading else path.stem) + " (draft)" * self.draft
+        question = QUESTION.search(first)
+        self.row = f"- [{self.title}](/{path.name})"
+        if question:
+            self.row += "  \n  " + " ".join(question[1].split())
+        self.entry = f"{self.title} </{path.stem}>"
+
+
+def section(kind, rows, entries):
+    """A list of pages on the front page, and their place in the navigation."""
+    toctree = ["```{toctree}", ":hidden:", f":caption: {kind}", "", *entries, "```"]
+    return "\n".join([f"## {kind}", "", *rows, "", *toctree])

@@ -1,0 +1,419 @@
+"""The web book, built once by its documented command: its pages, links, hints and figures."""
+
+import ast
+import contextlib
+import functools
+import http.server
+import inspect
+import io
+import itertools
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import textwrap
+import threading
+import tokenize
+import tomllib
+import urllib.parse
+from pathlib import Path
+
+import pytest
+from bs4 import BeautifulSoup
+from jupyter import chromium, chromium_or_skip
+from web_loads import in_css, loads
+
+from dplab.desk import course
+from dplab.exercises import every_exercise, solution_source
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).resolve().parents[2]
+CHAPTERS = ROOT / "chapters"
+NOTEBOOKS = course.notebooks(CHAPTERS)
+PAGES = sorted(path.relative_to(CHAPTERS).with_suffix(".html").as_posix() for path in (
+    *CHAPTERS.glob("*.ipynb"), *CHAPTERS.glob("*.md"), *CHAPTERS.glob("book/*.md"))
+    if path.name != "contributing.md" or (ROOT / ".github/CONTRIBUTING.md").exists())
+REPOSITORY = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]["Repository"]
+
+
+@pytest.fixture(scope="session")
+def book(tmp_path_factory):
+    """The folder of the book, as the documented command builds it."""
+    if shutil.which("npm") is None:
+        (pytest.fail if os.environ.get("CI") else pytest.skip)("the book needs npm")
+    folder = tmp_path_factory.mktemp("book") / "html"
+    done = run([sys.executable, "chapters/book/build.py", folder], ROOT)
+    assert done.returncode == 0 and "WARNING" not in done.stderr, done.stdout + done.stderr
+    return folder
+
+
+def run(command, folder, **environment):
+    inherited = {name: value for name, value in os.environ.items() if name != "GITHUB_REPOSITORY"}
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=550,
+                          env=inherited | environment)
+
+
+@functools.cache
+def page(path):
+    return BeautifulSoup(path.read_text(encoding="utf-8"), "html.parser")
+
+
+@functools.cache
+def anchors(path):
+    """The elements of a page to which a link can lead."""
+    return {element["id"]: element for element in page(path).find_all(id=True)}
+
+
+@functools.cache
+def cells(notebook):
+    return json.loads(notebook.read_text(encoding="utf-8"))["cells"]
+
+
+def squeezed(text):
+    """Letters, digits and signs, without white space."""
+    return re.sub(r"\s+", "", text)
+
+
+# --- pages and navigation
+
+def test_every_source_has_its_page_in_the_navigation(book):
+    front = page(book / "book/index.html")
+    listed = [urllib.parse.urljoin("book/", link["href"].partition("#")[0])
+              for link in front.select(".sidebar-tree a")]
+    assert sorted(listed) == [name for name in PAGES if name != "book/index.html"]
+    order = {f"{path.stem}.html": place for place, path in enumerate(NOTEBOOKS.values())}
+    chapters = [name for name in listed if name in order and course.key_of(name[:-5]) != 13]
+    assert sorted(chapters, key=order.get) == chapters
+
+
+def test_a_draft_says_so_in_the_navigation(book):
+    drafts = {f"{path.stem}.html" for path in NOTEBOOKS.values()
+              if "**This is a draft.**" in "".join(cells(path)[0]["source"])}
+    assert drafts
+    entries = page(book / "glossary.html").select(".sidebar-tree a")
+    assert {link["href"] for link in entries if "(draft)" in link.text} == drafts
+
+
+def test_next_leads_through_the_whole_book(book):
+    seen, following = [], "book/index.html"
+    while following and following not in seen:
+        seen.append(following)
+        following = beside(book, following, "next")
+    assert sorted(seen) == PAGES
+    assert beside(book, seen[-1], "prev") == seen[-2]
+
+
+def beside(book, name, way):
+    """The page to which the link at the foot of a page leads; None where there is none."""
+    link = page(book / name).select_one(f"a.{way}-page")
+    return link and urllib.parse.urljoin(name, link["href"])
+
+
+def test_the_root_leads_to_the_front_page(book):
+    to = page(book / "index.html").select_one("meta[http-equiv=refresh]")["content"]
+    assert (book / to.partition("url=")[2]).is_file()
+
+
+def test_no_source_of_a_page_is_published(book):
+    published = [path for path in book.rglob("*") if "pyodide" not in path.parts]
+    assert not [path for path in published if path.suffix in (".ipynb", ".md", ".doctree")]
+
+
+# --- nothing from a network
+
+def test_pages_and_style_sheets_load_nothing_from_a_network(book):
+    found = {path.name: [*loads(page(path))] for path in book.rglob("*.html")
+             if "pyodide" not in path.parts}
+    found |= {path.name: in_css(path.read_text(encoding="utf-8"))
+              for path in book.rglob("*.css")}
+    assert len(found) > len(PAGES) and not {name: all for name, all in found.items() if all}
+
+
+# --- links
+
+def test_every_link_within_the_book_leads_somewhere(book):
+    lost = []
+    for name in PAGES:
+        for link in page(book / name).select("a[href]"):
+            path, _, anchor = link["href"].partition("#")
+            if re.match(r"[a-z]+:", path):
+                continue
+            target = (book / name).parent / urllib.parse.unquote(path) if path else book / name
+            target, anchor = target.resolve(), urllib.parse.unquote(anchor)
+            if not target.is_file() or (anchor and anchor not in anchors(target)):
+                lost.append((name, link["href"]))
+    assert not lost
+
+
+def linked_cells():
+    """(notebook's stem, cell's id) of each link to a cell."""
+    for path in [*CHAPTERS.glob("*.ipynb"), *CHAPTERS.rglob("*.md")]:
+        if "node_modules" not in path.parts:
+            yield from re.findall(r"\]\(([^()\s/]+)\.ipynb#cell-id=([^()\s]+)\)",
+                                  path.read_text(encoding="utf-8"))
+
+
+def beginning(cell):
+    """The first letters and digits that the reader sees of a cell."""
+    text = "".join(cell["source"])
+    if cell["cell_type"] == "markdown":
+        text = re.sub(r"!\[[^\[\]]*\]\([^()\s]*\)", "", text)
+        text = re.sub(r"\[([^\[\]]*)\]\([^()\s]*\)", r"\1", text)
+    return letters(text.strip().splitlines()[0])[:24]
+
+
+def letters(text):
+    return "".join(re.findall(r"[A-Za-z0-9]", text))
+
+
+def test_a_link_to_a_cell_lands_on_it(book):
+    links = sorted(set(linked_cells()))
+    assert len(links) > 100
+    lost = []
+    for stem, id in links:
+        cell = next(each for each in cells(CHAPTERS / f"{stem}.ipynb") if each["id"] == id)
+        label = re.sub(r"[^a-z0-9]+", "-", f"{stem}.{id}".lower()).lstrip("-0123456789")
+        at = anchors(book / f"{stem}.html").get(label)
+        read = [] if at is None else [at.text, *itertools.islice(at.find_all_next(string=True), 60)]
+        if beginning(cell) not in letters("".join(read))[:400]:
+            lost.append((stem, id))
+    assert not lost
+
+
+def test_links_to_files_go_to_the_repository(book):
+    addresses = [link["href"] for name in PAGES for link in page(book / name).select("a[href]")
+                 if link["href"].startswith(f"{REPOSITORY}/")]
+    assert f"{REPOSITORY}/blob/main/README.md" in addresses
+    for address in addresses:
+        kind, _, path = address.removeprefix(f"{REPOSITORY}/").partition("/main")
+        place = ROOT / path.partition("#")[0].lstrip("/")
+        assert place.is_file() if kind == "blob" else place.is_dir(), address
+
+
+@pytest.mark.parametrize("notebook", [path.stem for path in NOTEBOOKS.values()])
+def test_a_chapter_says_where_to_run_it(book, notebook):
+    name = REPOSITORY.removeprefix("https://github.com/")
+    links = {link.text: link["href"] for link in page(book / f"{notebook}.html").select(
+        ".run-this a")}
+    assert f"/github/{name}/blob/main/chapters/{notebook}.ipynb" in links["Colab"]
+    assert f"/gh/{name}/main" in links["Binder"] and f"{notebook}.ipynb" in links["Binder"]
+    assert links["Codespaces"].endswith(f"/{name}")
+
+
+# --- outputs, figures, folds
+
+@pytest.mark.parametrize("notebook", NOTEBOOKS.values(), ids=lambda path: path.stem)
+def test_a_page_has_the_cells_and_figures_of_its_notebook(book, notebook):
+    soup, code = page(book / f"{notebook.stem}.html"), [
+        cell for cell in cells(notebook) if cell["cell_type"] == "code"
+        and "remove-cell" not in cell["metadata"].get("tags", [])]
+    shown = [squeezed(each.text) for each in soup.select(".cell_input pre")]
+    assert shown == [squeezed("".join(cell["source"])) for cell in code]
+    folded = sum("hide-input" in cell["metadata"].get("tags", []) for cell in code)
+    details = soup.select("details.hide:has(.cell_input), .cell_input details, details.above-input")
+    assert len(details) == folded and not [each for each in details if each.has_attr("open")]
+    alts = [output["metadata"]["image/png"]["alt"] for cell in code for output in cell["outputs"]
+            if "image/png" in output.get("data", {})]
+    pictures = {image.get("alt"): image for image in soup.select("article img")}
+    assert None not in pictures and "" not in pictures and set(alts) <= set(pictures)
+    for image in pictures.values():
+        assert (book / image["src"]).is_file()
+
+
+def test_nothing_asks_to_run_a_cell_again(book):
+    """What stands in stored outputs for who has a kernel."""
+    left = {name: words for name in PAGES for output in page(book / name).select(".cell_output")
+            for words in ("run it again", "not attempted", "dplab.hint(", "Run this cell",
+                          "widget-view", "Markdown object") if words in output.text}
+    assert not left
+
+
+# --- exercises
+
+def chapter_of(exercise):
+    return NOTEBOOKS[exercise.chapter]
+
+
+@pytest.mark.parametrize("exercise", every_exercise(), ids=lambda exercise: exercise.slug)
+def test_the_hints_follow_the_check_folded_one_by_one(book, exercise):
+    soup = page(book / f"{chapter_of(exercise).stem}.html")
+    check = next(cell for cell in soup.select(".cell") if f'dplab.check("{exercise.slug}"' in
+                 cell.text or f"dplab.check('{exercise.slug}'" in cell.text)
+    hints, at = [], check.find_next_sibling()
+    while at is not None and at.name == "details":
+        hints.append(at)
+        at = at.find_next_sibling()
+    assert not [each for each in hints if each.has_attr("open")]
+    assert [squeezed(each.p.text) for each in hints] == [
+        squeezed(hint.replace("`", "")) for hint in exercise.hints]
+
+
+def without_comments(code):
+    """Code without its comments, docstrings and white space."""
+    with contextlib.suppress(tokenize.TokenError, SyntaxError):
+        tokens = [token for token in tokenize.generate_tokens(io.StringIO(code).readline)
+                  if token.type not in (tokenize.COMMENT, tokenize.NL)]
+        ends = (tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT)
+        code = "".join(token.string for before, token in zip([None, *tokens], tokens, strict=False)
+                       if not (token.type == tokenize.STRING
+                               and (before is None or before.type in ends)))
+    return squeezed(code)
+
+
+def bodies_in(source):
+    """The bodies of a solution's functions, as `without_comments` has them."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef):
+            body = node.body[1:] if ast.get_docstring(node) else node.body
+            if body:
+                lines = source.splitlines()[body[0].lineno - 1:body[-1].end_lineno]
+                yield without_comments("\n".join(["if 1:", *lines])).removeprefix("if1:")
+
+
+@functools.cache
+def secrets():
+    """What of each exercise's solutions stands in no stub: the longest body, by slug."""
+    found = {}
+    for exercise in every_exercise():
+        sources = [solution_source(exercise.slug)]
+        if exercise.short is not None:
+            sources.append(textwrap.dedent(inspect.getsource(exercise.short)))
+        stub = without_comments(course.stub_of(exercise.chapter, exercise.slug) or "")
+        bodies = [[body for body in bodies_in(source) if body not in stub] for source in sources]
+        found[exercise.slug] = [max(each, key=len) for each in bodies]
+    return found
+
+
+def solutions_in(code):
+    """The slugs of the exercises one of whose solutions stands in the code."""
+    return [slug for slug, bodies in secrets().items() if any(body in code for body in bodies)]
+
+
+def test_no_solution_stands_in_the_book(book):
+    for path in book.rglob("*.html"):
+        if "pyodide" in path.parts:
+            continue
+        blocks = [without_comments(block.text) for block in page(path).select("pre, code")]
+        assert not solutions_in("\n".join(blocks)), path.name
+
+
+def test_a_solution_is_found_where_it_stands():
+    for exercise in every_exercise():
+        source = solution_source(exercise.slug)
+        assert exercise.slug in solutions_in(without_comments("x = 1\n" + source))
+
+
+# --- in a browser
+
+@pytest.fixture(scope="module")
+def server(book):
+    """The address of the book, served over HTTP."""
+    class Handler(http.server.SimpleHTTPRequestHandler):
+        def log_message(self, *arguments):
+            pass
+
+    handler = functools.partial(Handler, directory=str(book))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as serving:
+        threading.Thread(target=serving.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{serving.server_port}/"
+        serving.shutdown()
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with chromium_or_skip(), chromium() as running:
+        yield running
+
+
+@contextlib.contextmanager
+def reader(browser, server, width, theme):
+    """A page at this width, and what went wrong on it: requests to other hosts, and errors."""
+    wrong = []
+    with browser.new_context(viewport={"width": width, "height": 900}, color_scheme=theme) as one:
+        own = (server, f"blob:{server}", "data:")
+
+        def answer(route):
+            if route.request.url.startswith(own):
+                return route.continue_()
+            wrong.append(route.request.url)
+            return route.abort()
+
+        one.route("**/*", answer)
+        tab = one.new_page()
+        tab.on("response", lambda got: got.ok or got.status == 304 or wrong.append(got.url))
+        tab.on("pageerror", lambda error: wrong.append(str(error)))
+        tab.on("console", lambda said: said.type == "error" and wrong.append(said.text))
+        yield tab, wrong
+
+
+# Elements beyond the right edge that no box of their own scrolls.
+OVERFLOWING = """() => {
+    const edge = document.documentElement.clientWidth;
+    const scrolls = node => /auto|scroll|hidden/.test(getComputedStyle(node).overflowX)
+        && node.getBoundingClientRect().right <= edge + 1;
+    const inBox = node => {
+        for (let at = node; at && at !== document.body; at = at.parentElement)
+            if (scrolls(at)) return true;
+        return false;
+    };
+    return [...document.querySelectorAll('article *')]
+        .filter(node => node.getClientRects().length && !node.closest('mjx-assistive-mml')
+            && node.getBoundingClientRect().right > edge + 1 && !inBox(node))
+        .map(node => `${node.tagName}: ${(node.innerText ?? '').slice(0, 60)}`)
+        .concat(document.documentElement.scrollWidth > edge ? ['the page'] : []);
+}"""
+
+
+def test_every_page_on_a_phone_without_a_network(book, server, browser):
+    with reader(browser, server, 400, "light") as (tab, wrong):
+        overflowing, unset = {}, []
+        for name in PAGES:
+            tab.goto(server + name)
+            if page(book / name).select(".math"):
+                tab.wait_for_selector("mjx-container", timeout=60_000)
+                unset += [name] * tab.evaluate(
+                    "document.fonts.ready.then(fonts => ![...fonts].some(font =>"
+                    " font.family.startsWith('MJX') && font.status === 'loaded'))")
+            overflowing[name] = tab.evaluate(OVERFLOWING)
+        assert not wrong and not unset
+        assert not {name: all for name, all in overflowing.items() if all}
+
+
+def test_the_theme_can_be_chosen_and_drawings_follow(server, browser):
+    ground = "() => getComputedStyle(document.body).backgroundColor"
+    scheme = "() => getComputedStyle(document.querySelector('article img')).colorScheme"
+    with reader(browser, server, 1280, "dark") as (tab, wrong):
+        tab.goto(f"{server}book/index.html")
+        seen = {}
+        for _ in range(3):  # auto, light, dark, in whatever order
+            seen[tab.evaluate("document.body.dataset.theme")] = (
+                tab.evaluate(ground), tab.evaluate(scheme))
+            tab.locator(".theme-toggle:visible").first.click()
+        assert seen["auto"] == seen["dark"] != seen["light"]
+        assert seen["dark"][1] == "dark" and seen["light"][1] == "light" and not wrong
+
+
+def test_search_finds_a_chapter_by_what_it_says(server, browser):
+    with reader(browser, server, 1280, "light") as (tab, wrong):
+        tab.goto(f"{server}03_all_reduce.html")
+        tab.locator("input.sidebar-search").fill("straggler")
+        tab.keyboard.press("Enter")
+        found = tab.locator("ul.search li a").first
+        found.wait_for()
+        found.click()
+        tab.wait_for_load_state()
+        assert "straggler" in tab.locator("article").inner_text().lower() and not wrong
+
+
+def test_a_hint_and_a_folded_cell_open(server, browser):
+    with reader(browser, server, 400, "light") as (tab, _):
+        tab.goto(f"{server}03_all_reduce.html")
+        for fold in ("details.hint", "details.hide"):
+            details = tab.locator(fold).first
+            inside = details.locator("p, pre").last
+            assert not inside.is_visible()
+            details.locator("summary").click()
+            inside.wait_for()

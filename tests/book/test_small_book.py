@@ -1,0 +1,79 @@
+"""What the making of the book does with chapters that are not this course's: in a small one."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).resolve().parents[2]
+BOOK = "chapters/book"
+
+
+@pytest.fixture
+def small_course(tmp_path):
+    """A repository with the book's own files and one chapter, numbered as none of the course."""
+    for name in ("conf.py", "contents.py", "links.py", "pages.py", "index.md", "static",
+                 "templates"):
+        copy = shutil.copytree if (ROOT / BOOK / name).is_dir() else shutil.copy
+        (tmp_path / BOOK).mkdir(parents=True, exist_ok=True)
+        copy(ROOT / BOOK / name, tmp_path / BOOK / name)
+    for name in ("pyproject.toml", "README.md"):
+        shutil.copy(ROOT / name, tmp_path / name)
+    (tmp_path / "figures").mkdir()
+    shutil.copy(ROOT / "figures/one_step.svg", tmp_path / "figures")
+    write(tmp_path)
+    return tmp_path
+
+
+def write(folder, name="42_of_another_course.ipynb", text="", outputs=("42",)):
+    """A chapter with a paragraph and a cell with outputs."""
+    source = f"# 42 · Of another course\n\n**The question.** What is it?\n\n{text}"
+    shown = [{"output_type": "execute_result", "execution_count": None, "metadata": {},
+              "data": {"text/plain": each}} for each in outputs]
+    made = {"nbformat": 4, "nbformat_minor": 5, "cells": [
+        {"cell_type": "markdown", "id": "question", "metadata": {}, "source": source},
+        {"cell_type": "code", "id": "answer", "metadata": {}, "execution_count": None,
+         "source": "6 * 7", "outputs": shown}]}
+    made["metadata"] = {"language_info": {"name": "python"}, "kernelspec": {
+        "name": "python3", "display_name": "Python 3", "language": "python"}}
+    (folder / "chapters" / name).write_text(json.dumps(made), encoding="utf-8")
+
+
+def build(folder, **environment):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)} | environment
+    return subprocess.run(
+        [sys.executable, "-m", "sphinx", "-q", "-W", "-b", "html", "-c", BOOK, "chapters", "html"],
+        cwd=folder, capture_output=True, text=True, timeout=300, env=environment)
+
+
+def test_a_chapter_without_outputs_fails_with_its_name(small_course):
+    write(small_course, outputs=())
+    done = build(small_course)
+    assert done.returncode and "chapters/42_of_another_course.ipynb has no outputs" in done.stderr
+
+
+def test_another_chapter_is_a_page_and_links_go_to_the_repository_of_the_workflow(small_course):
+    write(small_course, text="**This is a draft.** See the [answer](42_of_another_course.ipynb"
+                             "#cell-id=answer), or the [README](../README.md).")
+    done = build(small_course, GITHUB_REPOSITORY="someone/fork")
+    assert done.returncode == 0, done.stderr
+    page = (small_course / "html/42_of_another_course.html").read_text(encoding="utf-8")
+    assert "https://github.com/someone/fork/blob/main/README.md" in page
+    assert "github/someone/fork/blob/main/chapters/42_of_another_course.ipynb" in page
+    assert 'href="#of-another-course-answer"' in page and 'id="of-another-course-answer"' in page
+    front = (small_course / "html/book/index.html").read_text(encoding="utf-8")
+    assert "42 · Of another course (draft)" in front and "What is it?" in front
+
+
+def test_links_that_lead_nowhere_fail(small_course):
+    links = ["no.md", "42_of_another_course.ipynb#cell-id=no-cell", "../figures/no.png"]
+    write(small_course, text=" ".join(f"[there]({link})" for link in links))
+    done = build(small_course)
+    assert done.returncode
+    assert not [name for name in ("no.md", "no-cell", "no.png") if name not in done.stderr]
