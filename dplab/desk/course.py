@@ -41,7 +41,7 @@ GUESSES: dict[Key, tuple[str, ...]] = {
     2: ("weight-of-a-token", "yes-or-no", "plain-all-reduce", "mean-of-a-sum", "four-runs"),
     3: ("rank-0-receives-first", "equal-bits", "messages-of-a-tree", "the-real-crossover",
         "a-slow-machine", "ring-or-tree-of-1024"),
-    4: ("lowest-of-the-losses", "accuracy-with-repeats", "forgotten-and-no-loss-differs"),
+    4: ("equal-but-wrong", "accuracy-with-repeats", "forgotten-and-no-loss-differs"),
     5: ("shortest-of-three-ways", "most-that-overlap-saves", "early-in-iteration-1",
         "one-step-of-two-heads"),
     6: ("without-a-barrier", "slowest-of-eight", "strong-on-eight", "most-of-the-three",

@@ -423,8 +423,9 @@ class LateBuckets(SickJob):
     def _description(self):
         settings = self._settings
         return (f"The job runs on {self._world_size} ranks. The model has {settings.stages} "
-                f"stages of four parameters each. The last two, with which backward begins, lie "
-                f"side by side. Backward computes {1e3 * settings.seconds:.0f} ms in each stage. "
+                "stages of four parameters each. The last two are parallel branches: backward "
+                "begins with them, in either order. Backward computes "
+                f"{1e3 * settings.seconds:.0f} ms in each stage. "
                 f"One all-reduce takes {1e3 * settings.latency:.0f} ms on this link, whatever its "
                 "size. A bucket should hold one stage.")
 

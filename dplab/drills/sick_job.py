@@ -153,12 +153,12 @@ class SickJob:
             return
         fits, sentence = known.finding(self._readings)
         at_try = self._counted(fits)
+        self._is_found = self._is_found or fits
         where = f"`job.{known.instrument}()`"
         if not fits:
             cards.card(f"Job {self.seed}: not “{known.name}”",
                        f"{sentence} ({where} shows it.)", color=cards.ORANGE)
         elif self._case.to_repair:
-            self._is_found = True
             cards.card(f"Job {self.seed}: “{known.name}” it is{at_try}", (
                 f"{sentence} ({where} shows it.) {self._effort()} This is the code. Write "
                 f"`{self._case.part}` anew, without the fault, and run "
@@ -172,6 +172,11 @@ class SickJob:
 
     def repair(self, part: Callable | None = None) -> None:
         """Runs the job with the reader's function in the place of the sick one."""
+        if self._is_found and not self._case.to_repair:
+            cards.card(f"Job {self.seed} is solved", "It does not ask you to mend its code: "
+                       "`job.solution()` shows the mended lines. "
+                       f'`dplab.drill("{self.chapter:02d}")` hands out another job.')
+            return
         if not self._is_found:
             cards.card("First say what is wrong", 'With `job.diagnose("…")`; where the job asks '
                        "you to mend it, the code appears then.")

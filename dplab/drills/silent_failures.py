@@ -337,7 +337,7 @@ SUSPECTS = (
     Suspect("repeated order", "Each epoch has the order of the first one.", "samples", repetition),
     Suspect("different start", "The ranks do not all begin with rank 0's weights.", "weights",
             beginnings),
-    Suspect("own statistics", "BatchNorm's running statistics are each rank's own.", "weights",
+    Suspect("own statistics", "BatchNorm takes each rank's own mean and variance.", "weights",
             statistics),
     Suspect("biased metric", "The accuracy in the log gives ranks or samples a wrong weight.",
             "accuracy", metric),

@@ -474,7 +474,8 @@ class SlowJob(SickJob):
     def steps(self) -> None:
         """How long each step takes, and how many steps each rank has begun."""
         readings = self._readings
-        print("Seconds from the first start of any rank to the last end, step by step")
+        print("From the first start of any rank to the last end, in each step but the first one "
+              "(it makes connections)")
         numbers = range(SKIPPED + 1, SKIPPED + 1 + len(readings.steps))
         print_table(["", *map(str, numbers)],
                     ["these ranks", *(ms(length(step)) for step in readings.steps)])

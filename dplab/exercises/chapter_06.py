@@ -9,7 +9,7 @@ from dplab.desk import course
 from dplab.exercises.exercise import Calculation, Mistake
 from dplab.exercises.trials import of_cases
 from dplab.measure.split import split_time
-from dplab.predict.step import COMMUNICATION, COMPUTE, WAITING, Span
+from dplab.predict.step import COMMUNICATION, COMPUTE, STALLED, Span
 
 KINDS = ("computing", "exposed", "waiting", "idle")
 CAUSES = ("data", "kernels", "straggler", "exposed")
@@ -57,7 +57,7 @@ def covered(intervals, holes):
 
 def whole_step(ranks):
     moments = [moment for spans in ranks for span in spans for moment in (span.start, span.end)]
-    return [Span("", WAITING, min(moments), max(moments))]
+    return [Span("", STALLED, min(moments), max(moments))]
 
 
 def under_way(ranks):
@@ -94,9 +94,9 @@ def in_one_piece(ranks):
     return split_with(ranks, [whole] * len(ranks))
 
 
-def waiting_computes(ranks):
+def stalls_compute(ranks):
     def computes(spans):
-        return in_lane(spans, COMPUTE) + in_lane(spans, WAITING)
+        return in_lane(spans, COMPUTE) + in_lane(spans, STALLED)
 
     return split_with(ranks, [under_way(ranks)] * len(ranks), computes)
 
@@ -109,19 +109,19 @@ def computes_in_one_piece(ranks):
     return split_with(ranks, [under_way(ranks)] * len(ranks), computes)
 
 
-def lane_of_waiting(ranks):
+def lane_of_stalls(ranks):
     split = split_time(ranks)
     for seconds, spans in zip(split, ranks, strict=True):
-        waits = seconds_of(in_lane(spans, WAITING))
+        waits = seconds_of(in_lane(spans, STALLED))
         seconds["idle"] += seconds["waiting"] - waits
         seconds["waiting"] = waits
     return split
 
 
-def lane_of_waiting_too(ranks):
+def lane_of_stalls_too(ranks):
     split = split_time(ranks)
     for seconds, spans in zip(split, ranks, strict=True):
-        waits = in_lane(spans, COMMUNICATION) + in_lane(spans, WAITING)
+        waits = in_lane(spans, COMMUNICATION) + in_lane(spans, STALLED)
         bare = covered(waits, in_lane(spans, COMPUTE) + under_way(ranks))
         seconds["idle"] += seconds["waiting"] - bare
         seconds["waiting"] = bare
@@ -152,12 +152,38 @@ def all_collectives_added_up_and_no_debt(ranks):
     return with_exposed_for_all(ranks, seconds_of(under_way(ranks)), 0.0)
 
 
+def all_of_communication_on_top(ranks):
+    return with_exposed_for_all(ranks, covered(under_way(ranks), []), None)
+
+
+def all_collectives_added_up_on_top(ranks):
+    return with_exposed_for_all(ranks, seconds_of(under_way(ranks)), None)
+
+
 def with_exposed_for_all(ranks, link, least):
-    """The split with the same exposed seconds on all ranks; idle is what is left, or ``least``."""
+    """The split with the same exposed seconds on all ranks; idle is what is left, or ``least``.
+
+    ``least`` is None where somebody finds idle time by itself: then the kinds do not add up.
+    """
     split = split_time(ranks)
     for seconds in split:
-        seconds["idle"] = max(least, seconds["idle"] + seconds["exposed"] - link)
+        if least is not None:
+            seconds["idle"] = max(least, seconds["idle"] + seconds["exposed"] - link)
         seconds["exposed"] = link
+    return split
+
+
+def waits_while_it_computes(ranks):
+    split = waits_while_it_computes_on_top(ranks)
+    for seconds, right in zip(split, split_time(ranks), strict=True):
+        seconds["idle"] += right["waiting"] - seconds["waiting"]
+    return split
+
+
+def waits_while_it_computes_on_top(ranks):
+    split = split_time(ranks)
+    for seconds, spans in zip(split, ranks, strict=True):
+        seconds["waiting"] = covered(in_lane(spans, COMMUNICATION), under_way(ranks))
     return split
 
 
@@ -250,21 +276,26 @@ class ExposedTime(Calculation):
                 "may be exposed too."),
         Mistake(in_one_piece, "You take it that the link works from the first collective to the "
                 "end of the last one. In between there are pauses in which it carries nothing."),
-        Mistake(waiting_computes, "You count spans of waiting as computing. Only those of the "
+        Mistake(stalls_compute, "You count stalled spans as computing. Only those of the "
                 'lane "compute" are work of this rank.'),
         Mistake(computes_in_one_piece, "You take it that a rank computes from the start of its "
                 "first computing span to the end of its last one. Look at each span by itself."),
-        *(Mistake(attempt, 'You took the lane "waiting" for what is asked for as "waiting". That '
-                  "lane has waits for data too, which are idle time. Asked for is the time in a "
+        *(Mistake(attempt, 'You took the lane "stalled" for what is asked for as "waiting". A rank '
+                  "stalls for its data, too, which is idle time. Asked for is the time in a "
                   "collective that the link does not carry yet.")
-          for attempt in (lane_of_waiting, lane_of_waiting_too)),
+          for attempt in (lane_of_stalls, lane_of_stalls_too)),
         Mistake(adds_up_exposed_parts, "You add up what is exposed of each collective. Where two "
                 "go on at the same time, that time counts once."),
         *(Mistake(attempt, "You count all the time of the link as exposed. While the rank "
                   "computes, it does not wait for the link: that time is computing.")
           for attempt in (all_of_communication, all_of_communication_and_no_debt,
-                          all_collectives_added_up, all_collectives_added_up_and_no_debt,
+                          all_of_communication_on_top, all_collectives_added_up,
+                          all_collectives_added_up_and_no_debt, all_collectives_added_up_on_top,
                           asks_for_the_link_first)),
+        *(Mistake(attempt, "You count as waiting all the time in which the link does not carry "
+                  "this rank's collective. While the rank computes, it does not wait: that time "
+                  "is computing.")
+          for attempt in (waits_while_it_computes, waits_while_it_computes_on_top)),
         Mistake(subtracts_computing, "You subtract computing from communication. They neither "
                 "begin nor end together: look at pieces of time, one by one."),
         Mistake(hidden_for_exposed, "You return what is hidden, communication while the rank "
@@ -311,7 +342,7 @@ SLOW_LINK = tuple(
     (Span("broadcast", COMMUNICATION, start, 0.013), Span("forward", COMPUTE, *forward),
      Span("all_reduce", COMMUNICATION, launches[0], 0.050),
      Span("all_reduce", COMMUNICATION, launches[1], 0.080), Span("backward", COMPUTE, *backward),
-     Span("wait", WAITING, backward[1], 0.080), Span("optimizer", COMPUTE, 0.081, end),
+     Span("wait", STALLED, backward[1], 0.080), Span("optimizer", COMPUTE, 0.081, end),
      Span("all_reduce", COMMUNICATION, last, 0.112))
     for start, forward, launches, backward, end, last in (
         (0.000, (0.002, 0.010), (0.020, 0.030), (0.014, 0.034), 0.087, 0.088),
@@ -334,10 +365,10 @@ def recording(world_size):
         for spans, launch in zip(ranks, launches, strict=True):
             spans.append(Span("all_reduce", COMMUNICATION, launch, free, 2**20))
     for spans, (data, forward, backward, optimizer) in zip(ranks, RANKS, strict=False):
-        spans += [Span("data", WAITING, 0.0, data),
+        spans += [Span("data", STALLED, 0.0, data),
                   Span("forward", COMPUTE, data, forward),
                   Span("backward", COMPUTE, forward, backward),
-                  Span("wait", WAITING, backward, free),
+                  Span("wait", STALLED, backward, free),
                   Span("optimizer", COMPUTE, free + 0.001, free + 0.001 + optimizer)]
         spans.sort(key=lambda span: (span.start, span.end))
     return ranks
@@ -560,7 +591,7 @@ def lost_gpus(alone, ranks):
 
     def waits_for_data(spans):
         return sum(span.end - span.start for span in spans
-                   if span.lane == "waiting" and span.name == "data")
+                   if span.lane == "stalled" and span.name == "data")
 
     computing = [computes(spans) for spans in ranks]
     slowest = computing.index(max(computing))
@@ -796,8 +827,8 @@ def job(ranks, slow, *, bucket, data, differ, layers=5, forward=0.010, backward=
     longer it computes than a typical one.
     """
     kernels, straggler = 0.003, 0.005  # seconds of each kernel
-    alone = [Span("data", WAITING, 0.0, 0.006)]
-    own = [[Span("data", WAITING, 0.0, 0.021 if rank == slow else data)] for rank in range(ranks)]
+    alone = [Span("data", STALLED, 0.0, 0.006)]
+    own = [[Span("data", STALLED, 0.0, 0.021 if rank == slow else data)] for rank in range(ranks)]
     launches = [[] for _ in range(ranks)]
     for rank, spans in enumerate([*own, alone]):
         for name, seconds in [("forward", forward)] * layers + [("backward", backward)] * layers:

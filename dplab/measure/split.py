@@ -46,8 +46,8 @@ def from_last_launch(ranks):
                 parts.append(span)
                 continue
             start, end = next(times)
-            parts += [replace(span, lane="waiting", end=start), replace(span, start=start, end=end)]
+            parts += [replace(span, lane="stalled", end=start), replace(span, start=start, end=end)]
             if end < span.end:
-                parts.append(replace(span, lane="waiting", start=end))
+                parts.append(replace(span, lane="stalled", start=end))
         found.append(sorted(parts, key=lambda span: (span.start, span.end)))
     return found

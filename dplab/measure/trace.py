@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from dplab.predict.step import COMMUNICATION, COMPUTE, WAITING, Layer, Span
+from dplab.predict.step import COMMUNICATION, COMPUTE, STALLED, Layer, Span
 from dplab.spawn.rank import recording
 
 
@@ -44,7 +44,7 @@ class Trace:
     @contextmanager
     def phase(self, name: str, lane: str = COMPUTE):
         """A span around the block. In a phase in which gradients of a watched model are computed,
-        what comes after the last of them is a span of WAITING.
+        what comes after the last of them is a span of STALLED.
         """
         start = time.monotonic()
         try:
@@ -54,7 +54,7 @@ class Trace:
             computed = self._last_gradient if self._last_gradient > start else end
             self.spans.append(Span(name, lane, start, computed))
             if computed < end:
-                self.spans.append(Span(f"{name}: wait", WAITING, computed, end))
+                self.spans.append(Span(f"{name}: wait", STALLED, computed, end))
 
     def watch(self, model: nn.Module) -> None:
         """Notes when the model's last gradient is computed; call it once, before training.

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from dplab.predict import cost
 
-COMPUTE, COMMUNICATION, WAITING = "compute", "communication", "waiting"
+COMPUTE, COMMUNICATION, STALLED = "compute", "communication", "stalled"
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Layer:
 class Span:
     """Something that a rank did from ``start`` to ``end``, in seconds since the step began.
 
-    ``lane`` is COMPUTE, COMMUNICATION or WAITING; ``nbytes`` is the size of what a collective
+    ``lane`` is COMPUTE, COMMUNICATION or STALLED; ``nbytes`` is the size of what a collective
     carries. ``queued``: of a collective, the seconds at its start in which it waited for the link
     or for another rank, as far as they are known.
     """

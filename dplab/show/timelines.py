@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 EXPOSED, HIDDEN = PART_COLORS["communication"], "#FBE3A8"
 BAND, THIN, GAP = 22, 15, 12
-HATCHES = {"data": "....", "waiting": "////"}  # of what is no work
+HATCHES = {"data": "....", "stalled": "////"}  # of what is no work
 
 
 def timeline(ranks: "Sequence[Sequence[Span]]", *, title: str, note: str | None = None,
@@ -36,8 +36,8 @@ def timeline(ranks: "Sequence[Sequence[Span]]", *, title: str, note: str | None 
     """Draws a row per rank: a band of what it computes, and below it a bar per collective.
 
     ``ranks`` has each rank's spans, in seconds from a common zero: ``name``, ``lane`` ("compute",
-    "communication", "waiting"), ``start``, ``end``. A name that begins with a part of PART_COLORS
-    is that part; in the lane "waiting", "data" is told apart from other waiting. A collective is
+    "communication", "stalled"), ``start``, ``end``. A name that begins with a part of PART_COLORS
+    is that part; in the lane "stalled", "data" is told apart from what else stalls. A collective is
     solid where its rank computes nothing, light where it does, and hollow in the seconds at its
     start in which it was ``queued``; those under way at once share the band. ``names`` are the
     rows' labels, by default "rank r"; ``note`` stands below the title, and ``since`` on the axis
@@ -85,7 +85,7 @@ class _Row:
     """A row's spans as (name, start, end) in the figure's unit, and the texts about them."""
 
     def __init__(self, name, spans, unit, factor):
-        lanes = {"compute": [], "communication": [], "waiting": []}
+        lanes = {"compute": [], "communication": [], "stalled": []}
         for span in sorted(spans, key=lambda span: (span.start, -span.end)):
             if span.lane not in lanes or not 0 <= span.start <= span.end < math.inf:
                 raise ValueError(f"timeline cannot draw {span}")
@@ -95,14 +95,14 @@ class _Row:
                        for span in sorted(spans, key=lambda span: (span.start, -span.end))
                        if span.lane == "communication"]
         self.busy, sending = _union(lanes["compute"]), _union(self.collectives)
-        data = _without(_union(span for span in lanes["waiting"] if span[0] == "data"), self.busy)
-        waiting = _without(_union(self.collectives + lanes["waiting"]),
+        data = _without(_union(span for span in lanes["stalled"] if span[0] == "data"), self.busy)
+        stalled = _without(_union(self.collectives + lanes["stalled"]),
                            _union([("", *times) for times in self.busy + data]))
         self.doing = [(next(filter(name.startswith, PART_COLORS), name), *piece)  # innermost wins
                       for index, (name, *times) in enumerate(lanes["compute"])
                       for piece in _without([times], _union(lanes["compute"][index + 1:]))]
         self.doing += [("data", *times) for times in data]
-        self.doing += [("waiting", *times) for times in waiting]
+        self.doing += [("stalled", *times) for times in stalled]
 
         total = factor * (max(span.end for span in spans) - min(span.start for span in spans))
         digits = len(number(total).partition(".")[2])
@@ -132,7 +132,7 @@ class _Rows(shares.LabelledBars):
                             key=lambda block: block[1] - block[0], default=(0, 0))
                   for part in parts}
         above = {part: (start + end) / 2 * self.scale for part, (start, end) in blocks.items()
-                 if text_width(part, SIZE) + 8 > (end - start) * self.scale and part != "waiting"}
+                 if text_width(part, SIZE) + 8 > (end - start) * self.scale and part != "stalled"}
         texts = dict(zip(above, above, strict=True))
         if any(blocks[part][1] == 0 for part in above):
             y = self.swatches(list(above), texts, y)

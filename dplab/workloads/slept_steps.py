@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from dplab.measure import Trace
-from dplab.measure.trace import WAITING
+from dplab.measure.trace import STALLED
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ def train(parts: Parts, worker: Worker, begin=lambda number: None) -> None:
     mine = parts.count_batches(dist.get_rank(), dist.get_world_size(), worker.sizes.batches)
     for number in range(mine):
         begin(number)
-        with worker.trace.phase("data", WAITING):
+        with worker.trace.phase("data", STALLED):
             parts.load(worker)
         parts.forward(worker)
         for work in parts.backward(worker):

@@ -4,7 +4,8 @@ The time is that of forward and backward of the course's OverlappedDDP, until th
 averaged. The prediction knows the link, and each layer's compute time, measured in the same run
 with all ranks computing and none sending. An emulated link takes its times from the formula that
 the prediction uses, so there only the schedule is tested; `fit_gloo_link` fits real gloo's link to
-all-reduces timed in the same session.
+all-reduces timed in the same session. In steps that are asleep, each layer sleeps for as long as it
+computed before, so that the cores are free for sending.
 """
 
 import itertools
@@ -33,15 +34,15 @@ _FITTED_BYTES = [64 * 2**10 * 4**power for power in range(5)]
 def predict_and_measure(configuration: dict, blocks: int = 3) -> dict:
     """The configuration, with ``predicted_seconds`` and ``measured_seconds`` of the slowest rank.
 
-    configuration: ``kind`` ("emulated" or "real"), ``model`` (one of MODELS), ``ranks``,
-    ``bucket_mib``, and the link's ``bandwidth`` in bytes/s and ``latency`` in seconds. blocks: how
-    often the layers and then the steps are timed, in turn.
+    configuration: ``kind`` ("emulated", "asleep" or "real"; the first two on an emulated link),
+    ``model`` (one of MODELS), ``ranks``, ``bucket_mib``, and the link's ``bandwidth`` in bytes/s
+    and ``latency`` in seconds. blocks: how often the layers and then the steps are timed, in turn.
     """
-    ranks, bucket = configuration["ranks"], configuration["bucket_mib"]
+    kind, ranks, bucket = (configuration[name] for name in ("kind", "ranks", "bucket_mib"))
     link = cost.Link("", configuration["bandwidth"], configuration["latency"])
     emulated = EmulatedLink(link.bandwidth, link.latency)
-    answers = run(_timed, ranks, configuration["model"], bucket, blocks, timeout=300,
-                  backend="gloo", link=emulated if configuration["kind"] == "emulated" else None)
+    answers = run(_timed, ranks, configuration["model"], bucket, blocks, kind == "asleep",
+                  timeout=300, backend="gloo", link=None if kind == "real" else emulated)
     predicted = max(
         step_seconds(ddp_spans(layers, ranks, link, bucket_bytes=bucket * MIB))
         for layers, _ in answers)
@@ -75,9 +76,42 @@ def layered_model(name: str) -> tuple[nn.Sequential, torch.Tensor]:
     return nn.Sequential(*layers), torch.randn(batch, widths[0])
 
 
-def _timed(name, bucket_mib, blocks):
+def gradient_mib(name: str) -> float:
+    """MiB of the gradients of one of MODELS."""
+    return sum(parameter.nbytes for parameter in layered_model(name)[0].parameters()) / MIB
+
+
+class _Asleep(nn.Module):
+    """A layer that sleeps for as long as it took to compute, and computes one sample."""
+
+    def __init__(self, layer: nn.Module, took: Layer):
+        super().__init__()
+        self.layer, self.took = layer, took
+
+    def forward(self, x):
+        time.sleep(self.took.forward_seconds)
+        return _SleepInBackward.apply(self.layer(x), self.took.backward_seconds)
+
+
+class _SleepInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, seconds):
+        ctx.seconds = seconds
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        time.sleep(ctx.seconds)
+        return gradients[0], None
+
+
+def _timed(name, bucket_mib, blocks, asleep):
     """This rank's layers, medians over the blocks, and the seconds of each step."""
     model, x = layered_model(name)
+    if asleep:
+        dist.barrier()
+        took = layer_times(model, x, rounds=5)
+        model, x = nn.Sequential(*map(_Asleep, model, took)), x[:1]
     wrapped = OverlappedDDP(model, bucket_mib)
     found, steps = [], []
     for _ in range(blocks):

@@ -239,6 +239,18 @@ def test_a_job_to_repair_is_solved_by_the_mended_function(capsys):
     assert scores()[4] == (1, 1, 8)
 
 
+def test_a_solved_job_that_asks_for_no_repair_says_so(capsys):
+    job = job_of("d")
+    job.repair(evaluate)
+    assert "First say what is wrong" in capsys.readouterr().out
+    job.diagnose("different start")
+    capsys.readouterr()
+    job.repair(evaluate)
+    said = capsys.readouterr().out
+    assert "First say" not in said and "solved" in said and "job.solution()" in said
+    assert entry(job) == {"tries": 1, "diagnosed": True, "solved": True}
+
+
 @pytest.mark.slow
 def test_a_function_that_mends_nothing_is_refused(capsys):
     job = job_of("f")

@@ -306,15 +306,15 @@ def asked_in_order(kinds, last=min):
         found = []
         for spans in ranks:
             by_lane = {lane: [(span.start, span.end) for span in spans if span.lane == lane]
-                       for lane in (step.COMPUTE, step.COMMUNICATION, step.WAITING)}
+                       for lane in (step.COMPUTE, step.COMMUNICATION, step.STALLED)}
             of_kind = {"computing": by_lane[step.COMPUTE], "exposed": carried,
                        "waiting": by_lane[step.COMMUNICATION],
-                       "lane of waiting": by_lane[step.WAITING]}
+                       "lane of stalls": by_lane[step.STALLED]}
             seconds = dict.fromkeys(("computing", "exposed", "waiting", "idle"), 0.0)
             for now, then in itertools.pairwise(moments):
                 kind = next((kind for kind in kinds if any(
                     start <= now < end for start, end in of_kind[kind])), "idle")
-                seconds[{"lane of waiting": "waiting"}.get(kind, kind)] += then - now
+                seconds[{"lane of stalls": "waiting"}.get(kind, kind)] += then - now
             found.append(seconds)
         return found
 
@@ -332,6 +332,16 @@ def clamps_the_rest(ranks):
     whole = max(moments) - min(moments)
     return [each | {"exposed": link, "idle": max(
         0.0, whole - each["computing"] - link - each["waiting"])} for each in right]
+
+
+def computing_stays_in(kind):
+    """6.1: computing is not taken off one kind, and the kinds do not add up."""
+    def split_time(ranks):
+        right = asked_in_order(("computing", "exposed", "waiting"))(ranks)
+        bare = asked_in_order(("exposed", "waiting"))(ranks)
+        return [each | {kind: more[kind]} for each, more in zip(right, bare, strict=True)]
+
+    return split_time
 
 
 def tokens_with(number_bytes=2, rounds=2, with_forward=True):
@@ -361,9 +371,9 @@ def attributed(typical, data=lambda of_ranks, slowest: of_ranks[slowest]):
         usual = typical(computing)
         moments = [time for spans in ranks for span in spans for time in (span.start, span.end)]
         whole = max(moments) - min(moments)
-        waits = [in_lane(spans, step.WAITING, "data") for spans in ranks]
+        waits = [in_lane(spans, step.STALLED, "data") for spans in ranks]
         split = asked_in_order(("computing", "exposed", "waiting"))(ranks)
-        added = {"data": data(waits, slowest) - in_lane(alone, step.WAITING, "data"),
+        added = {"data": data(waits, slowest) - in_lane(alone, step.STALLED, "data"),
                  "kernels": usual - in_lane(alone, step.COMPUTE),
                  "straggler": max(computing) - usual, "exposed": split[slowest]["exposed"]}
         return {cause: len(ranks) * seconds / whole for cause, seconds in added.items()}
@@ -1097,12 +1107,14 @@ def adds_the_buffers(model, optimizer, others=()):
     ("10.1", below_the_memory, "Compare with `<=`"),
     ("10.3", WrittenAtOnce, "killed while it saved"),
     ("10.3", MovedAway, "died while it saved"),
-    ("6.1", split_with(also_waiting), "waiting as computing"),
+    ("6.1", split_with(also_waiting), "stalled spans as computing"),
     ("6.1", split_with(from_first_to_last), "first computing span"),
     ("6.1", asked_in_order(("exposed", "computing", "waiting")), "all the time of the link"),
-    ("6.1", asked_in_order(("computing", "exposed", "waiting", "lane of waiting")),
-     "the lane \"waiting\""),
+    ("6.1", asked_in_order(("computing", "exposed", "waiting", "lane of stalls")),
+     "the lane \"stalled\""),
     ("6.1", clamps_the_rest, "all the time of the link"),
+    ("6.1", computing_stays_in("exposed"), "all the time of the link"),
+    ("6.1", computing_stays_in("waiting"), "While the rank computes, it does not wait: that"),
     ("6.2", tokens_with(number_bytes=1), "A number of the gradient has 2 bytes"),
     ("6.2", tokens_with(rounds=1), "a ring sends 2(N−1)/N times"),
     ("6.2", tokens_with(with_forward=False), "has no forward"),

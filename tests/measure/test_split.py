@@ -3,11 +3,11 @@
 import pytest
 
 from dplab.measure import from_last_launch, split_time
-from dplab.predict.step import COMMUNICATION, COMPUTE, WAITING, Span
+from dplab.predict.step import COMMUNICATION, COMPUTE, STALLED, Span
 
 # Rank 0 launches at 3 and at 6; rank 1 computes longer, and launches at 5 and at 8.
 RANKS = [
-    [Span("data", WAITING, 0, 1), Span("backward", COMPUTE, 1, 4),
+    [Span("data", STALLED, 0, 1), Span("backward", COMPUTE, 1, 4),
      Span("all_reduce", COMMUNICATION, 3, 7), Span("all_reduce", COMMUNICATION, 6, 10)],
     [Span("backward", COMPUTE, 0, 8), Span("all_reduce", COMMUNICATION, 5, 7),
      Span("all_reduce", COMMUNICATION, 8, 10), Span("optimizer", COMPUTE, 11, 12)]]
@@ -27,7 +27,7 @@ def test_the_kinds_add_up_to_the_step_of_all_ranks():
 def test_before_the_last_launch_a_rank_waits():
     first, second = from_last_launch(RANKS)
     assert [(span.lane, span.start, span.end) for span in first if span.name == "all_reduce"] == [
-        (WAITING, 3, 5), (COMMUNICATION, 5, 7), (WAITING, 6, 8), (COMMUNICATION, 8, 10)]
+        (STALLED, 3, 5), (COMMUNICATION, 5, 7), (STALLED, 6, 8), (COMMUNICATION, 8, 10)]
     assert [(span.start, span.end) for span in second if span.lane == COMMUNICATION] == [
         (5, 7), (8, 10)]
     assert [kinds["exposed"] for kinds in split_time([first, second])] == [
@@ -38,5 +38,5 @@ def test_after_the_first_end_a_rank_waits():
     late = [RANKS[0], [*RANKS[1][:2], Span("all_reduce", COMMUNICATION, 8, 10.5), RANKS[1][3]]]
     _, second = from_last_launch(late)
     assert [(span.lane, span.start, span.end) for span in second[-3:-1]] == [
-        (COMMUNICATION, 8, 10), (WAITING, 10, 10.5)]
+        (COMMUNICATION, 8, 10), (STALLED, 10, 10.5)]
     assert split_time(from_last_launch(late))[1]["exposed"] == split_time(late)[1]["exposed"] == 2

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from dplab import run
 from dplab.measure import EmulatedLink, Trace, aligned, layer_times
 from dplab.parallel import OverlappedDDP
-from dplab.predict.step import COMMUNICATION, COMPUTE, WAITING, Span
+from dplab.predict.step import COMMUNICATION, COMPUTE, STALLED, Span
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -39,7 +39,7 @@ def traced_step(wrap):
         with trace.phase("backward"):
             loss.backward()
         if isinstance(model, OverlappedDDP):
-            with trace.phase("wait", WAITING):
+            with trace.phase("wait", STALLED):
                 model.finish_gradient_sync()
         with trace.phase("optimizer"):
             time.sleep(0.05)
@@ -74,7 +74,7 @@ def test_a_step_has_its_phases_and_one_span_for_each_bucket(wrap, link):
             if link:
                 assert span.seconds > 2 * link.latency - 1e-3
         assert sends[0].start < phases["backward"].end
-        waits = [span for span in spans if span.lane == WAITING]
+        waits = [span for span in spans if span.lane == STALLED]
         assert waits and waits[-1].end <= phases["optimizer"].start
         if link:
             assert sum(span.seconds for span in waits) > 0.02

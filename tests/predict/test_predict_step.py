@@ -96,7 +96,7 @@ def test_the_end_is_that_of_a_simulation_in_ticks(seed):
 
 
 def test_exposed_and_hidden_of_overlapping_spans():
-    spans = [Span("a", COMPUTE, 0, 10), Span("b", COMPUTE, 8, 12), Span("w", step.WAITING, 12, 20),
+    spans = [Span("a", COMPUTE, 0, 10), Span("b", COMPUTE, 8, 12), Span("w", step.STALLED, 12, 20),
              Span("c", COMMUNICATION, 9, 15), Span("d", COMMUNICATION, 14, 16),
              Span("e", COMMUNICATION, 18, 19)]
     assert step.exposed_seconds(spans) == pytest.approx(16 - 12 + 1)

@@ -39,7 +39,7 @@ HELD = [SimpleNamespace(op=op, bytes={
     for op in range(9)]
 STEPS = [[span("forward", "compute", 0, 2), span("backward", "compute", 2, 6),
           span("a part of its own", "compute", 6, 7), span("all_reduce 0", "communication", 4, 10),
-          span("wait", "waiting", 10, 11), span("optimizer", "compute", 11, 13)]] * 2
+          span("wait", "stalled", 10, 11), span("optimizer", "compute", 11, 13)]] * 2
 RING = [[[1, 2, 3], [10, 20, 30], [100, 200, 300]], [[1, 2, 303], [11, 20, 30], [100, 220, 300]]]
 FIGURES = {
     "loss_curves": lambda: show.loss_curves(

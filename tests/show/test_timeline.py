@@ -20,7 +20,7 @@ from timelines import (
 )
 
 from dplab import show
-from dplab.predict.step import COMMUNICATION, COMPUTE, WAITING, Span
+from dplab.predict.step import COMMUNICATION, COMPUTE, STALLED, Span
 from dplab.show.palette import PART_COLORS
 
 
@@ -49,7 +49,7 @@ def test_bars_are_where_the_spans_are(case):
         assert ends(sending) == [pytest.approx(pair)
                                  for pair in times(spans, factor, COMMUNICATION)]
         computing = [bar for bar in bars
-                     if bar.get_label() not in {*collectives, "exposed", "waiting"}]
+                     if bar.get_label() not in {*collectives, "exposed", "stalled"}]
         assert len({(bar.get_y(), bar.get_height()) for bar in computing}) <= 1
         computed = sorted((span for span in spans if span.lane == COMPUTE),
                           key=lambda span: (span.start, -span.end))
@@ -77,23 +77,23 @@ def test_what_is_exposed_and_who_waits_is_marked(case):
     factor = UNITS[unit_of(figure)]
     for spans, bars in zip(ranks, rows_of(figure, ranks), strict=True):
         computing, sending, waiting = (times(spans, factor, lane)
-                                       for lane in (COMPUTE, COMMUNICATION, WAITING))
-        exposed, hatched = ends(bars, "exposed"), ends(bars, "waiting")
+                                       for lane in (COMPUTE, COMMUNICATION, STALLED))
+        exposed, hatched = ends(bars, "exposed"), ends(bars, "stalled")
         for time in between(computing, sending, waiting, exposed, hatched):
             bare = covered(sending, time) and not covered(computing, time)
             idle = covered(waiting, time) and not covered(computing, time)
             assert covered(exposed, time) == bare, time
             assert covered(hatched, time) == (bare or idle), time
-        assert all(bar.get_hatch() for bar in bars if bar.get_label() == "waiting")
+        assert all(bar.get_hatch() for bar in bars if bar.get_label() == "stalled")
 
 
-def test_waiting_for_data_is_told_apart_from_other_waiting():
-    spans = [Span("data", WAITING, 0, 2), Span("forward", COMPUTE, 2, 3),
-             Span("wait", WAITING, 3, 5), Span("all-reduce 0", COMMUNICATION, 1, 5)]
+def test_a_wait_for_data_is_told_apart_from_what_else_stalls():
+    spans = [Span("data", STALLED, 0, 2), Span("forward", COMPUTE, 2, 3),
+             Span("wait", STALLED, 3, 5), Span("all-reduce 0", COMMUNICATION, 1, 5)]
     bars = {bar.get_label(): bar for bar in bars_of(show.timeline([spans], title=""))}
     assert (bars["data"].get_x(), bars["data"].get_width()) == (0, 2)
-    assert (bars["waiting"].get_x(), bars["waiting"].get_width()) == (3, 2)
-    assert bars["data"].get_hatch() != bars["waiting"].get_hatch()
+    assert (bars["stalled"].get_x(), bars["stalled"].get_width()) == (3, 2)
+    assert bars["data"].get_hatch() != bars["stalled"].get_hatch()
 
 
 def test_solid_and_light_parts_of_a_collective_are_its_own_bar():

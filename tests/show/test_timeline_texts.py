@@ -102,7 +102,7 @@ def test_a_part_is_named_in_its_block_or_by_a_line_to_it():
     axes = figure.axes[0]
     places = {text.get_text(): text.get_position() for text in axes.texts}
     first = rows_of(figure, [0, 1])[0]
-    for part in ("forward", "backward", "waiting"):
+    for part in ("forward", "backward", "stalled"):
         [bar] = [bar for bar in first if bar.get_label() == part]
         assert places[part][0] == pytest.approx(bar.get_x() + bar.get_width() / 2)
         assert bar.get_y() < places[part][1] < bar.get_y() + bar.get_height()

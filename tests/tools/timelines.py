@@ -6,7 +6,7 @@ import random
 
 from dplab.predict import step
 from dplab.predict.cost import Link
-from dplab.predict.step import COMMUNICATION, COMPUTE, WAITING, Layer, Span
+from dplab.predict.step import COMMUNICATION, COMPUTE, STALLED, Layer, Span
 
 MB = 1e6
 UNITS = {"µs": 1e6, "ms": 1e3, "s": 1.0}
@@ -33,7 +33,7 @@ def measured(rank, collectives=6, late=0.0):
         launch = forward + (backward - forward) * (index + 1) / collectives
         end = max(end, launch) + draw.uniform(0.5, 1.6) * 35e-3 / collectives
         spans.append(Span("all_reduce", COMMUNICATION, launch, end, 4 * MB))
-    spans.append(Span("backward: wait", WAITING, backward, end))
+    spans.append(Span("backward: wait", STALLED, backward, end))
     return [*spans, Span("optimizer", COMPUTE, end, end + draw.uniform(6e-4, 8e-4))]
 
 
@@ -62,7 +62,7 @@ CASES = {
     "nested": [[Span("backward", COMPUTE, 0, 4), Span("hook", COMPUTE, 1, 2),
                 Span("zeros", COMPUTE, 0, 0.6), Span("all-reduce 0", COMMUNICATION, 1.5, 5)]],
     "waits for others": [[Span("forward", COMPUTE, 0, 1), Span("all_reduce", COMMUNICATION, 1, 2),
-                          Span("barrier", WAITING, 1.5, 4), Span("optimizer", COMPUTE, 3.5, 5)]],
+                          Span("barrier", STALLED, 1.5, 4), Span("optimizer", COMPUTE, 3.5, 5)]],
     "late": [[Span("forward", COMPUTE, 5.0, 5.1), Span("all_reduce", COMMUNICATION, 5.1, 5.3)]],
     "many parts": [[Span(f"a phase called {letter}", COMPUTE, index, index + 1)
                     for index, letter in enumerate("abcdefghijkl")]],

@@ -37,7 +37,7 @@ def test_another_part_takes_the_place_of_a_healthy_one():
                         replace(SIZES, batches=2), backend="gloo")
     for spans in steps:
         [data] = [span for span in spans if span.name == "data"]
-        assert data.lane == "waiting" and data.seconds >= 0.05
+        assert data.lane == "stalled" and data.seconds >= 0.05
 
 
 def test_a_sleep_that_was_too_long_shortens_the_next_one():
