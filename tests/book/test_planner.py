@@ -43,6 +43,10 @@ def script(path):
     return module
 
 
+def bundler():
+    return script(BOOK / "planner" / "bundle.py")
+
+
 def answer(query="", part="all"):
     return json.loads(plan.answer(query, part))
 
@@ -54,7 +58,7 @@ def site(tmp_path_factory):
         (pytest.fail if os.environ.get("CI") else pytest.skip)("the planner's page needs npm")
     script(BOOK / "build.py").install_packages()
     folder = tmp_path_factory.mktemp("site")
-    script(BOOK / "planner" / "bundle.py").bundle(folder / "planner", NODE_MODULES)
+    bundler().bundle(folder / "planner", NODE_MODULES)
     (folder / "planner.html").write_text(
         AROUND.format((folder / "planner" / "fragment.html").read_text()))
 
@@ -337,11 +341,11 @@ def test_where_python_cannot_start_the_stored_plan_stays_and_says_why(browser, s
 
 def test_without_pyodide_the_bundle_says_how_to_get_it(tmp_path):
     with pytest.raises(FileNotFoundError, match="npm ci"):
-        script(BOOK / "planner" / "bundle.py").bundle(tmp_path / "planner", tmp_path / "node_modules")
+        bundler().bundle(tmp_path / "planner", tmp_path / "node_modules")
 
 
 def test_the_colours_are_those_of_the_figures():
     from dplab.show.memory_areas import CATEGORY_COLORS
 
-    light = script(BOOK / "planner" / "bundle.py").colors().partition("\n")[0]
+    light = bundler().colors().partition("\n")[0]
     assert all(f"--{name}: {color};" in light for name, color in CATEGORY_COLORS.items())
