@@ -118,7 +118,8 @@ shell = InteractiveShell.instance(colors="nocolor")
 for path in sorted(Path("chapters").glob("*.ipynb")):
     code = [cell for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "code"]
     print("chapter", path.stem)
-    shell.run_cell("".join(code[0]["source"]))
+    for cell in code[:2]:  # the first is for Colab, and says nothing
+        shell.run_cell("".join(cell["source"]))
 """
 
 
