@@ -19,7 +19,8 @@ ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 NAME = PROJECT["project"]["name"]
 EXTRAS = PROJECT["project"]["optional-dependencies"]
-PINNED = {"requirements.txt": ("lab",), "tests/requirements.txt": ("test", "deepspeed")}
+PINNED = {"requirements.txt": ("lab",), "tests/requirements.txt": ("test", "deepspeed"),
+          "chapters/book/requirements.txt": ("book",)}
 OTHER_PYTHONS = ("3.12", "3.13")  # the course itself is tested on 3.11
 
 

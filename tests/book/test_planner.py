@@ -328,7 +328,7 @@ def test_without_javascript_the_stored_plan_stands_and_says_what_to_do(browser, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lost", ["pyodide.asm.wasm", "worker.mjs", "dplab.zip"])
+@pytest.mark.parametrize("lost", ["pyodide.asm.wasm", "worker.mjs", "predict.zip"])
 def test_where_python_cannot_start_the_stored_plan_stays_and_says_why(browser, site, lost):
     page = Page(browser, site)
     page.tab.route(f"**/{lost}", lambda route: route.abort())

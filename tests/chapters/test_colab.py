@@ -66,7 +66,8 @@ def run_cell(tmp_path):
     def run_cell(module, source):
         work = tmp_path / "work"
         work.mkdir(exist_ok=True)
-        variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        variables = {name: value for name, value in os.environ.items()
+                     if name not in ("PYTHONPATH", "VIRTUAL_ENV")}  # IPython enters the latter
         done = subprocess.run(
             [environment / "bin/python", "-c", SHELL, module, source], cwd=work, text=True,
             capture_output=True, timeout=300, env=variables | {

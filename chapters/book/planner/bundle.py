@@ -4,7 +4,7 @@
 
 ``NODE_MODULES`` is where npm has put the package ``pyodide``. What comes out: the page's modules
 and style, its colours from `dplab.show`, the form and the stored plan as HTML (``fragment.html``),
-Pyodide's core, and ``dplab.zip`` with `dplab.predict` as it is here.
+Pyodide's core, and ``predict.zip`` with `dplab.predict` as it is here.
 """
 
 import json
@@ -45,7 +45,7 @@ def bundle(folder: Path, node_modules: Path) -> None:
     (folder / "colors.css").write_text(colors(), encoding="utf-8")
     (folder / "fragment.html").write_text(fragment(), encoding="utf-8")
     _copy_pyodide(node_modules / "pyodide", folder / "pyodide")
-    _zip_predict(folder / "dplab.zip")
+    _zip_predict(folder / "predict.zip")
 
 
 def fragment() -> str:

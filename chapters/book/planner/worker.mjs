@@ -27,8 +27,8 @@ function failureToCompile() {
 }
 
 async function fetchArchive() {
-  const response = await fetch(new URL("dplab.zip", import.meta.url));
-  if (!response.ok) throw new Error(`dplab.zip: ${response.status} ${response.statusText}`);
+  const response = await fetch(new URL("predict.zip", import.meta.url));
+  if (!response.ok) throw new Error(`predict.zip: ${response.status} ${response.statusText}`);
   return response.arrayBuffer();
 }
 
