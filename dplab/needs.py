@@ -15,7 +15,8 @@ def check_system():
     if sys.version_info < PYTHON:
         raise ImportError(
             "dplab needs Python {}.{} or newer, and this is {}.{}: make the environment with a "
-            "newer one, python{}.{} -m venv .venv".format(*PYTHON, *sys.version_info[:2], *PYTHON))
+            "newer one, python{}.{} -m venv --clear .venv".format(
+                *PYTHON, *sys.version_info[:2], *PYTHON))
     if sys.platform == "win32":
         raise ImportError(
             "dplab needs Linux or macOS, since it forks its ranks. On Windows, install WSL 2 "
@@ -42,8 +43,9 @@ def check_torch():
 
 def set_up():
     """What to type in the course's folder so that this Python has what the course needs."""
+    import shlex
     from importlib import util
 
     if util.find_spec("pip") is None:  # uv made the environment
         return "uv sync --extra cpu (with a GPU: --extra gpu)"
-    return f"{sys.executable} -m pip install -r requirements.txt"
+    return f"{shlex.quote(sys.executable)} -m pip install -r requirements.txt"

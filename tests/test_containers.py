@@ -65,6 +65,13 @@ def test_the_image_starts_what_the_readme_starts(dockerfile):
     assert "PATH=/course/.venv/bin:$PATH" in path
 
 
+def test_a_change_of_the_course_does_not_fetch_torch_again(dockerfile):
+    """Docker keeps the layers before the first that changed."""
+    names = [name for name, _ in dockerfile[-1]]
+    assert names.index("RUN") < names.index("COPY")
+    assert "torch==" in dockerfile[-1][names.index("RUN")][1]
+
+
 def test_nothing_of_the_course_runs_as_root(dockerfile, devcontainer):
     system, course = dockerfile
     names = [name for name, _ in system]

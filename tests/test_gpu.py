@@ -1,4 +1,4 @@
-"""What needs a GPU: ``pytest -m gpu``. One GPU is enough; with more, every test uses them all."""
+"""What needs a GPU: ``pytest -n 0 -m gpu``. One GPU is enough; more are all used."""
 
 import pytest
 import torch

@@ -57,12 +57,17 @@ def test_the_pinned_torch_is_one_that_the_project_takes():
     assert declared.specifier.contains(pinned.version)
 
 
+def test_uv_takes_the_versions_that_pip_takes():
+    constraints = map(Requirement, PROJECT["tool"]["uv"]["constraint-dependencies"])
+    assert {canonicalize_name(each.name): each for each in constraints} == pins("requirements.txt")
+
+
 @pytest.fixture
 def registry(tmp_path):
     """A function that puts an empty package into a folder that stands for a registry."""
     def put(folder, name, version):
         place = tmp_path / folder / canonicalize_name(name)
-        place.mkdir(parents=True)
+        place.mkdir(parents=True, exist_ok=True)
         stem = f"{name.replace('-', '_')}-{version}"
         with zipfile.ZipFile(place / f"{stem}-py3-none-any.whl", "w") as wheel:
             for file, text in {
@@ -81,11 +86,15 @@ def registry(tmp_path):
     (["cpu"], "2.13.0+cpu"), (["gpu"], "2.13.0"), (["cpu", "test"], "2.13.0+cpu"), ([], "2.13.0"),
     (["cpu", "gpu"], None)])
 def test_uv_takes_the_torch_of_the_extra(tmp_path, registry, extras, expected):
-    """The two registries are folders here, with empty packages in them."""
+    """The two registries are folders here, with empty packages in them, pinned ones and newer."""
     asked = names(PROJECT["project"]["dependencies"]).union(*map(names, EXTRAS.values()))
-    cpu = registry("cpu", "torch", "2.13.0+cpu")
+    pinned = {name: str(pin.specifier).removeprefix("==")
+              for name, pin in pins("requirements.txt").items()}
+    for torch in (pinned["torch"], "1000"):
+        cpu = registry("cpu", "torch", f"{torch}+cpu")
     for name in asked:
-        pypi = registry("pypi", name, "2.13.0" if name == "torch" else "1000")
+        for version in {"1000", pinned.get(name, "1000")}:
+            pypi = registry("pypi", name, version)
     text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     assert "https://download.pytorch.org/whl/cpu" in text
     (tmp_path / "pyproject.toml").write_text(
@@ -99,6 +108,7 @@ def test_uv_takes_the_torch_of_the_extra(tmp_path, registry, extras, expected):
     assert done.returncode == 0, done.stderr
     taken = dict(re.findall(r"^ \+ (\S+)==(\S+)", done.stderr, re.MULTILINE))
     assert taken["torch"] == expected
+    assert {name for name in taken if taken[name] == "1000"} == set(taken) - set(pinned)
     assert ("jupyterlab" in taken) == bool(extras)
     assert ("pytest" in taken) == ("test" in extras)
 

@@ -7,6 +7,7 @@ import itertools
 import os
 import pwd
 import resource
+import shlex
 import shutil
 import subprocess
 import sys
@@ -52,7 +53,7 @@ def total():
 @pytest.mark.parametrize(("patch", "said"), [
     ("sys.version_info = (3, 9, 2, 'final', 0)",
      "ImportError: dplab needs Python 3.11 or newer, and this is 3.9: make the environment with a "
-     "newer one, python3.11 -m venv .venv"),
+     "newer one, python3.11 -m venv --clear .venv"),
     ("sys.platform = 'win32'", "On Windows, install WSL 2 (wsl --install)"),
 ], ids=["old Python", "Windows"])
 def test_a_system_that_will_not_do_is_told_so_at_import(patch, said):
@@ -90,6 +91,11 @@ def test_torch_that_is_missing_or_old(monkeypatch, version, said):
         needs.check_torch()
     assert said in str(caught.value)
     assert f"{sys.executable} -m pip install -r requirements.txt" in str(caught.value)
+
+
+def test_a_command_can_be_pasted_where_the_folder_has_a_space(monkeypatch):
+    monkeypatch.setattr(sys, "executable", "/srv/my courses/.venv/bin/python")
+    assert shlex.split(needs.set_up())[0] == sys.executable
 
 
 def test_an_environment_without_pip_is_told_of_uv():

@@ -10,15 +10,18 @@ import argparse
 import csv
 import itertools
 import json
+import os
 import statistics
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from dplab.desk import course, record
 from dplab.exercises import every_exercise
 from dplab.exercises.exercise import PASSED, Exercise
+
+MOST = 1_000_000  # tries or hints that somebody may have taken
 
 
 class NoProgress(Exception):
@@ -57,14 +60,16 @@ def read(path: Path) -> Student:
     Raises NoProgress.
     """
     student = Student(name_of(path))
-    file = path / "progress.json" if path.is_dir() else path
-    if path.is_dir() and not file.exists():
-        return student
+    file = path
     try:
+        if path.is_dir():
+            file = path / "progress.json"
+            if not file.exists():
+                return student
         kept = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise NoProgress(f"{file}: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise NoProgress(f"{file} is no JSON file. {student.name} can export it again") from error
     if not isinstance(kept, dict) or kept.get("edition") != record.EDITION:
         raise NoProgress(f"{file} holds no progress of this edition of the course")
@@ -79,18 +84,32 @@ def read(path: Path) -> Student:
 def _entries(exercises):
     if isinstance(exercises, list):  # as exported
         for row in exercises:
-            yield row["exercise"], Entry(bool(row["passed"]), int(row["tries"]), int(row["hints"]),
-                                         bool(row["solution seen before"]))
+            yield row["exercise"], Entry(bool(row["passed"]), _count(row["tries"]),
+                                         _count(row["hints"]), bool(row["solution seen before"]))
     else:  # as kept
         for slug, entry in exercises.items():
-            yield slug, Entry(entry.get("outcome") == PASSED, int(entry.get("tries", 0)),
-                              int(entry.get("hints", 0)), bool(entry.get("solution_seen")))
+            yield slug, Entry(entry.get("outcome") == PASSED, _count(entry.get("tries", 0)),
+                              _count(entry.get("hints", 0)), bool(entry.get("solution_seen")))
+
+
+def _count(value):
+    if not isinstance(value, int) or not 0 <= value <= MOST:
+        raise ValueError(f"{value!r} counts nothing")
+    return value
 
 
 def name_of(path: Path) -> str:
     """ada, of ``ada.json``, ``~ada/.dplab`` or ``/srv/class/ada``."""
     parts = [part.removesuffix(".json") for part in path.absolute().parts]
     return next((part for part in reversed(parts) if part not in (".dplab", "progress")), str(path))
+
+
+def name_apart(students: Mapping[Path, Student]) -> None:
+    """Those of one name get their paths for names."""
+    names = [student.name for student in students.values()]
+    for path, student in students.items():
+        if names.count(student.name) > 1:
+            student.name = str(path)
 
 
 def table(students: Sequence[Student]) -> str:
@@ -159,12 +178,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--csv", type=Path, metavar="FILE",
                         help="also write a line for each student and exercise, for a spreadsheet")
     options = parser.parse_args(arguments)
-    students, faults = [], []
-    for path in options.names:
+    paths = {os.path.realpath(path): path for path in options.names}  # each counts once
+    if options.csv and (options.csv.suffix == ".json" or os.path.realpath(options.csv) in paths):
+        parser.error(f"--csv writes over its FILE, and {options.csv} looks like a student's. "
+                     "Name another one, such as --csv class.csv")
+    by_path, faults = {}, []
+    for path in paths.values():
         try:
-            students.append(read(path))
+            by_path[path] = read(path)
         except NoProgress as error:
             faults.append(str(error))
+    name_apart(by_path)
+    students = list(by_path.values())
     if students:
         print("Exercises passed, by chapter. hints: taken; solutions: seen before passing.\n")
         print(table(students))

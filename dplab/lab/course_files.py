@@ -10,6 +10,7 @@ from pathlib import Path
 from dplab.lab import notebook
 
 ROOT = Path(__file__).resolve().parents[2]
+RULES = "chapters/book/assistants.md"
 _LINK = re.compile(r"""\]\(([^)\s#]+)|\bsrc=["']([^"'#]+)""")
 
 
@@ -35,7 +36,8 @@ class Course:
 def read_course(root: Path) -> Course:
     """Reads all files of ``chapters/`` and every file that they or the README link to.
 
-    Of ``chapters/book/``, which makes the web book, only the pages that are linked to.
+    Of ``chapters/book/``, which makes the web book, only the pages that are linked to. The rules
+    for AI assistants come as ``AGENTS.md`` too, where those in an editor look for rules.
     """
     if not (root / "chapters").is_dir():
         raise NoCourse(
@@ -56,6 +58,8 @@ def read_course(root: Path) -> Course:
                 continue
         files[name] = data
         waiting += _linked(name, data)
+    if RULES in files:
+        files["AGENTS.md"] = files[RULES].replace(b"](../", b"](chapters/")
     return Course(root, dict(sorted(files.items())),
                   sorted(name for name in edited if name.endswith(".ipynb")),
                   sorted(unreadable))

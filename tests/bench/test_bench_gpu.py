@@ -1,4 +1,4 @@
-"""The bench of a GPU's kernels, run small on the CPU; with ``-m gpu`` whole, on a GPU."""
+"""The bench of a GPU's kernels, run small on the CPU; with ``-n 0 -m gpu`` whole, on a GPU."""
 
 import argparse
 import json

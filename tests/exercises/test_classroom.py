@@ -79,7 +79,12 @@ def test_the_name_of_a_student_is_in_the_path(path):
     ('{"0.1": {"outcome": "passed"}}', "no progress of this edition"),
     ('{"edition": 2}', "damaged"), ('{"edition": 2, "exercises": [1], "drills": {}}', "damaged"),
     ('{"edition": 2, "exercises": {"global-mean": 3}, "drills": {}}', "damaged"),
-    ('{"edition": 2, "exercises": {"global-mean": {"tries": "many"}}, "drills": {}}', "damaged")])
+    ('{"edition": 2, "exercises": {"global-mean": {"tries": "many"}}, "drills": {}}', "damaged"),
+    ('{"edition": 2, "exercises": {"global-mean": {"tries": Infinity}}, "drills": {}}', "damaged"),
+    (f'{{"edition": 2, "exercises": {{"global-mean": {{"tries": {"9" * 400}}}}}, "drills": {{}}}}',
+     "damaged"),
+    ('{"edition": 2, "exercises": {"global-mean": {"hints": -1}}, "drills": {}}', "damaged"),
+    ("[" * 200_000, "no JSON file")])
 def test_a_file_that_cannot_be_read_is_named_and_the_others_are_shown(
         class_of_three, tmp_path, capsys, content, said):
     broken = tmp_path / "dan.json"
@@ -89,6 +94,39 @@ def test_a_file_that_cannot_be_read_is_named_and_the_others_are_shown(
     shown = capsys.readouterr()
     assert "ada" in shown.out and "dan " not in shown.out
     assert str(broken) in shown.err and said in shown.err
+
+
+def test_a_folder_that_cannot_be_looked_into_is_named_and_the_others_are_shown(
+        class_of_three, capsys):
+    """As a home of mode 700; root can look into each, so here the name is longer than any."""
+    assert classroom.main(["x" * 300, *map(str, class_of_three)]) == 1
+    shown = capsys.readouterr()
+    assert "ada" in shown.out and "File name too long" in shown.err
+
+
+def test_students_of_one_name_are_told_apart_and_a_file_counts_once(class_of_three, capsys):
+    ada, ben, _ = class_of_three
+    for folder in ("a", "b"):
+        (ben.parent / folder).mkdir()
+        (ben.parent / folder / "ben.json").write_bytes(ben.read_bytes())
+    names = list(map(str, [ada, ben.parent / "a/ben.json", ben.parent / "b/ben.json"]))
+    capsys.readouterr()
+    assert classroom.main([*names, names[1], str(ada.parent / ".." / "ada" / ".dplab")]) == 0
+    students = lines_of(capsys.readouterr().out.split("Exercises that were begun")[0])
+    assert {"ada", *names[1:]} <= set(students) and "ben" not in students
+
+
+@pytest.mark.parametrize("name", ["ben.json", "ada/.dplab/progress.json", "new.json", "work"])
+def test_no_file_of_a_student_becomes_the_spreadsheet(class_of_three, capsys, name):
+    """Nor does `--csv handed_in/*.json`, where the shell puts a student's file behind --csv."""
+    folder = class_of_three[1].parent
+    handed_in = [*class_of_three, folder / "work"]
+    handed_in[-1].write_bytes(class_of_three[1].read_bytes())
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    with pytest.raises(SystemExit) as stop:
+        classroom.main([*map(str, handed_in), "--csv", str(folder / "cem" / ".." / name)])
+    assert stop.value.code == 2 and "--csv" in capsys.readouterr().err
+    assert before == {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def test_no_code_of_a_student_is_run(class_of_three, tmp_path):

@@ -101,6 +101,22 @@ def test_of_the_web_book_only_the_pages_that_others_link_to_are_copied(course, l
     assert files(course / "my_course/chapters/book") == {"setup.md", "more.md"}
 
 
+def test_an_assistant_in_an_editor_finds_its_rules(course, lab):
+    """By the name that such programs look for, with links that lead on from there."""
+    (course / "chapters/book").mkdir()
+    (course / "chapters/book/assistants.md").write_text("# Rules\n\n[all](../glossary.md)")
+    (course / "README.md").write_text("[rules](chapters/book/assistants.md)")
+    commit(course)
+    lab()
+    rules = course / "my_course/AGENTS.md"
+    assert rules.read_text() == "# Rules\n\n[all](chapters/glossary.md)"
+    rules.write_text("Say it all.")
+    (course / "chapters/book/assistants.md").write_text("# New rules")
+    commit(course)
+    lab()
+    assert rules.read_text() == "Say it all."
+
+
 def test_what_git_does_not_know_is_not_copied(course, lab):
     (course / "chapters/Untitled.ipynb").write_text("no notebook")
     lab()
