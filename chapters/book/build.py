@@ -80,10 +80,7 @@ def copy(source, target):
 
 def bundle_planner(folder):
     """Puts what the planner's page loads beside that page."""
-    script = BOOK / "planner" / "bundle.py"
-    if not script.exists():
-        return
-    spec = importlib.util.spec_from_file_location("planner_bundle", script)
+    spec = importlib.util.spec_from_file_location("bundle", BOOK / "planner" / "bundle.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     module.bundle(folder / "book" / "planner", NODE_MODULES)

@@ -33,8 +33,7 @@ ROOT = Path(__file__).resolve().parents[2]
 CHAPTERS = ROOT / "chapters"
 NOTEBOOKS = course.notebooks(CHAPTERS)
 PAGES = sorted(path.relative_to(CHAPTERS).with_suffix(".html").as_posix() for path in (
-    *CHAPTERS.glob("*.ipynb"), *CHAPTERS.glob("*.md"), *CHAPTERS.glob("book/*.md"))
-    if path.name != "contributing.md" or (ROOT / ".github/CONTRIBUTING.md").exists())
+    *CHAPTERS.glob("*.ipynb"), *CHAPTERS.glob("*.md"), *CHAPTERS.glob("book/*.md")))
 REPOSITORY = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]["Repository"]
 
 
