@@ -13,7 +13,6 @@ from nbformat.v4 import new_markdown_cell
 from sphinx.errors import ExtensionError
 
 from dplab.desk import cards
-from dplab.exercises import every_exercise
 
 CHECK = re.compile(r"""\bdplab\.check\(\s*["']([\w.-]+)["']""")
 IMAGE = re.compile(r"data:image/png;base64,([A-Za-z0-9+/=]+)")
@@ -70,6 +69,8 @@ def book_cells(app, docname, path, cell):
 
 def hints(slug):
     """The hints of an exercise, each folded."""
+    from dplab.exercises import every_exercise  # loads torch
+
     given = next(each for each in every_exercise() if slug in (each.slug, each.number)).hints
     return "\n".join(f'<details class="hint"><summary>Hint {place} of {len(given)}</summary>'
                      f"<p>{cards.inline(hint)}</p></details>"
