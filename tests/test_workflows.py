@@ -119,6 +119,14 @@ def test_the_kinds_of_torch_share_no_cache():
     assert before[-1]["run"] == 'echo "$TORCH" > .github/torch.txt'
 
 
+def test_the_book_is_published_only_from_the_main_branch_where_the_repository_says_so():
+    book = read(ROOT / ".github/workflows/book.yml")["jobs"]
+    publishing = [book["publish"], *(step for step in book["build"]["steps"]
+                                     if "upload-pages" in step.get("uses", ""))]
+    assert [each["if"] for each in publishing] == [
+        "github.ref == 'refs/heads/main' && vars.PUBLISH_BOOK == 'yes'"] * 2
+
+
 def test_every_night_runs_what_ci_runs_and_the_soaks():
     nightly = read(ROOT / ".github/workflows/nightly.yml")
     run = [step["run"] for step in steps(nightly) if "run" in step]
