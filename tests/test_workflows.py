@@ -2,7 +2,6 @@
 
 import itertools
 import re
-import shutil
 import subprocess
 import sys
 import tomllib
@@ -10,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from skips import need_program
 
 ROOT = Path(__file__).resolve().parents[1]
 PATHS = sorted((ROOT / ".github/workflows").glob("*.yml"))
@@ -70,8 +70,7 @@ def test_what_goes_into_a_shell_is_no_expression(path):
 
 @each_workflow
 def test_shellcheck_finds_nothing(path):
-    if shutil.which("shellcheck") is None:
-        pytest.skip("needs shellcheck")
+    need_program("shellcheck")
     for step in steps(read(path)):
         done = subprocess.run(["shellcheck", "--shell=bash", "-"], input=step.get("run", ""),
                               capture_output=True, text=True)
@@ -109,6 +108,13 @@ def test_the_files_that_are_hashed_for_a_cache_are_those_that_are_installed(name
     installed = re.findall(r' -r "?(?:\$RUNNER_TEMP/)?([\w./]+)',
                            "\n".join(step.get("run", "") for step in found))
     assert [sorted(each) for each in hashed] == [sorted({*requirements(installed)})]
+
+
+def test_macos_gets_the_shellcheck_that_quick_tests_need():
+    """The images of Ubuntu have it, those of macOS do not."""
+    installs = [step for step in steps(read(ROOT / ".github/workflows/tests.yml"))
+                if "install shellcheck" in step.get("run", "")]
+    assert [step["if"] for step in installs] == ["runner.os == 'macOS'"]
 
 
 def test_the_kinds_of_torch_share_no_cache():
