@@ -1,7 +1,7 @@
 """The GitHub workflows, which nobody has run yet: their form, their rights, what they run."""
 
+import itertools
 import re
-import shutil
 import subprocess
 import sys
 import tomllib
@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from skips import need_program
 
 ROOT = Path(__file__).resolve().parents[1]
 PATHS = sorted((ROOT / ".github/workflows").glob("*.yml"))
@@ -69,8 +70,7 @@ def test_what_goes_into_a_shell_is_no_expression(path):
 
 @each_workflow
 def test_shellcheck_finds_nothing(path):
-    if shutil.which("shellcheck") is None:
-        pytest.skip("needs shellcheck")
+    need_program("shellcheck")
     for step in steps(read(path)):
         done = subprocess.run(["shellcheck", "--shell=bash", "-"], input=step.get("run", ""),
                               capture_output=True, text=True)
@@ -89,12 +89,48 @@ def test_the_quick_tests_run_on_these_systems_and_versions():
     assert {each["torch"] for each in matrix["include"]} == set(matrix["torch"])
 
 
-def test_the_files_that_are_hashed_for_a_cache_are_installed():
-    for path in PATHS:
-        run = "\n".join(step.get("run", "") for step in steps(read(path)))
-        for step in steps(read(path)):
-            for file in step.get("with", {}).get("cache-dependency-path", "").split():
-                assert file in run
+def requirements(files):
+    """These files and those that they include."""
+    for file in files:
+        yield file
+        if (ROOT / file).exists():
+            text = (ROOT / file).read_text(encoding="utf-8")
+            yield from requirements(
+                (ROOT / file).parent.joinpath(each).resolve().relative_to(ROOT).as_posix()
+                for each in re.findall(r"^-r (\S+)", text, re.MULTILINE))
+
+
+@pytest.mark.parametrize("name", ["book", "tests"])
+def test_the_files_that_are_hashed_for_a_cache_are_those_that_are_installed(name):
+    found = steps(read(ROOT / f".github/workflows/{name}.yml"))
+    hashed = [step["with"]["cache-dependency-path"].split() for step in found
+              if "cache" in step.get("with", {})]
+    installed = re.findall(r' -r "?(?:\$RUNNER_TEMP/)?([\w./]+)',
+                           "\n".join(step.get("run", "") for step in found))
+    assert [sorted(each) for each in hashed] == [sorted({*requirements(installed)})]
+
+
+def test_macos_gets_the_shellcheck_that_quick_tests_need():
+    """The images of Ubuntu have it, those of macOS do not."""
+    installs = [step for step in steps(read(ROOT / ".github/workflows/tests.yml"))
+                if "install shellcheck" in step.get("run", "")]
+    assert [step["if"] for step in installs] == ["runner.os == 'macOS'"]
+
+
+def test_the_kinds_of_torch_share_no_cache():
+    """The file with the kind is written before its hash becomes the cache's key."""
+    before = list(itertools.takewhile(lambda step: "cache" not in step.get("with", {}),
+                                      steps(read(ROOT / ".github/workflows/tests.yml"))))
+    assert "matrix.torch" in before[-1]["env"]["TORCH"]
+    assert before[-1]["run"] == 'echo "$TORCH" > .github/torch.txt'
+
+
+def test_the_book_is_published_only_from_the_main_branch_where_the_repository_says_so():
+    book = read(ROOT / ".github/workflows/book.yml")["jobs"]
+    publishing = [book["publish"], *(step for step in book["build"]["steps"]
+                                     if "upload-pages" in step.get("uses", ""))]
+    assert [each["if"] for each in publishing] == [
+        "github.ref == 'refs/heads/main' && vars.PUBLISH_BOOK == 'yes'"] * 2
 
 
 def test_every_night_runs_what_ci_runs_and_the_soaks():
