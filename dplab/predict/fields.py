@@ -62,7 +62,9 @@ class Field:
             other, defaults = self.default_by
             default = defaults.get(str(values.get(other)), self.default)
             most = values.get(self.at_most)
-            return min(default, most) if isinstance(most, int) else default
+            if isinstance(most, int) and isinstance(default, int):
+                return min(default, most)
+            return default
         return self.default
 
     def is_asked(self, values: Mapping[str, Value]) -> bool:

@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import zipfile
 from pathlib import Path
 from urllib.parse import parse_qsl, urlencode
 
@@ -434,6 +435,20 @@ def test_where_python_cannot_start_the_stored_plan_stays_and_says_why(browser, s
 def test_without_pyodide_the_bundle_says_how_to_get_it(tmp_path):
     with pytest.raises(FileNotFoundError, match="npm ci"):
         bundler().bundle(tmp_path / "planner", tmp_path / "node_modules")
+
+
+def test_the_package_for_the_browser_has_no_stray_file_and_any_date(tmp_path, monkeypatch):
+    bundle = bundler()
+    folder = tmp_path / "dplab" / "predict"
+    folder.mkdir(parents=True)
+    for path in (folder.parent / "__init__.py", folder.parent / "needs.py", folder / "plan.py",
+                 folder / "runs.json", folder / ".plan.py.swp"):
+        path.write_text("")
+        os.utime(path, (0, 0))  # 1970: before the first date of a zip file
+    monkeypatch.setattr(bundle, "ROOT", tmp_path)
+    bundle._zip_predict(tmp_path / "predict.zip")
+    assert set(zipfile.ZipFile(tmp_path / "predict.zip").namelist()) == {
+        "dplab/__init__.py", "dplab/needs.py", "dplab/predict/plan.py", "dplab/predict/runs.json"}
 
 
 def test_the_colours_are_those_of_the_figures():
