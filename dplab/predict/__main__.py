@@ -8,9 +8,8 @@ import sys
 from urllib.parse import urlencode
 
 from dplab.predict import plan, plan_as_text
-from dplab.predict.fields import FIELDS
+from dplab.predict.fields import BY_NAME, FIELDS
 
-_GROUPS = {"model": "model", "hardware": "hardware", "run": "training"}
 _EXAMPLE = 'dplab plan --model "Llama-3 8B" --gpus 64'
 
 
@@ -30,10 +29,10 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _print(options):
     found = json.loads(plan.answer(_query(options), "plan" if options.link else "all"))
-    if options.json and not options.link:
+    if options.json:
         print(json.dumps(found, indent=2))
     for error in found["errors"]:
-        print(f"dplab plan: {_named(error['field'])}{error['why']}", file=sys.stderr)
+        print(f"dplab plan: {_wrong(**error)}", file=sys.stderr)
     if found["errors"]:
         return 2
     if options.link:
@@ -52,11 +51,12 @@ def _parser():
         epilog=f"For example: {_EXAMPLE}")
     parser.add_argument("address", nargs="?", metavar="ADDRESS",
                         help="a plan that was shared, or the part of its address after the ?")
-    parser.add_argument("--json", action="store_true", help="print the plan as JSON")
-    parser.add_argument("--link", action="store_true",
-                        help="print only the end of the planner's address, to share the plan")
-    for group, title in _GROUPS.items():
-        listed = parser.add_argument_group(title)
+    shown = parser.add_mutually_exclusive_group()
+    shown.add_argument("--json", action="store_true", help="print the plan as JSON")
+    shown.add_argument("--link", action="store_true",
+                       help="print only the end of the planner's address, to share the plan")
+    for group in dict.fromkeys(field.group for field in FIELDS):
+        listed = parser.add_argument_group(group)
         for field in FIELDS:
             if field.group == group:
                 listed.add_argument(_option(field.name), dest=field.name, metavar=_metavar(field),
@@ -75,30 +75,38 @@ def _metavar(field):
 def _help(field):
     said = [field.help]
     if field.choices:
-        said.append(f"One of: {', '.join(field.choices)}.")
+        said.append(f"One of: {', '.join(map(repr, field.choices))}.")
     if field.needs:
-        with_these = " ".join(f"{_option(name)} {value}" for name, value in field.needs.items())
-        said.append(f"Only with {with_these}.")
-    if field.default is not None:
+        said.append(f"Only with {_options(field.needs)}.")
+    if field.default_by is not None:
+        said.append(f"(default: follows {_option(field.default_by[0])})")
+    elif field.default is not None:
         said.append(f"(default: {field.text_of(field.default)})")
     return " ".join(said)
 
 
 def _query(options):
     """The query that the address and the options make together."""
-    address = options.address or ""
-    if "?" in address:
-        address = address.partition("?")[2]
+    address = (options.address or "").partition("#")[0]
+    page, mark, query = address.partition("?")
+    if mark:
+        address = query
+    elif "=" not in page and ("/" in page or page.endswith(".html")):
+        address = ""  # the page without a query, which shows the default plan
     given = [(field.name, getattr(options, field.name)) for field in FIELDS
              if getattr(options, field.name) is not None]
     return "&".join(part for part in (address, urlencode(given, errors="replace")) if part)
 
 
-def _named(name):
-    """The name of a field as the option that it is here."""
-    if name in {field.name for field in FIELDS}:
-        return f"{_option(name)}: "
-    return ""
+def _options(values):
+    return " ".join(f"{_option(name)} {value}" for name, value in values.items())
+
+
+def _wrong(field, why, needs):
+    """The line on an error, with the name of its field as the option that it is here."""
+    if needs:
+        return f"{_option(field)} needs {_options(needs)}"
+    return f"{_option(field)}: {why}" if field in BY_NAME else why
 
 
 if __name__ == "__main__":

@@ -37,19 +37,22 @@ from dplab.predict.transformer_config import TransformerConfig
 
 CHOICES = {
     "DDP": "everything on every rank",
-    "ZeRO-1": "the optimizer's state sharded: DDP with ZeroRedundancyOptimizer",
+    "ZeRO-1": "DDP, optimizer sharded",
     "FSDP": "all sharded among all ranks",
-    "FSDP, kept": "the same, but parameters stay whole from forward to the end of backward",
-    "HSDP": "all sharded within a node, and a copy on each node",
+    "FSDP, kept": "whole until backward",
+    "HSDP": "sharded in a node, a copy on each",
 }
-"""From the simplest on: a later one is taken where it fits and is faster."""
+"""From the simplest on: a later one is taken where it fits and is faster. "FSDP, kept" is without
+resharding after forward. On one rank DDP stands for the model without a wrapper."""
 
 IN_BF16 = {
-    "mixed": "parameters, gradients and Adam's moments in fp32; gathers and computing in bf16",
-    "bf16": "everything in bf16, Adam's moments too: half the memory, and updates that round",
+    "mixed": "states in fp32, computing in bf16",
+    "bf16": "all in bf16, Adam's moments too",
 }
-"""Precisions that compute in bf16, as the measured rates do, named as in `dplab.dryrun`."""
-_PRECISIONS = {"mixed": PRECISIONS["fp32 shards, bf16 gathered"], "bf16": PRECISIONS["pure bf16"]}
+"""Precisions that compute in bf16, as the measured rates do, named as in `dplab.dryrun`. In "bf16"
+updates round, and the memory of the states is half."""
+_PRECISIONS = dict(zip(IN_BF16, (PRECISIONS["fp32 shards, bf16 gathered"],
+                                 PRECISIONS["pure bf16"]), strict=True))
 _IN_TRAFFIC = {"DDP": "DDP", "ZeRO-1": "ZeroRedundancyOptimizer", "FSDP": "fully_shard",
                "FSDP, kept": "fully_shard, reshard_after_forward=False"}
 _MANY_NODES = [2**power for power in range(18)]
@@ -73,6 +76,16 @@ class Option(SimulatedStep):
     budget: Budget
     limit: float
     precision: str = "mixed"
+
+    @property
+    def name(self) -> str:
+        """The strategy; on one rank DDP is a model without a wrapper."""
+        return "no wrapper" if self.is_plain else self.strategy
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether one rank trains the model as it is."""
+        return self.strategy == "DDP" and self.cluster.ranks == 1
 
     @property
     def fits(self) -> bool:
@@ -115,7 +128,7 @@ class Option(SimulatedStep):
 
     def __str__(self):
         again = ", blocks recomputed" if self.job.recompute == "full" else ""
-        return f"{self.strategy}{again}"
+        return f"{self.name}{again}"
 
 
 @dataclass(frozen=True)
@@ -143,8 +156,13 @@ class Recommendation:
 
     @cached_property
     def ties(self) -> list[Option]:
-        """Those that fit and are as fast as the fastest within `TIE`, the simplest first."""
+        """Those that fit and are as fast as the fastest within `TIE`, the simplest first.
+
+        On one rank nothing is shared, so that the simplest that fits stands alone.
+        """
         fitting = [option for option in self.options if option.fits]
+        if self.options[0].cluster.ranks == 1:
+            return fitting[:1]
         shortest = min((option.seconds for option in fitting), default=0)
         return [option for option in fitting if option.seconds <= (1 + TIE) * shortest]
 
@@ -243,11 +261,17 @@ class Recommendation:
         close = [option for option in self.options
                  if abs(option.margin) <= MEMORY_ERROR * option.budget.total]
         return [f"{option} is {readable(abs(option.margin))} "
-                f"{'below' if option.fits else 'over'} the limit, which is within the "
-                f"{MEMORY_ERROR:.0%} that this prediction of memory may be off: try it, or do a "
-                "dry run." for option in close]
+                f"{'below' if option.fits else 'over'} the limit. The prediction is within "
+                f"{MEMORY_ERROR:.0%} of dry runs; no GPU was measured: try it, or do a dry run."
+                for option in close]
 
     def _about_ties(self):
+        if self.best is not None and self.best.cluster.ranks == 1:
+            if self.best.is_plain:
+                return ["One GPU has nothing to share: train the model as it is, without DDP or "
+                        "FSDP."]
+            return ["Without a wrapper it does not fit. FSDP on one GPU shares nothing, but it "
+                    "frees each block's parameters in bf16 after use."]
         others = [str(option) for option in self.ties if option is not self.best]
         if not others:
             return []
@@ -258,7 +282,8 @@ class Recommendation:
     def _about_the_bound(self):
         if self.best is None:
             return []
-        said = [_REMEDIES[self.best.bound]]
+        alone = self.best.cluster.ranks == 1
+        said = [(_REMEDIES | _ALONE if alone else _REMEDIES)[self.best.bound]]
         (most, first), (next_most, second) = sorted(
             ((saved / self.best.seconds, name) for name, saved in self.best.savings.items()),
             reverse=True)[:2]
@@ -300,6 +325,10 @@ class Recommendation:
         if self.global_tokens <= self.most_tokens:
             return []
         most = self.most_tokens // self.options[0].job.tokens
+        if not most:
+            return [f"The {self.options[0].job.tokens:,} tokens of one GPU exceed the largest "
+                    f"useful global batch of {self.most_tokens:,.0f}: take a smaller local batch "
+                    "or shorter sequences."]
         return [f"The global batch of {self.global_tokens:,} tokens exceeds "
                 f"{self.most_tokens:,.0f}: at most {most:,.0f} of "
                 f"{self.options[0].cluster.ranks:,} ranks can be data parallel with this local "
@@ -321,8 +350,7 @@ class Recommendation:
             lines.append(f"{mark} {option!s:31}{readable(option.budget.total):>9}{time}")
         advice = (textwrap.fill(line, 96, initial_indent="- ", subsequent_indent="  ")
                   for line in self.advice)
-        unknown = (textwrap.fill(f"Not measured: {line}.", 96, initial_indent="- ",
-                                 subsequent_indent="  ")
+        unknown = (textwrap.fill(f"{line}.", 96, initial_indent="- ", subsequent_indent="  ")
                    for line in self.unknown)
         return "\n".join([*lines, "", *advice, *unknown])
 
@@ -330,9 +358,14 @@ class Recommendation:
 def _told(change):
     if change.best is None:
         return "then nothing fits."
-    gain = f"{change.gain:+.1%} tokens/s per GPU, with {change.best}"
+    gain = f"{_signed(change.gain)} tokens/s per GPU, with {change.best}"
     return f"{gain}." if abs(change.gain) > TIE else (
         f"{gain}: no more than the prediction may be off.")
+
+
+def _signed(share):
+    percents = round(100 * share, 1)
+    return f"{'+' if percents > 0 else '−' if percents < 0 else ''}{abs(percents):.1f}%"
 
 
 _REMEDIES = {
@@ -345,15 +378,18 @@ _REMEDIES = {
                                "fewer bytes between nodes, or a faster network.",
     "latency": "Latency bounds it: larger units, more tokens.",
 }
+_ALONE = {"memory bandwidth": "The bandwidth of the GPU's memory bounds it: fuse operations "
+                              "(torch.compile)."}
+"""What else there is to say on one rank."""
 
 
 def recommend(model: TransformerConfig, cluster: Cluster, *, batch: int = 1, sequence: int = 4096,
               most_tokens: float = math.inf, precision: str = "mixed",
-              recompute: Collection[str] = BLOCK_RECOMPUTE) -> Recommendation:
+              recompute: str | Collection[str] = BLOCK_RECOMPUTE) -> Recommendation:
     """Which strategy trains ``model`` fastest, with ``batch`` sequences on each rank.
 
     ``most_tokens``: the largest global batch that training can use, see chapter 07. ``precision``:
-    one of `IN_BF16`. ``recompute``: the ways that are allowed, of `cluster.BLOCK_RECOMPUTE`; the
+    one of `IN_BF16`. ``recompute``: the way or ways allowed, of `cluster.BLOCK_RECOMPUTE`; the
     first that fits is taken, so that by default blocks are recomputed only where nothing else
     fits. A tenth of the memory is left to the allocator and the libraries. Adding up gradients over
     several micro-batches is not considered, nor are tensor, context and pipeline parallelism, which
@@ -363,6 +399,7 @@ def recommend(model: TransformerConfig, cluster: Cluster, *, batch: int = 1, seq
     if not most_tokens > 0:
         raise ValueError(f"most_tokens, the largest global batch, is above 0, not {most_tokens}")
     one_of(precision, IN_BF16, "precision")
+    recompute = (recompute,) if isinstance(recompute, str) else recompute
     if not recompute:
         raise ValueError(f"recompute allows nothing: give some of {BLOCK_RECOMPUTE}")
     for way in recompute:
@@ -443,12 +480,13 @@ def strategy_transfers(strategy: str, model: TransformerConfig, cluster: Cluster
 
 def option_of(strategy: str, model: TransformerConfig, cluster: Cluster, *, batch: int,
               sequence: int, precision: str = "mixed",
-              recompute: Collection[str] = BLOCK_RECOMPUTE) -> Option:
+              recompute: str | Collection[str] = BLOCK_RECOMPUTE) -> Option:
     """One strategy, with the first way to ``recompute`` that fits, or else the last.
 
     Raises like `strategy_budget`.
     """
     limit = (1 - _FREE) * cluster.gpu.memory_bytes
+    recompute = (recompute,) if isinstance(recompute, str) else recompute
     for way in recompute:
         held = strategy_budget(strategy, model, cluster, batch=batch, sequence=sequence,
                                recompute=way, precision=precision)
@@ -460,8 +498,9 @@ def option_of(strategy: str, model: TransformerConfig, cluster: Cluster, *, batc
 
 
 def _options(model, cluster, batch, sequence, precision, recompute):
+    strategies = [name for name in CHOICES if name != "HSDP" or cluster.nodes > 1]
+    if cluster.ranks == 1:  # the others are the same as one of these, as HSDP is within a node
+        strategies = ["DDP", "FSDP"]
     return tuple(option_of(strategy, model, cluster, batch=batch, sequence=sequence,
                            precision=precision, recompute=recompute)
-                 for strategy in CHOICES
-                 if strategy != "HSDP" or cluster.nodes > 1)  # within a node it is FSDP
-
+                 for strategy in strategies)

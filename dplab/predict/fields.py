@@ -37,7 +37,8 @@ class Field:
     ``kind``: "choice" (one of ``choices``: value and label), "whole" (number), "number" or "flag".
     ``least`` and ``most`` bound a number, and ``why_most`` says why there is a bound. ``default``
     None: it may be left out. ``default_by``: another field's name, and this one's default for some
-    of its values. ``needs``: the values of other fields with which there is this one at all.
+    of its values. ``at_most``: a field whose number, where there is that field, the default does
+    not exceed. ``needs``: the values of other fields with which there is this one at all.
     """
 
     name: str
@@ -53,12 +54,17 @@ class Field:
     unit: str = ""
     needs: Mapping[str, str] = field(default_factory=dict)
     default_by: tuple[str, Mapping[str, Value]] | None = None
+    at_most: str = ""
 
     def default_for(self, values: Mapping[str, Value]) -> Value:
         """The default beside these values of the fields before it."""
         if self.default_by is not None:
             other, defaults = self.default_by
-            return defaults.get(str(values.get(other)), self.default)
+            default = defaults.get(str(values.get(other)), self.default)
+            most = values.get(self.at_most)
+            if isinstance(most, int) and isinstance(default, int):
+                return min(default, most)
+            return default
         return self.default
 
     def is_asked(self, values: Mapping[str, Value]) -> bool:
@@ -79,11 +85,11 @@ class Field:
 
 
 class Wrong(ValueError):
-    """What is wrong with one field."""
+    """What is wrong with one field; ``needs``: the fields without which there is none."""
 
-    def __init__(self, name: str, why: str):
+    def __init__(self, name: str, why: str, needs: Mapping[str, str] | None = None):
         super().__init__(why)
-        self.name, self.why = name, why
+        self.name, self.why, self.needs = name, why, dict(needs or {})
 
 
 def _choice(field, text):
@@ -91,7 +97,7 @@ def _choice(field, text):
     if text.lower() in by_lower:
         return by_lower[text.lower()]
     raise ValueError(f"{_shown(text)} is none of the choices{_meant(text, field.choices)} There "
-                     f"are: {', '.join(field.choices)}")
+                     f"are: {', '.join(map(repr, field.choices))}")
 
 
 def _flag(field, text):
@@ -101,6 +107,7 @@ def _flag(field, text):
 
 
 def _whole(field, text):
+    _refuse_nothing(field, text)
     if re.fullmatch(r"-?[0-9]{1,3}(,[0-9]{3})+", text):
         text = text.replace(",", "")
     if not re.fullmatch(r"[+-]?[0-9]+", text):
@@ -112,6 +119,7 @@ def _whole(field, text):
 
 
 def _number(field, text):
+    _refuse_nothing(field, text)
     if re.fullmatch(r"-?[0-9]{1,3}(,[0-9]{3})+", text):
         text = text.replace(",", "")
     try:
@@ -124,12 +132,17 @@ def _number(field, text):
     return _bounded(field, value, text)
 
 
+def _refuse_nothing(field, text):
+    if not text:
+        raise ValueError(f"is empty: write a number, such as {field.text_of(_example(field))}")
+
+
 def _bounded(field, value, text):
     if field.least is not None and value < field.least:
-        raise ValueError(f"{_shown(text)} is too small: take at least {field.least:,}")
+        raise ValueError(f"{_shown(text)} is too small: take at least {field.least:,.0f}")
     if field.most is not None and value > field.most:
         why = f" ({field.why_most})" if field.why_most else ""
-        raise ValueError(f"{_shown(text)} is too large: take at most {field.most:,}{why}")
+        raise ValueError(f"{_shown(text)} is too large: take at most {field.most:,.0f}{why}")
     return value
 
 
@@ -162,18 +175,18 @@ _LENGTHS = {name: min(model.context, 8192) for name, model in MODELS.items()}
 
 
 def _link(link):
-    return f"{link.name}: {link.bandwidth / 1e9:g} GB/s in each direction"
+    return f"{link.name}, {link.bandwidth / 1e9:g} GB/s each way"
 
 
 FIELDS: tuple[Field, ...] = (
     Field("model", "Model", "model", "choice", "Llama-3 8B",
-          "A published model, or `custom` to type in layers and sizes.",
-          choices={**{name: f"{name}, {model.parameters / 1e9:.3g} billion parameters"
+          "A published model, with its number of parameters, or one of your own.",
+          choices={**{name: f"{name}, {model.parameters / 1e9:.3g} billion"
                       for name, model in MODELS.items()}, CUSTOM: "layers and sizes of your own"}),
     Field("family", "Family", "model", "choice", "llama",
-          "How a block is made: like Llama's or like GPT-2's.", needs=_TYPED,
-          choices={"llama": "Llama: RMSNorm, rotary positions, no biases",
-                   "gpt": "GPT-2: LayerNorm, learned positions, biases"}),
+          "Llama's blocks with rotary positions, or GPT-2's with learned ones.", needs=_TYPED,
+          choices={"llama": "Llama: RMSNorm, no biases",
+                   "gpt": "GPT-2: LayerNorm, biases"}),
     Field("layers", "Layers", "model", "whole", 32, "Transformer blocks.", least=1, most=1000,
           why_most="each block is simulated", unit="blocks", needs=_TYPED),
     Field("d_model", "Width", "model", "whole", 4096,
@@ -193,21 +206,22 @@ FIELDS: tuple[Field, ...] = (
           "Positions that the model has a vector for: no sequence is longer.", least=1,
           most=1_048_576, why_most=_SIZE, unit="tokens", needs={**_TYPED, "family": "gpt"}),
     Field("gated", "Gated", "model", "flag", True,
-          "Whether the feed-forward part has a third matrix, the gate.", needs=_TYPED,
-          default_by=("family", {"llama": True, "gpt": False})),
+          "Whether the feed-forward part has a third matrix, the gate; by default the family's.",
+          needs=_TYPED, default_by=("family", {"llama": True, "gpt": False})),
     Field("tied", "Tied", "model", "flag", False,
-          "Whether the head is the embedding, so that both count once.", needs=_TYPED,
-          default_by=("family", {"llama": False, "gpt": True})),
-    Field("gpu", "GPU", "hardware", "choice", "H100", "What each rank runs on.",
+          "Whether the head is the embedding, so that both count once; by default the family's.",
+          needs=_TYPED, default_by=("family", {"llama": False, "gpt": True})),
+    Field("gpu", "GPU", "hardware", "choice", "H100",
+          "What each rank runs on: its memory, and its peak in bf16.",
           choices={name: f"{name}, {gpu.memory_bytes / 1e9:g} GB, {gpu.bf16_flops / 1e12:g} "
-                         "TFLOP/s in bf16" for name, gpu in GPUS.items()}),
+                         "TFLOP/s" for name, gpu in GPUS.items()}),
     Field("inside", "Links inside a node", "hardware", "choice", "NVLink 4",
           "Over which the GPUs of a node send to each other; by default the GPU's own NVLink.",
           choices={name: _link(link) for name, link in LINKS.items()
                    if not name.endswith("Gb/s")},
           default_by=("gpu", _USUAL)),
     Field("between", "Links between nodes", "hardware", "choice", "400 Gb/s",
-          "One of the node's links to the network; `nics` says how many it has.",
+          "One of a node's links to the network; by default as usual with the GPU.",
           choices={name: _link(link) for name, link in LINKS.items() if name.endswith("Gb/s")},
           default_by=("gpu", {"A100": "200 Gb/s"})),
     Field("gpus", "GPUs", "hardware", "whole", 64,
@@ -219,24 +233,25 @@ FIELDS: tuple[Field, ...] = (
     Field("nics", "Links of a node to the network", "hardware", "whole", None,
           "How many links to the network a node has; left out, one for each of its GPUs.", least=1,
           most=72, why_most="as many as GPUs in the largest node", unit="links"),
-    Field("batch", "Batch on a GPU", "run", "whole", 1, "Sequences on each GPU in a step.", least=1,
-          most=65_536, why_most=_RUN, unit="sequences"),
-    Field("sequence", "Length of a sequence", "run", "whole", 8192,
-          "Tokens in a sequence; by default the model's context, up to 8,192.", least=1,
-          most=1_048_576, why_most=_RUN, unit="tokens",
-          default_by=("model", _LENGTHS)),
-    Field("strategy", "Strategy", "run", "choice", RECOMMENDED,
-          "What is copied and what is sharded; `recommended` takes the fastest that fits.",
-          choices={RECOMMENDED: "the fastest that fits, of those below", **{
+    Field("batch", "Batch on a GPU", "training", "whole", 1, "Sequences on each GPU in a step.",
+          least=1, most=65_536, why_most=_RUN, unit="sequences"),
+    Field("sequence", "Length of a sequence", "training", "whole", 8192,
+          "Tokens in a sequence; by default what the model has positions for, up to 8,192.",
+          least=1, most=1_048_576, why_most=_RUN, unit="tokens",
+          default_by=("model", _LENGTHS), at_most="context"),
+    Field("strategy", "Strategy", "training", "choice", RECOMMENDED,
+          "What is copied and what is sharded; by default the fastest of them that fits.",
+          choices={RECOMMENDED: "recommended: the fastest that fits", **{
               name: f"{name}: {what}" for name, what in CHOICES.items()}}),
-    Field("precision", "Precision", "run", "choice", "mixed",
+    Field("precision", "Precision", "training", "choice", "mixed",
           "What is kept in fp32 and what in bf16. Matrix products are in bf16 in each.",
-          choices=dict(IN_BF16)),
-    Field("recompute", "Recomputation", "run", "choice", AS_NEEDED,
+          choices={name: f"{name}: {what}" for name, what in IN_BF16.items()}),
+    Field("recompute", "Recomputation", "training", "choice", AS_NEEDED,
           "Whether backward computes the activations of a block again instead of keeping them.",
-          choices={AS_NEEDED: "only where nothing else fits", "none": "all activations are kept",
-                   "full": "of each block only its input is kept"}),
-    Field("most_tokens", "Largest useful global batch", "run", "number", None,
+          choices={AS_NEEDED: "as needed: where nothing else fits",
+                   "none": "none: all activations are kept",
+                   "full": "full: only blocks' inputs kept"}),
+    Field("most_tokens", "Largest useful global batch", "training", "number", None,
           "Tokens in a step beyond which training gains nothing; left out, there is no such limit.",
           least=1, most=1e15, unit="tokens"),
 )
@@ -253,6 +268,7 @@ def schema() -> str:
         "needs": dict(each.needs),
         "default_by": each.default_by and {"field": each.default_by[0],
                                            "values": dict(each.default_by[1])},
+        "at_most": each.at_most,
     } for each in FIELDS])
 
 
@@ -265,10 +281,10 @@ def read(query: str) -> tuple[dict[str, Value], list[Wrong]]:
     values: dict[str, Value] = {}
     for each in FIELDS:
         asked = each.is_asked(values)
-        if each.name in given and not asked:
-            wants = " and ".join(f"{name}={value}" for name, value in each.needs.items())
-            if not {error.name for error in errors} & set(each.needs):
-                errors.append(Wrong(each.name, f"only with {wants}: leave it out, or take that"))
+        if each.name in given and not asked and not (
+                {error.name for error in errors} & set(each.needs)):
+            family = " of GPT-2's family" if "family" in each.needs else ""
+            errors.append(Wrong(each.name, f"only for a model of your own{family}", each.needs))
         if not asked:
             continue
         values[each.name] = each.default_for(values)
@@ -289,8 +305,7 @@ def _given(query):
     errors: list[Wrong] = []
     query = query.removeprefix("?").partition("#")[0]
     if len(query) > LONGEST_QUERY:
-        return {}, [Wrong("", f"the address has {len(query):,} characters: at most "
-                              f"{LONGEST_QUERY:,} are read")]
+        return {}, _too_long(query)
     given: dict[str, str] = {}
     for name, text in parse_qsl(query, keep_blank_values=True):
         if name not in BY_NAME:
@@ -303,6 +318,15 @@ def _given(query):
         else:
             given[name] = text
     return given, errors
+
+
+def _too_long(query):
+    """The field of each value that is too long by itself, or else that the address is."""
+    lengths = {name: len(text) for name, text in parse_qsl(query, keep_blank_values=True)}
+    return [Wrong(name, f"what is given has {length:,} characters: write it shorter")
+            for name, length in lengths.items()
+            if name in BY_NAME and length > LONGEST_QUERY / len(FIELDS)] or [
+        Wrong("", f"the address has {len(query):,} characters: at most {LONGEST_QUERY:,} are read")]
 
 
 def _between(values, wrong):
@@ -323,8 +347,10 @@ def _between(values, wrong):
         gpus, per_node = values["gpus"], values["per_node"]
         if gpus > per_node and gpus % per_node:
             below = gpus // per_node * per_node
+            take = " or ".join(f"{count:,}" for count in (below, below + per_node)
+                               if count <= MOST_GPUS)
             errors.append(Wrong("gpus", f"{gpus:,} GPUs do not fill nodes of {per_node}: take "
-                                        f"{below:,} or {below + per_node:,}"))
+                                        f"{take}"))
     if right("model", "sequence"):
         most = None
         if values["model"] in MODELS and MODELS[values["model"]].learned_positions:

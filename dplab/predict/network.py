@@ -206,19 +206,20 @@ def basis(cluster: Cluster, *, stand_ins: bool = False) -> tuple[str, ...]:
     for place, link in enumerate((cluster.inside, cluster.between)[:min(cluster.nodes, 2)]):
         family = _family(link)
         if family is None:
-            said.append(f"{link.name}: no family of measured links, so the whole is ideal: the "
-                        "links' own latency and bandwidth in a flat ring or a tree")
+            said.append(f"Nobody measured {link.name} or a link like it: its own latency and "
+                        "bandwidth stand in, in an ideal ring or tree")
             continue
         measured = "NVLink 3" if family == "PCIe" else family
         rows = [row for row in _training() if (row["nodes"] > 1) == bool(place)
                 and measured in _families_of(row) and not (place and row["per_node"] > 8)]
         is_known = link.name.endswith(tuple({row["between" if place else "inside"]
                                              for row in rows}))
-        near = "" if is_known else "not measured, so as the nearest: "
-        if not (is_known and stand_ins):
-            said.append(f"{link.name}: {near}what "
-                        f"{', '.join(sorted({row['gpu'] for row in rows}))} reached over "
-                        f"{measured} (collectives.json)")
+        if is_known and stand_ins:
+            continue
+        gpus = ", ".join(sorted({row["gpu"] for row in rows}))
+        said.append(f"{link.name}: what {gpus} reached over {measured} (collectives.json)"
+                    if is_known else f"Nobody measured {link.name}: what {gpus} reached over "
+                    f"{measured} stands in (collectives.json)")
     return tuple(said)
 
 

@@ -21,20 +21,48 @@ from dplab.predict.fields import AS_NEEDED, MOST_GPUS, RECOMMENDED, schema
 from dplab.predict.network import Cluster
 from dplab.predict.step import COMMUNICATION, Span
 
-__all__ = ["FIELDS", "PARTS", "answer", "schema"]
+__all__ = ["ASSUMED", "PARTS", "answer", "schema"]
 
-FIELDS = fields.FIELDS
 PARTS = ("all", "plan", "recommendation")
 DIGITS = 6
 BETWEEN = "between nodes"
 """The lane of HSDP's all-reduces, which go on beside the gathers inside the nodes."""
+
+COMPARED = {"runs": 313, "inside": 0.55, "within_30_percent": 0.87}
+"""Of the published runs of `published` that are predicted: how many there are, and the shares whose
+speed lies in the predicted interval, and within 30 % of the prediction."""
+SCALED = {"pairs": 49, "too_high": 44, "lost": 0.026, "predicted": 0.002, "most_gpus": 512}
+"""Of `published.scaling`: how many there are, how many lost more speed per GPU than predicted, what
+the median pair lost, published and predicted, and the most GPUs."""
+
+ASSUMED = (
+    "torch runs eagerly (no torch.compile), with FlashAttention-2 or the measured kernel nearest "
+    "to it.",
+    "One backward to each step: no gradient accumulation.",
+    "The optimizer is AdamW, fused.",
+    "MFU (model FLOPs utilisation) is the FLOPs of the model over what the GPUs could do in bf16 "
+    "in that time. Recomputing does not count; attention counts in full, without its mask.",
+    "Left out, and each makes training slower: loading data, the CPU's work beyond launches, "
+    "checkpoints, slow ranks, failures, and other jobs on the network.",
+)
+"""What each plan takes for granted, in sentences."""
+STEP_NOTE = (
+    "The range is the spread of the measured rates. "
+    f"Of {COMPARED['runs']} published runs, {COMPARED['inside']:.0%} lie in their range, and "
+    f"{COMPARED['within_30_percent']:.0%} within 30% of the prediction.")
+SCALING_NOTE = (
+    f"Published runs lose more than this. Of {SCALED['pairs']} pairs with the same batch on few "
+    f"and on many GPUs, {SCALED['too_high']} lost more speed per GPU than predicted: the median "
+    f"pair lost {SCALED['lost']:.1%}, where {SCALED['predicted']:.1%} was predicted. None of them "
+    f"had more than {SCALED['most_gpus']} GPUs.")
 
 
 def answer(query: str, part: str = "all") -> str:
     """The plan that an address's query asks for, in JSON; ``part`` is one of `PARTS`.
 
     An object with ``fields`` (every value, after defaults), ``query`` (only what differs from
-    them), ``errors`` (of which ``field`` and ``why``), ``plan`` and ``recommendation``, which are
+    them), ``errors`` (of which ``field``, ``why``, and ``needs``: the values of other fields
+    without which there is no such field), ``plan`` and ``recommendation``, which are
     null where there are errors or where they were not asked for. What is no whole number has
     `DIGITS` digits: beyond them Pythons differ, since some add floats with less error. Raises
     nothing for a bad query; ValueError for another part.
@@ -43,14 +71,16 @@ def answer(query: str, part: str = "all") -> str:
     values, errors = fields.read(query)
     found: dict[str, Any] = {
         "fields": values, "query": "" if errors else fields.query_of(values),
-        "errors": [{"field": error.name, "why": error.why} for error in errors],
+        "errors": [{"field": error.name, "why": error.why, "needs": error.needs}
+                   for error in errors],
         "plan": None, "recommendation": None}
     if not errors:
-        recommendation = _recommendation(tuple(values.items()))
+        items = tuple(values.items())
         if part != "recommendation":
-            found["plan"] = _plan(values, _chosen(values, recommendation))
+            found["plan"] = _plan(values, _chosen(items), _scaling(items))
         if part != "plan":
-            found["recommendation"] = _advice(recommendation)
+            found["recommendation"] = _advice(_recommendation(items), _chosen(items),
+                                              _scaling(items)["points"])
     return json.dumps(_rounded(found), allow_nan=False)
 
 
@@ -77,8 +107,10 @@ def _ways(values):
     return BLOCK_RECOMPUTE if values["recompute"] == AS_NEEDED else (values["recompute"],)
 
 
-def _chosen(values, recommendation) -> Option:
+@lru_cache(maxsize=16)
+def _chosen(items: tuple) -> Option:
     """The strategy asked for; the best where none is, or what needs least where nothing fits."""
+    values, recommendation = dict(items), _recommendation(items)
     name = values["strategy"]
     if name == RECOMMENDED:
         if recommendation.best is not None:
@@ -92,16 +124,17 @@ def _chosen(values, recommendation) -> Option:
                             precision=values["precision"], recompute=_ways(values))
 
 
-def _plan(values: Mapping[str, Any], option: Option) -> dict:
+def _plan(values: Mapping[str, Any], option: Option, scaling: dict) -> dict:
     job, on = option.job, option.cluster
     return {
         "title": f"{job.model.name} on {on.ranks:,} × {on.gpu.name}, {job.batch:,} × "
                  f"{job.sequence:,} tokens each",
         "model": {"name": job.model.name, "parameters": job.model.parameters},
-        "strategy": option.strategy, "recompute": job.recompute,
+        "strategy": option.strategy, "name": option.name, "recompute": job.recompute,
         "memory": _memory(option), "traffic": _traffic(option),
         "step": _step(option) if option.fits else None,
-        "scaling": _scaling(option, values["most_tokens"]), "launch": _launch(option),
+        "scaling": scaling | {"most_gpus": _most_gpus(values["most_tokens"], job)},
+        "launch": _launch(option), "assumed": ASSUMED,
         "basis": option.basis, "stand_ins": option.stand_ins}
 
 
@@ -118,19 +151,30 @@ def _traffic(option):
     parts: dict[str, dict] = {}
     for each in choose.strategy_transfers(option.strategy, option.job.model, option.cluster,
                                           precision=option.precision):
+        if each.world_size == 1:
+            continue
         name = f"{each.algorithm.removeprefix('ring ')} of {each.of}"
         part = parts.setdefault(name, {"name": name, "bytes": 0, "calls": 0,
-                                       "ranks": each.world_size})
+                                       "ranks": each.world_size, "where": _where(option, each)})
         part["bytes"] += each.bytes_sent
         part["calls"] = None if each.count is None else part["calls"] + each.count
     return {"parts": list(parts.values()),
             "sent_bytes": sum(part["bytes"] for part in parts.values())}
 
 
+def _where(option, transfers):
+    """Over which links a collective goes; "" where there is one node."""
+    if option.cluster.nodes == 1:
+        return ""
+    if option.strategy != "HSDP":
+        return "all nodes"
+    return BETWEEN if transfers.of == "shards of gradients" else "inside a node"
+
+
 def _step(option):
     fast, slow = option.interval
     return {
-        "seconds": option.seconds, "fast": fast, "slow": slow,
+        "seconds": option.seconds, "fast": fast, "slow": slow, "note": STEP_NOTE,
         "compute_seconds": option.compute_seconds, "exposed_seconds": option.exposed_seconds,
         "mfu": option.mfu, "tokens_per_second": option.tokens_per_second,
         "global_tokens": option.cluster.ranks * option.job.tokens, "bound": option.bound,
@@ -156,8 +200,10 @@ def _drawn(spans: Sequence[Span], strategy: str, on: Cluster) -> list[dict]:
     return drawn
 
 
-def _scaling(option: Option, most_tokens: float | None) -> dict:
+@lru_cache(maxsize=16)
+def _scaling(items: tuple) -> dict:
     """The same batch on each rank, at each number of ranks on which it fits."""
+    option = _chosen(items)
     job = option.job
     points, curve = [], []
     for ranks in _counts(option.cluster):
@@ -175,7 +221,12 @@ def _scaling(option: Option, most_tokens: float | None) -> dict:
         for point, share in zip(fitting, cluster.efficiency(curve), strict=True):
             point["efficiency"] = share
     return {"points": points, "stops_paying": cluster.stops_paying(curve) if curve else None,
-            "most_gpus": None if most_tokens is None else int(most_tokens // job.tokens)}
+            "note": SCALING_NOTE}
+
+
+def _most_gpus(most_tokens, job):
+    """How many GPUs reach the largest useful batch, where one is given."""
+    return None if most_tokens is None else int(most_tokens // job.tokens)
 
 
 def _counts(on: Cluster) -> list[int]:
@@ -192,38 +243,69 @@ def _counts(on: Cluster) -> list[int]:
 def _launch(option: Option) -> dict:
     job, on, strategy = option.job, option.cluster, option.strategy
     deepspeed = None
-    notes = ["The numbers here are those of torch with these settings."]
+    notes = ["The numbers here are those of torch with these settings." if option.fits else
+             "This plan does not fit: it would run out of memory."]
     if on.nodes > 1:
         notes.append(f"Run the torchrun line on each of the {on.nodes:,} nodes; FIRST_HOST is the "
                      "name of one of them.")
-    if option.precision == "mixed":
+    if option.is_plain:
+        pass  # nothing is distributed
+    elif option.precision == "mixed":
         near = "ZeRO-2" if strategy == "FSDP, kept" else strategy
         deepspeed = settings.in_deepspeed(near, job.batch, on.per_node)
-        notes.append("DeepSpeed's file comes nearest to them; it holds and sends other bytes.")
+        notes.append("DeepSpeed's file comes nearest to torch's settings; it holds and sends "
+                     "other bytes.")
         if job.recompute == "full":
             notes.append("With DeepSpeed too, the blocks are wrapped with checkpoint_wrapper.")
     else:
-        notes.append("There is no file for DeepSpeed: with bf16 it keeps parameters in fp32 as "
-                     "well.")
+        notes.append("There is no file for DeepSpeed: this planner does not know its switches for "
+                     "bf16 alone.")
     return {
-        "torchrun": settings.torchrun(on.nodes, on.per_node),
+        "torchrun": "python train.py" if option.is_plain else settings.torchrun(
+            on.nodes, on.per_node),
         "torch": settings.in_torch(strategy, on.ranks, on.per_node, recompute=job.recompute,
                                    precision=option.precision),
         "deepspeed": deepspeed, "notes": notes}
 
 
-def _advice(recommendation: Recommendation) -> dict:
+def _advice(recommendation: Recommendation, planned: Option, points: Sequence[dict]) -> dict:
+    options = [*recommendation.options]
+    if planned.strategy not in {each.strategy for each in options}:
+        options.append(planned)
     return {
-        "options": [_option(each, recommendation) for each in recommendation.options],
-        "advice": recommendation.advice, "unknown": recommendation.unknown}
+        "options": [_option(each, recommendation, planned) for each in options],
+        "advice": [*_fewer(planned, points), *_whose(recommendation, planned),
+                   *recommendation.advice],
+        "unknown": recommendation.unknown}
 
 
-def _option(option, recommendation):
+def _fewer(planned, points):
+    """Advice where the plan's curve has fewer GPUs that do more in all."""
+    fewer = [point for point in points if point["fits"] and point["gpus"] < planned.cluster.ranks]
+    best = max(fewer, key=lambda point: point["tokens_per_second"], default=None)
+    if best is None or not planned.fits or (
+            best["tokens_per_second"] <= planned.tokens_per_second):
+        return []
+    count = best["gpus"]
+    return [f"Use fewer GPUs. With {planned.strategy}, {count:,} GPU{'s' if count > 1 else ''} "
+            f"reach {best['tokens_per_second']:,.0f} tokens/s in all, and "
+            f"{planned.cluster.ranks:,} GPUs only {planned.tokens_per_second:,.0f}."]
+
+
+def _whose(recommendation, planned):
+    """Which strategy the advice speaks of, where it is not the planned one."""
+    best = recommendation.best
+    if best is None or best.strategy == planned.strategy:
+        return []
+    return [f"You chose {planned}. What follows is about {best}, which is recommended."]
+
+
+def _option(option, recommendation, planned):
     found = {
-        "strategy": option.strategy, "recompute": option.job.recompute,
+        "strategy": option.strategy, "name": option.name, "recompute": option.job.recompute,
         "bytes": option.budget.total, "fits": option.fits, "margin": option.margin,
         "seconds": None, "fast": None, "slow": None, "mfu": None, "bound": None,
-        "best": option is recommendation.best,
+        "best": option is recommendation.best, "planned": option.strategy == planned.strategy,
         "tie": option in recommendation.ties and len(recommendation.ties) > 1}
     if option.fits:
         fast, slow = option.interval

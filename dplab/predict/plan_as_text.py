@@ -18,7 +18,7 @@ def page(answer: Mapping[str, Any]) -> str:
     recomputed = ", blocks recomputed" if plan["recompute"] == "full" else ""
     parts = [
         [f"{plan['title']} (prediction)",
-         f"{plan['model']['parameters']:,} parameters; planned: {plan['strategy']}{recomputed}"],
+         f"{plan['model']['parameters']:,} parameters; planned: {plan['name']}{recomputed}"],
         ["Strategies", *_strategies(recommendation["options"])],
         [f"Memory of a GPU, at its highest: {plan['memory']['moment']}", *_memory(plan["memory"])],
         ["Sent by a GPU in a step", *_traffic(plan["traffic"])],
@@ -29,7 +29,8 @@ def page(answer: Mapping[str, Any]) -> str:
         ["Settings for torch", *_code(plan["launch"]["torch"])]]
     if plan["launch"]["deepspeed"]:
         parts.append(["Settings for DeepSpeed", *_code(plan["launch"]["deepspeed"])])
-    parts.append(["What it rests on", *_listed(_basis(plan, recommendation))])
+    parts += [["What is assumed", *_listed(plan["assumed"])],
+              ["What it rests on", *_listed(_basis(plan, recommendation))]]
     return "\n\n".join("\n".join(lines) for lines in parts if len(lines) > 1)
 
 
@@ -38,7 +39,7 @@ def _basis(plan, recommendation):
            "a shape, a GPU or a link that nobody measured: --json names them all, under basis and "
            "stand_ins.")
     for line in recommendation["unknown"]:
-        yield f"Not measured: {line}."
+        yield f"{line}."
 
 
 def duration(seconds: float) -> str:
@@ -66,7 +67,8 @@ def _interval(seconds, fast, slow):
 def _strategies(options):
     for each in options:
         mark = "→" if each["best"] else "=" if each["tie"] else " "
-        name = each["strategy"] + (", recomputed" if each["recompute"] == "full" else "")
+        mark += "*" if each["planned"] else " "
+        name = each["name"] + (", recomputed" if each["recompute"] == "full" else "")
         if each["fits"]:
             rest = (f"{_interval(each['seconds'], each['fast'], each['slow']):26}"
                     f"{each['mfu']:6.1%} MFU  {each['bound']}")
@@ -74,9 +76,9 @@ def _strategies(options):
             rest = f"{readable(-each['margin'])} too much"
         yield f"{mark} {name:23}{readable(each['bytes']):>9}  {rest}"
     if any(each["best"] for each in options):
-        yield "  →: recommended; =: as fast, within what this prediction may be off"
+        yield "  *: planned; →: recommended; =: as fast, within what this prediction may be off"
     else:
-        yield "  None of them fits."
+        yield "  *: planned. None of them fits."
 
 
 def _memory(memory):
@@ -93,10 +95,13 @@ def _memory(memory):
 
 
 def _traffic(traffic):
+    if not traffic["parts"]:
+        yield "  One GPU sends nothing."
+        return
     for part in traffic["parts"]:
         calls = "" if part["calls"] is None else f", {part['calls']:,} calls"
         yield (f"  {part['name']:34}{readable(part['bytes']):>9}  among {part['ranks']:,} "
-               f"GPU{'s' if part['ranks'] > 1 else ''}{calls}")
+               f"GPUs{part['where'] and ', '}{part['where']}{calls}")
     yield f"  {'together':34}{readable(traffic['sent_bytes']):>9}"
 
 
@@ -104,8 +109,9 @@ def _step(step):
     if step is None:
         yield "  No time is predicted for what does not fit."
         return
-    yield (f"  {_interval(step['seconds'], step['fast'], step['slow'])}, by the spread of the "
-           f"measured rates; bound by {step['bound']}")
+    yield (f"  {_interval(step['seconds'], step['fast'], step['slow'])}, bound by "
+           f"{step['bound']}")
+    yield from _wrapped(step["note"])
     yield (f"  {duration(step['compute_seconds'])} computing, "
            f"{duration(step['exposed_seconds'])} only sending; MFU {step['mfu']:.1%}")
     yield (f"  {step['tokens_per_second']:,.0f} tokens/s of all GPUs, {step['global_tokens']:,} "
@@ -113,9 +119,8 @@ def _step(step):
     saved = ", ".join(f"{each['resource']} {each['seconds'] / step['seconds']:.0%}"
                       for each in step["savings"] if each["seconds"] >= 0.005 * step["seconds"])
     if saved:
-        yield from textwrap.wrap(f"If one of these took no time, the step would be so much "
-                                 f"shorter: {saved}.", WIDTH - 2, initial_indent="  ",
-                                 subsequent_indent="  ")
+        yield from _wrapped("If one of these took no time, the step would be so much shorter: "
+                            f"{saved}.")
 
 
 def _scaling(scaling):
@@ -133,8 +138,15 @@ def _scaling(scaling):
         most = scaling["stops_paying"]
         yield (f"  Beyond {most:,} GPU{'s' if most > 1 else ''} more no longer pay: each brings "
                "less than half of what the first ones do.")
-    if scaling["most_gpus"] is not None:
+    if scaling["most_gpus"]:
         yield f"  The largest useful batch is enough for {scaling['most_gpus']:,} GPUs."
+    elif scaling["most_gpus"] == 0:
+        yield "  The largest useful batch is smaller than that of one GPU."
+    yield from _wrapped(scaling["note"])
+
+
+def _wrapped(text):
+    return textwrap.wrap(text, WIDTH - 2, initial_indent="  ", subsequent_indent="  ")
 
 
 def _listed(sentences: Iterable[str]):
@@ -144,12 +156,4 @@ def _listed(sentences: Iterable[str]):
 
 
 def _code(text):
-    """The lines, each call that is too wide with its arguments on a line of their own."""
-    for line in text.strip("\n").splitlines():
-        head, bracket, arguments = line.partition("(")
-        if len(line) <= WIDTH - 4 or not bracket or not line.endswith(")"):
-            yield f"    {line}" if line else ""
-            continue
-        inner = textwrap.fill(arguments[:-1], WIDTH - 4, initial_indent=" " * 8,
-                              subsequent_indent=" " * 8)
-        yield f"    {head}(\n{inner})"
+    return (f"    {line}" if line else "" for line in text.strip("\n").splitlines())

@@ -106,7 +106,7 @@ class Rates:
             batch = first.columns.get("batch", 1)
             near = away <= 1
             self._found[key] = Rate(gpu.bf16_flops * share, "".join((
-                f"{m} × {n} × {k}: {len(nearest)} rows, the nearest ",
+                f"matrix product {m} × {n} × {k}: {len(nearest)} measurements, the nearest ",
                 f"{batch} × " if batch > 1 else "", f"{shape} on {first.gpu} ({first.source})",
                 "" if near else "; more than a factor of two from any measured shape",
                 lent)), near and not lent)
@@ -222,7 +222,8 @@ class Rates:
             sources = list(dict.fromkeys(row.source for row in rows))
             self._found[key] = Rate(
                 gpu.memory_bandwidth * share,
-                f"{kind} {operation}: {len(rows)} rows ({'; '.join(sources[:2])}){note}", not note)
+                f"{kind} {operation}: {len(rows)} measurements ({'; '.join(sources[:2])}){note}",
+                not note)
         return self._found[key]
 
     def launch_seconds(self, kind: str = "eager", pace: str = "typical") -> float:
@@ -245,7 +246,7 @@ class Rates:
         if not others:
             raise ValueError(f"no rates for {what} on {gpu.name} in these tables: measure some")
         other = nearest_gpu(gpu, others)
-        lent = f"; {gpu.name} has {len(rows)} rows of its own, the others are {other}'s"
+        lent = f"; {gpu.name} has {len(rows)} measurements, the others are {other}'s"
         return rows + [row for row in self._rows[what] if row.gpu == other], lent
 
     def _spread(self, what, *columns):

@@ -1,74 +1,98 @@
 """The settings of each strategy that `choose` knows, to copy: torch's calls, DeepSpeed's JSON.
 
-Sources: torch 2.13, distributed/fsdp, nn/parallel/distributed.py and distributed/optim; DeepSpeed
-edaa7221, runtime/zero/config.py and runtime/config.py.
+Sources: torch 2.13, distributed/fsdp, nn/parallel/distributed.py and distributed/optim; torchtitan
+000204a4, train.py (the order in which a model on the meta device is sharded and filled); DeepSpeed
+0.19.8, runtime/zero/config.py and runtime/config.py.
 """
 
 import json
 
 from dplab.predict.checks import one_of, whole
+from dplab.predict.choose import CHOICES, IN_BF16
 from dplab.predict.cluster import BLOCK_RECOMPUTE
 
 DEEPSPEED_STAGES = {"DDP": 0, "ZeRO-1": 1, "ZeRO-2": 2, "FSDP": 3, "HSDP": 3}
 """What comes nearest to each in DeepSpeed. ZeRO-2 has no setting in torch; "FSDP, kept" is near it.
-Hybrid sharding (MiCS) has been removed: left is a second copy of the parameters in each node."""
+Hybrid sharding was MiCS (``mics_shard_size``), which DeepSpeed 0.19.8 refuses. What comes nearest
+there is a second copy of the parameters, sharded in each node (``zero_hpz_partition_size``)."""
 
 ADAMW = {"lr": 3e-4, "betas": (0.9, 0.95), "weight_decay": 0.1}
 """Usual for language models, the same in torch's code and in DeepSpeed's JSON."""
 
-PRECISIONS = ("mixed", "bf16")
-"""The names of `choose.IN_BF16`."""
+_START = """\
+torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+dist.init_process_group()
 
-_REPLICATED = """\
-{first}model = DDP(model, gradient_as_bucket_view=True)
-optimizer = {optimizer}
 """
-_AUTOCAST = '# and in each step: with torch.autocast("{device}", torch.bfloat16): loss = ...\n'
+_YOURS = "# build_model() is yours; model.blocks must be the list of its transformer blocks.\n"
+_WHOLE = """\
+model = build_model().cuda()
+{first}{wrapped}optimizer = {optimizer}
+"""
+_DDP = "model = DDP(model, gradient_as_bucket_view=True)\n"
+_AUTOCAST = """\
+
+# In each step:
+# with torch.autocast("cuda", torch.bfloat16):
+#     loss = ...
+"""
 _SHARDED = """\
-{first}mesh = init_device_mesh("{device}", {shape})
+with torch.device("meta"):  # without memory: no rank holds the whole model
+    model = build_model()
+{first}mesh = init_device_mesh("cuda", {shape})
 {policy}for block in model.blocks:
     fully_shard(block, mesh=mesh{options})
 fully_shard(model, mesh=mesh{options})
+model.to_empty(device="cuda")
+init_weights(model)  # yours: it sets all parameters and buffers, or loads a checkpoint
 optimizer = {optimizer}
 """
 _POLICY = ("policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, "
            "reduce_dtype=torch.float32)\n")
-_IN_BF16 = "model.to(torch.bfloat16)\n"
+_TO_BF16 = "model.to(torch.bfloat16)\n"
 _CHECKPOINT = "model.blocks = nn.ModuleList(checkpoint_wrapper(block) for block in model.blocks)\n"
 _IMPORTS = {
-    "DDP(": "from torch.nn.parallel import DistributedDataParallel as DDP",
-    "ZeroRedundancyOptimizer(": "from torch.distributed.optim import ZeroRedundancyOptimizer",
-    "init_device_mesh(": "from torch.distributed.device_mesh import init_device_mesh",
-    "fully_shard(": "from torch.distributed.fsdp import fully_shard",
+    "os.": "import os\n",
+    "": "import torch",
+    "dist.": "import torch.distributed as dist",
+    "nn.": "from torch import nn",
     "checkpoint_wrapper(": "from torch.distributed.algorithms._checkpoint.checkpoint_wrapper "
-                           "import checkpoint_wrapper",
-    "nn.ModuleList(": "from torch import nn",
+                           "import (\n    checkpoint_wrapper,\n)",
+    "init_device_mesh(": "from torch.distributed.device_mesh import init_device_mesh",
+    "MixedPrecisionPolicy(": "from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard",
+    "fully_shard(": "from torch.distributed.fsdp import fully_shard",
+    "ZeroRedundancyOptimizer(": "from torch.distributed.optim import ZeroRedundancyOptimizer",
+    "DDP(": "from torch.nn.parallel import DistributedDataParallel as DDP",
 }
 
 
 def in_torch(strategy: str, ranks: int, per_node: int = 8, *, recompute: str = "none",
-             device: str = "cuda", precision: str = "mixed") -> str:
-    """Python that wraps ``model``, whose blocks are ``model.blocks``, and makes ``optimizer``.
+             precision: str = "mixed") -> str:
+    """The head of a training script: it makes ``model``, wrapped, and ``optimizer``.
 
-    ``strategy``: one of `choose.CHOICES`; ``recompute``: "none" or "full"; ``precision``: one of
-    `PRECISIONS`. Raises ValueError for another, and under HSDP for ranks that do not fill nodes of
+    It runs as it is under `torchrun`'s line; ``build_model`` and ``init_weights`` are the reader's.
+    ``strategy``: one of `choose.CHOICES`; on one rank DDP is a model without a wrapper.
+    ``recompute``: "none" or "full"; ``precision``: one of `choose.IN_BF16`. No line is longer than
+    88 columns. Raises ValueError for another, and under HSDP for ranks that do not fill nodes of
     ``per_node``.
     """
-    one_of(strategy, ("DDP", "ZeRO-1", "FSDP, kept", "HSDP", "FSDP"), "strategy")
+    one_of(strategy, CHOICES, "strategy")
     one_of(recompute, BLOCK_RECOMPUTE, "recompute")
-    mixed = one_of(precision, PRECISIONS, "precision") == "mixed"
-    first = ("" if mixed else _IN_BF16) + (_CHECKPOINT if recompute == "full" else "")
+    mixed = one_of(precision, IN_BF16, "precision") == "mixed"
+    alone = whole(ranks, "ranks") == 1 and strategy == "DDP"
+    first = ("" if mixed else _TO_BF16) + (_CHECKPOINT if recompute == "full" else "")
     # Without `fused` torch updates all tensors at once on a GPU, which needs as much room again.
     adamw = ", ".join(f"{name}={value}" for name, value in (ADAMW | {"fused": True}).items())
-    optimizer = (f"ZeroRedundancyOptimizer(\n    model.parameters(), torch.optim.AdamW, {adamw})"
-                 if strategy == "ZeRO-1" else
-                 f"torch.optim.AdamW(model.parameters(), {adamw})")
+    optimizer = f"torch.optim.AdamW(\n    model.parameters(), {adamw})"
+    if strategy == "ZeRO-1":
+        optimizer = ("ZeroRedundancyOptimizer(\n    model.parameters(), torch.optim.AdamW,\n    "
+                     f"{adamw})")
     if strategy in ("DDP", "ZeRO-1"):
-        body = _REPLICATED.format(first=first, optimizer=optimizer)
+        body = _WHOLE.format(first=first, wrapped="" if alone else _DDP, optimizer=optimizer)
         if mixed:
-            body += _AUTOCAST.format(device=device)
+            body += _AUTOCAST
     else:
-        shape = f"({whole(ranks, 'ranks')},)"
+        shape = f"({ranks},)"
         if strategy == "HSDP":
             if ranks % whole(per_node, "per_node"):
                 raise ValueError(f"{ranks} ranks do not fill nodes of {per_node}: give per_node")
@@ -77,13 +101,13 @@ def in_torch(strategy: str, ranks: int, per_node: int = 8, *, recompute: str = "
         options = ", mp_policy=policy" if mixed else ""
         if strategy == "FSDP, kept":
             options += ", reshard_after_forward=False"
-        body = _SHARDED.format(first=first, shape=shape, device=device, options=options,
+        body = _SHARDED.format(first=first, shape=shape, options=options,
                                policy=_POLICY if mixed else "", optimizer=optimizer)
-    imports = [line for name, line in _IMPORTS.items() if name in body]
-    if _POLICY in body:
-        imports = [line.replace("import fully", "import MixedPrecisionPolicy, fully")
-                   for line in imports]
-    return "\n".join(["import torch", *sorted(imports), "", body])
+    body = ("" if alone else _START) + _YOURS + body
+    imports = {name: line for name, line in _IMPORTS.items() if name in body}
+    if "MixedPrecisionPolicy(" in imports:
+        del imports["fully_shard("]
+    return "\n".join([*imports.values(), "", body])
 
 
 def torchrun(nodes: int, per_node: int, script: str = "train.py") -> str:

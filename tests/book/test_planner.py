@@ -6,7 +6,11 @@ The built book would do as well, but it takes longer to make; the theme around t
 import functools
 import importlib.util
 import json
+import os
 import random
+import subprocess
+import sys
+import zipfile
 from pathlib import Path
 from urllib.parse import parse_qsl, urlencode
 
@@ -15,7 +19,7 @@ from jupyter import chromium, chromium_or_skip
 from skips import need_program
 from web_server import served
 
-from dplab.predict import plan
+from dplab.predict import fields, plan
 from dplab.predict.catalogue import GPUS, MODELS
 from dplab.predict.choose import CHOICES
 
@@ -107,6 +111,12 @@ class Page:
         }""")
         return self
 
+    def reset(self):
+        """The default plan, whatever was typed before."""
+        self.tab.click("button[type=reset]")
+        self.wait("live").plan()
+        return self.settle()
+
     def text(self, selector):
         return self.tab.locator(selector).inner_text()
 
@@ -133,15 +143,23 @@ def browser():
 
 
 @pytest.fixture(scope="module")
-def live(browser, site):
+def loaded(browser, site):
     """One load for most tests: it begins with an address in which two things are wrong."""
     page = Page(browser, site, permissions=["clipboard-read", "clipboard-write"])
     page.open(WRONG)
     return page.wait("error")
 
 
+@pytest.fixture
+def live(loaded):
+    """The same tab at the default plan."""
+    return loaded.reset()
+
+
 @pytest.mark.slow
-def test_a_bad_address_shows_each_error_at_its_field_and_the_stored_plan_stays(live):
+def test_a_bad_address_shows_each_error_at_its_field_and_the_stored_plan_stays(loaded):
+    """First of those that share the load, whose address it asks about."""
+    live = loaded
     errors = {error["field"]: error["why"]
               for error in answer(WRONG)["errors"]}
     assert set(errors) == {"heads", "<i>who"}
@@ -160,6 +178,10 @@ def test_a_bad_address_shows_each_error_at_its_field_and_the_stored_plan_stays(l
 
 @pytest.mark.slow
 def test_a_right_value_takes_the_error_away_and_gives_the_plan(live):
+    live.tab.select_option("#field-model", "custom")
+    live.tab.fill("#field-gpus", "128")
+    live.tab.fill("#field-heads", "30")
+    live.wait("error")
     live.tab.fill("#field-heads", "64")
     live.wait("live").plan(model="custom", heads=64, gpus=128)
     assert not live.tab.locator("[aria-invalid], .why:visible, #planner-errors:visible").count()
@@ -192,6 +214,17 @@ def test_defaults_follow_the_field_that_they_depend_on(live):
 @pytest.mark.slow
 def test_the_keyboard_alone_changes_the_plan_and_copies_it(live):
     live.tab.evaluate("document.activeElement.blur(); scrollTo(0, 0)")
+    live.tab_to("copy-link")
+    live.tab.keyboard.press("Enter")
+    live.tab.wait_for_function("document.activeElement.textContent === 'Copied'")
+    default = live.tab.evaluate("navigator.clipboard.readText()")
+    in_a_terminal = subprocess.run(
+        [sys.executable, "-m", "dplab", "plan", "--json", f"{default}#furo-main-content"],
+        cwd=BOOK.parents[1], capture_output=True, text=True)
+    assert json.loads(in_a_terminal.stdout) == answer()
+    live.tab.select_option("#field-gpu", "A100")
+    live.plan(gpu="A100")
+    live.tab.evaluate("document.activeElement.blur(); scrollTo(0, 0)")
     live.tab_to("field-strategy")
     live.tab.keyboard.press("ArrowDown")
     strategy = next(iter(CHOICES))  # the one below "recommended"
@@ -213,8 +246,6 @@ def test_the_keyboard_alone_changes_the_plan_and_copies_it(live):
 
 @pytest.mark.slow
 def test_newer_input_overtakes_older(live):
-    live.tab.click("button[type=reset]")
-    live.settle()
     sent = live.tab.evaluate("""() => {
         let sent = 0;
         const post = Worker.prototype.postMessage;
@@ -224,12 +255,76 @@ def test_newer_input_overtakes_older(live):
             input.value = batch;
             input.dispatchEvent(new Event('input', {bubbles: true}));
         }
-        window.sentNow = () => sent;
+        window.sentNow = () => { Worker.prototype.postMessage = post; return sent; };
         return sent;
     }""")
     live.plan(batch=20)
     assert sent == 1
     assert live.tab.evaluate("sentNow()") == 3  # the first plan, the last, and its advice
+
+
+@pytest.mark.slow
+def test_a_plan_to_which_the_engine_gives_no_answer_is_marked_as_old(live):
+    live.tab.evaluate("""() => {
+        const post = Worker.prototype.postMessage;
+        Worker.prototype.postMessage = function ({ id }) {
+            Worker.prototype.postMessage = post;
+            this.onmessage({ data: { id, error: "no answer" } });
+        };
+    }""")
+    live.tab.fill("#field-gpus", "8")
+    live.wait("failed")
+    assert "stale" in live.tab.locator("#planner").get_attribute("class")
+    live.tab.fill("#field-gpus", "16")
+    live.wait("live").plan(gpus=16)
+    assert "stale" not in live.tab.locator("#planner").get_attribute("class")
+    live.wrong.clear()
+
+
+@pytest.mark.slow
+def test_the_plan_says_where_it_does_not_fit_and_marks_its_row(live):
+    live.tab.select_option("#field-strategy", "HSDP")
+    live.tab.fill("#field-gpus", "8")
+    live.plan(strategy="HSDP", gpus=8)
+    row = live.tab.locator(".options tbody tr", has_text="planned")
+    assert row.count() == 1 and row.inner_text().startswith("HSDP")
+    live.tab.select_option("#field-model", "Llama-3.1 405B")
+    live.plan(strategy="HSDP", gpus=8, model="Llama-3.1 405B")
+    assert "This plan does not fit" in live.text("[data-section=launch] p.bad")
+    live.tab.select_option("#field-model", "GPT-2")
+    live.tab.fill("#field-gpus", "1")
+    live.tab.select_option("#field-strategy", "recommended")
+    live.plan(model="GPT-2", gpus=1)
+    assert "One GPU sends nothing." in live.text("[data-section=traffic]")
+
+
+@pytest.mark.slow
+def test_a_default_follows_the_positions_that_are_typed_in(live):
+    live.tab.select_option("#field-model", "custom")
+    live.tab.select_option("#field-family", "gpt")
+    live.tab.fill("#field-context", "512")
+    live.wait("live").plan(model="custom", family="gpt", context=512)
+    assert live.tab.locator("#field-sequence").input_value() == "512"
+    assert live.given() == {"model": "custom", "family": "gpt", "context": "512"}
+
+
+@pytest.mark.slow
+def test_no_choice_is_cut_at_the_width_of_a_laptop(live):
+    live.tab.select_option("#field-model", "custom")  # which shows every field
+    live.plan(model="custom")
+    cut = live.tab.evaluate("""() => {
+        const pen = document.createElement('canvas').getContext('2d');
+        return [...document.querySelectorAll('#planner select')].flatMap((select) => {
+            const style = getComputedStyle(select);
+            pen.font = `${style.fontSize} ${style.fontFamily}`;
+            const arrow = 22; // as wide as Chromium draws it
+            const room = select.clientWidth - arrow
+                - parseFloat(style.paddingLeft) - parseFloat(style.paddingRight);
+            return [...select.options].map((each) => each.textContent.trim()).filter(
+                (text) => pen.measureText(text).width > room);
+        });
+    }""")
+    assert not cut
 
 
 @pytest.mark.slow
@@ -248,7 +343,7 @@ def test_page_and_package_agree_on_fifty_addresses(live):
 
 
 def choices(name):
-    return next([*field.choices] for field in plan.FIELDS if field.name == name)
+    return [*fields.BY_NAME[name].choices]
 
 
 def drawn(number, chance):
@@ -276,7 +371,6 @@ def drawn(number, chance):
 @pytest.mark.parametrize("width", [400, 1280])
 @pytest.mark.parametrize("query", [{}, {"model": "custom"}, {"model": "Llama-3.1 405B"}])
 def test_nothing_is_wider_than_the_page(live, width, query):
-    live.tab.click("button[type=reset]")
     for name, value in query.items():
         live.tab.select_option(f"#field-{name}", value)
     live.plan(**query)
@@ -287,10 +381,10 @@ def test_nothing_is_wider_than_the_page(live, width, query):
 
 
 @pytest.mark.slow
-def test_nothing_was_asked_of_others_and_nothing_went_wrong(live):
+def test_nothing_was_asked_of_others_and_nothing_went_wrong(loaded):
     """Last of those that share the load."""
-    assert not live.foreign
-    assert not live.wrong
+    assert not loaded.foreign
+    assert not loaded.wrong
 
 
 @pytest.mark.slow
@@ -331,6 +425,20 @@ def test_where_python_cannot_start_the_stored_plan_stays_and_says_why(browser, s
 def test_without_pyodide_the_bundle_says_how_to_get_it(tmp_path):
     with pytest.raises(FileNotFoundError, match="npm ci"):
         bundler().bundle(tmp_path / "planner", tmp_path / "node_modules")
+
+
+def test_the_package_for_the_browser_has_no_stray_file_and_any_date(tmp_path, monkeypatch):
+    bundle = bundler()
+    folder = tmp_path / "dplab" / "predict"
+    folder.mkdir(parents=True)
+    for path in (folder.parent / "__init__.py", folder.parent / "needs.py", folder / "plan.py",
+                 folder / "runs.json", folder / ".plan.py.swp"):
+        path.write_text("")
+        os.utime(path, (0, 0))  # 1970: before the first date of a zip file
+    monkeypatch.setattr(bundle, "ROOT", tmp_path)
+    bundle._zip_predict(tmp_path / "predict.zip")
+    assert set(zipfile.ZipFile(tmp_path / "predict.zip").namelist()) == {
+        "dplab/__init__.py", "dplab/needs.py", "dplab/predict/plan.py", "dplab/predict/runs.json"}
 
 
 def test_the_colours_are_those_of_the_figures():

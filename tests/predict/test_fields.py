@@ -36,11 +36,11 @@ def test_the_fields_offer_what_the_predictions_know():
 
 def test_every_field_says_what_it_is():
     for each in FIELDS:
-        assert each.group in ("model", "hardware", "run") and each.label and each.help
+        assert each.group in ("model", "hardware", "training") and each.label and each.help
         assert each.kind in ("choice", "whole", "number", "flag")
         assert bool(each.choices) is (each.kind == "choice")
         assert (each.least is not None) is (each.kind in ("whole", "number"))
-        assert not set(each.needs) - set(BY_NAME)
+        assert not {*each.needs, each.at_most or "gpus"} - set(BY_NAME)
         if each.default is not None:
             assert each.value_of(each.text_of(each.default)) == each.default
 
@@ -63,6 +63,15 @@ def test_a_default_follows_the_field_that_it_depends_on():
     assert read("model=GPT-2")[0]["sequence"] == 1024
     assert read("model=Llama-3.1+405B")[0]["sequence"] == 8192
     assert query_of(read("gpu=A100&inside=NVLink+4")[0]) == "gpu=A100&inside=NVLink+4"
+
+
+def test_no_default_of_a_sequence_is_longer_than_the_positions():
+    own = "model=custom&family=gpt"
+    for query, sequence in ((own, 1024), (f"{own}&context=512", 512), ("model=custom", 8192),
+                            (f"{own}&context=65536", 8192)):
+        values, errors = read(query)
+        assert not errors and values["sequence"] == sequence and query_of(values) == query
+    assert wrong(f"{own}&context=many").keys() == {"context"}
 
 
 def test_a_model_of_ones_own():
@@ -117,22 +126,30 @@ def test_a_number_may_be_left_empty_where_it_may_be_left_out():
     ("model=Lama-3+8B", "model", "did you mean 'Llama-3 8B'"),
     ("gpu=H1000", "gpu", "did you mean 'H100'"),
     ("strategy=FDSP", "strategy", "did you mean 'FSDP'"),
-    ("precision=fp8", "precision", "mixed, bf16"),
+    ("precision=fp8", "precision", "'mixed', 'bf16'"),
     ("inside=400+Gb/s", "inside", "NVLink"),
     ("gpu_count=8", "gpu_count", "did you mean"),
     ("gpus=8&gpus=16", "gpus", "twice"),
     ("model=custom&tied=perhaps", "tied", "yes nor no"),
-    ("model=GPT-2&layers=12", "layers", "only with model=custom"),
-    ("model=custom&context=12", "context", "family=gpt"),
+    ("gpus=131072&per_node=72", "gpus", "take 131,040"),
+    ("model=GPT-2&layers=12", "layers", "only for a model of your own"),
+    ("model=custom&context=12", "context", "GPT-2's family"),
+    ("gpus=", "gpus", "is empty"), ("most_tokens=1e16", "most_tokens", "1,000,000,000,000,000"),
+    ("strategy=x", "strategy", "'FSDP', 'FSDP, kept', 'HSDP'"),
+    ("batch=2&gpus=" + 5000 * "9", "gpus", "5,000 characters"),
     ("x" * 5000, "", "4,000")])
 def test_an_error_names_its_field_and_says_why(query, name, words):
     found = wrong(query)
-    assert list(found) == [name] and words in found[name]
+    assert list(found) == [name] and words in found[name] and ".0" not in found[name]
 
 
 def test_the_largest_number_of_gpus_has_a_reason():
     assert not wrong(f"gpus={MOST_GPUS}")
     assert "16,384" in wrong(f"gpus={MOST_GPUS + 8}")["gpus"]
+    for per_node in range(2, 73):  # what is advised is not refused
+        for why in wrong(f"gpus={MOST_GPUS}&per_node={per_node}").values():
+            for count in why.rpartition("take ")[2].replace(",", "").split(" or "):
+                assert not wrong(f"gpus={count}&per_node={per_node}")
 
 
 def test_independent_errors_come_together():

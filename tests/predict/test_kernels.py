@@ -102,7 +102,7 @@ def test_what_stands_in_for_what_is_said():
     share = PUBLISHED.matmul(H100, 4096, 4096, 4096).value / H100.bf16_flops
     unknown = PUBLISHED.matmul(MINE, 4096, 4096, 4096)
     assert unknown.value == pytest.approx(share * 900e12)
-    assert "mine has 0 rows" in unknown.basis
+    assert "mine has 0 measurements" in unknown.basis
     far = PUBLISHED.matmul(H100, 65_536, 131_072, 16_384)
     assert not far.as_asked
     assert "more than a factor of two" in far.basis

@@ -4,6 +4,7 @@
 import itertools
 import json
 import random
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 from test_fields import random_query
 
-from dplab.predict import choose, cluster, plan, settings, traffic
+from dplab.predict import choose, cluster, plan, published, settings, traffic
 from dplab.predict.catalogue import GPUS, LINKS, MODELS
 from dplab.predict.choose import CHOICES, recommend, strategy_budget
 from dplab.predict.cluster import Cluster, Job, predict
@@ -77,6 +78,9 @@ def test_hybrid_sharding_sends_within_and_between_nodes():
         2 * 7 / 8 * 4 * Ψ / 8, rel=1e-5)
     assert ranks == {"all-gather of parameters": 8, "reduce-scatter of gradients": 8,
                      "all-reduce of shards of gradients": 8}
+    assert named(found["traffic"]["parts"], "where") == {
+        "all-gather of parameters": "inside a node", "reduce-scatter of gradients": "inside a node",
+        "all-reduce of shards of gradients": plan.BETWEEN}
     lanes = {span["lane"] for span in found["step"]["spans"]}
     assert lanes == {"compute", "communication", plan.BETWEEN}
 
@@ -158,6 +162,80 @@ def test_the_recommendation_is_the_one_that_recommend_gives(values):
             assert row["seconds"] == near(option.seconds) and row["bound"] == option.bound
         else:
             assert row["seconds"] is row["bound"] is None
+
+
+def test_a_plan_that_does_not_fit_says_so_before_its_command():
+    launch = asked(gpus=8, model="Llama-3 70B")["plan"]["launch"]
+    assert launch["notes"][0] == "This plan does not fit: it would run out of memory."
+    assert not any("The numbers here" in note for note in launch["notes"])
+    assert "The numbers here" in asked()["plan"]["launch"]["notes"][0]
+
+
+@pytest.mark.parametrize("batch", [1, 8, 32])
+def test_one_gpu_has_no_wrapper_no_traffic_and_no_advice_to_share(batch):
+    found = asked(gpus=1, model="GPT-2", batch=batch)
+    shown, advice = found["plan"], " ".join(found["recommendation"]["advice"])
+    assert (shown["strategy"], shown["name"]) == ("DDP", "no wrapper")
+    assert not shown["traffic"]["parts"] and not shown["traffic"]["sent_bytes"]
+    assert "distributed" not in shown["launch"]["torch"]
+    assert shown["launch"]["torchrun"] == "python train.py"
+    assert "among the ranks" not in advice and "One GPU has nothing to share" in advice
+
+
+def test_one_gpu_takes_fsdp_where_the_model_alone_does_not_fit():
+    alone = 0
+    for batch in range(1, 64):
+        found = asked("recommendation", gpus=1, model="GPT-2 XL", batch=batch)["recommendation"]
+        best = [row["strategy"] for row in found["options"] if row["best"]]
+        fitting = [row["strategy"] for row in found["options"] if row["fits"]]
+        assert best == fitting[:1]
+        if best == ["FSDP"]:
+            alone += 1
+            assert "Without a wrapper it does not fit" in " ".join(found["advice"])
+    assert alone
+
+
+def test_fewer_gpus_are_advised_where_they_do_more():
+    found = asked(gpus=16, between="1 Gb/s")
+    rates = {point["gpus"]: point["tokens_per_second"]
+             for point in found["plan"]["scaling"]["points"] if point["fits"]}
+    assert rates[8] > rates[16]
+    first = found["recommendation"]["advice"][0]
+    assert first.startswith("Use fewer GPUs") and "8 GPUs" in first
+    assert f"{rates[8]:,.0f}" in first and f"{rates[16]:,.0f}" in first
+    alone = asked(gpus=16, between="1 Gb/s", strategy="FSDP")
+    assert "With FSDP" in alone["recommendation"]["advice"][0]
+    assert not any("fewer GPUs" in line for line in asked()["recommendation"]["advice"])
+
+
+@pytest.mark.parametrize(("gpus", "strategy"), [(64, "HSDP"), (8, "HSDP"), (8, "DDP"),
+                                                (1, "ZeRO-1"), (64, "recommended")])
+def test_the_planned_row_is_marked_and_the_advice_says_whose_it_is(gpus, strategy):
+    found = asked(gpus=gpus, model="GPT-2", strategy=strategy)
+    rows = found["recommendation"]["options"]
+    [planned] = [row for row in rows if row["planned"]]
+    [best] = [row for row in rows if row["best"]]
+    assert planned["strategy"] == found["plan"]["strategy"]
+    whose = [line for line in found["recommendation"]["advice"] if line.startswith("You chose")]
+    assert len(whose) == (planned is not best)
+    for line in whose:
+        assert best["name"] in line and planned["name"] in line
+
+
+@pytest.mark.slow
+def test_what_is_said_of_published_runs_is_what_they_say():
+    every = published.published_runs()
+    runs = published.summary([run for run in every if run.unit != "efficiency"])
+    said = {"runs": runs.count, "inside": round(runs.inside, 2),
+            "within_30_percent": round(runs.within_30_percent, 2)}
+    assert said == plan.COMPARED
+    pairs = published.scaling(every)
+    said = {
+        "pairs": len(pairs), "too_high": sum(run.predicted > run.published for run in pairs),
+        "lost": round(statistics.median(1 - run.published for run in pairs), 3),
+        "predicted": round(statistics.median(1 - run.predicted for run in pairs), 3),
+        "most_gpus": max(run.ranks for run in pairs)}
+    assert said == plan.SCALED
 
 
 def test_the_curve_is_weak_scaling_and_stops_where_cluster_says():

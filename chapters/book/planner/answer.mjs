@@ -12,20 +12,25 @@ export const SECTIONS = {
   traffic: "Traffic",
   scaling: "More GPUs",
   launch: "To start it",
+  assumed: "What is assumed",
   basis: "What this rests on",
 };
+
+// What is no prediction: the others wear the badge that says that they are.
+export const TOLD = ["launch", "assumed", "basis"];
 
 export function planSections(answer) {
   const { plan, fields } = answer;
   return {
     head: head(plan),
-    brief: html`${plan.strategy} · ${bytes(plan.memory.total)} of ${bytes(plan.memory.limit)} · ${
+    brief: html`${plan.name} · ${bytes(plan.memory.total)} of ${bytes(plan.memory.limit)} · ${
       plan.step ? seconds(plan.step.seconds) : "does not fit"}`,
     memory: memory(plan.memory),
     step: step(plan.step),
     traffic: traffic(plan.traffic),
     scaling: scaling(plan.scaling, Number(fields.gpus)),
-    launch: launch(plan.launch),
+    launch: launch(plan),
+    assumed: assumed(plan),
     basis: basis(plan),
   };
 }
@@ -39,8 +44,8 @@ function range({ fast, slow }) {
   return `${seconds(fast)} to ${seconds(slow)}`;
 }
 
-function called({ strategy, recompute }) {
-  return recompute === "none" ? strategy : `${strategy}, recomputed`;
+function called({ name, recompute }) {
+  return recompute === "none" ? name : `${name}, recomputed`;
 }
 
 function head(plan) {
@@ -48,7 +53,7 @@ function head(plan) {
   return html`
     <h2 id="plan-title">${plan.title} ${lens()}</h2>
     <dl class="tiles">
-      <div><dt>Strategy</dt><dd>${plan.strategy}
+      <div><dt>Strategy</dt><dd>${plan.name}
         <small>${plan.recompute === "none" ? "all activations kept" : "blocks recomputed"}</small></dd></div>
       <div class="${memory.fits ? "" : "bad"}"><dt>Memory of a GPU</dt><dd>${bytes(memory.total)}
         <small>${memory.fits ? "fits:" : "does not fit:"} limit ${bytes(memory.limit)}</small></dd></div>
@@ -69,7 +74,7 @@ export function recommendation(found) {
         <th scope="col" class="number">MFU, bound by</th></tr></thead>
       <tbody>${found.options.map((option) => html`
         <tr class="${[option.best && "best", !option.fits && "no-fit"].filter(Boolean).join(" ")}">
-          <th scope="row">${option.strategy}${mark(option)}${option.recompute === "none" ? "" : html`
+          <th scope="row">${option.name}${mark(option)}${option.recompute === "none" ? "" : html`
             <small>blocks recomputed</small>`}</th>
           <td class="number">${bytes(option.bytes)}${option.fits ? "" : html` <small class="bad">does not
             fit</small>`}</td>
@@ -80,12 +85,13 @@ export function recommendation(found) {
         </tr>`)}</tbody></table></div>
     ${best ? "" : html`<p class="bad">No strategy fits.</p>`}
     <ul class="advice">${found.advice.map((line) => html`<li>${line}</li>`)}</ul>
-    ${found.unknown.length > 0 && html`<p class="unknown">Not known: ${found.unknown.join("; ")}.</p>`}`;
+    ${found.unknown.map((line) => html`<p class="unknown">${line}.</p>`)}`;
 }
 
 function mark(option) {
-  if (option.best) return html` <span class="mark best">recommended</span>`;
-  return option.tie ? html` <span class="mark">as fast</span>` : "";
+  return html`${option.best ? html` <span class="mark best">recommended</span>`
+    : option.tie && html` <span class="mark">as fast</span>`}${
+    option.planned && html` <span class="mark">planned</span>`}`;
 }
 
 function memory(found) {
@@ -113,6 +119,7 @@ function step(found) {
     <p>A step takes <strong>${seconds(found.seconds)}</strong> (${range(found)}) for ${
       count(found.global_tokens)} tokens. It is bound by <strong>${found.bound}</strong>. Computing takes ${seconds(found.compute_seconds)}; communication that
       nothing hides takes ${seconds(found.exposed_seconds)}.</p>
+    <p>${found.note}</p>
     ${timeline(found)}
     ${most > 0 && html`
       <h4>How much shorter a step would be if this took no time</h4>
@@ -125,16 +132,18 @@ function step(found) {
 
 function traffic(found) {
   if (!found.parts.length) return html`<p>One GPU sends nothing.</p>`;
+  const places = found.parts.some((part) => part.where);
   return html`
     <p>Each GPU sends <strong>${bytes(found.sent_bytes)}</strong> in a step.</p>
     <div class="scroll"><table class="parts">
       <caption class="unseen">Bytes that a GPU sends in a step</caption>
       <thead><tr><th scope="col">collective</th><th scope="col" class="number">calls</th>
-        <th scope="col" class="number">GPUs</th><th scope="col" class="number">sent</th></tr></thead>
+        <th scope="col" class="number">GPUs</th>${places && html`<th scope="col">where</th>`}
+        <th scope="col" class="number">sent</th></tr></thead>
       <tbody>${found.parts.map((part) => html`
         <tr><th scope="row">${part.name}</th>
           <td class="number">${part.calls === null ? "by bucket" : count(part.calls)}</td>
-          <td class="number">${count(part.ranks)}</td>
+          <td class="number">${count(part.ranks)}</td>${places && html`<td>${part.where}</td>`}
           <td class="number">${bytes(part.bytes)}</td></tr>`)}
       </tbody></table></div>`;
 }
@@ -148,8 +157,10 @@ function scaling(found, now) {
       found.stops_paying ? html`From <strong>${count(found.stops_paying)} GPUs</strong> on, more do not pay.`
         : "More GPUs pay as far as the curve goes."} ${
       found.points.some((point) => !point.fits) && "A cross: does not fit into memory."} ${
-      found.most_gpus !== null && html`With this batch on each, ${count(found.most_gpus)} GPUs reach the
-        largest useful global batch.`}</p>
+      found.most_gpus !== null && (found.most_gpus ? html`With this batch on each, ${
+        count(found.most_gpus)} GPUs reach the largest useful global batch.`
+        : "The largest useful global batch is smaller than that of one GPU.")}</p>
+    <p>${found.note}</p>
     ${scalingCurve(found, now)}
     <p class="axis-title">number of GPUs, logarithmic</p>
     <details id="scaling-numbers"><summary>The same as numbers</summary>
@@ -167,27 +178,37 @@ function scaling(found, now) {
 }
 
 const LAUNCH = {
-  torchrun: "The command, on each node",
+  torchrun: "The command",
   torch: "The settings in torch",
   deepspeed: "What comes nearest in DeepSpeed",
 };
 
-function launch(found) {
-  return html`${Object.entries(LAUNCH).filter(([name]) => found[name]).map(([name, words]) => html`
+function launch({ launch: found, memory }) {
+  const first = html`<p class="${memory.fits ? "" : "bad"}">${found.notes[0]}</p>`;
+  return html`${first}${Object.entries(LAUNCH).filter(([name]) => found[name]).map(([name, words]) => html`
     <div class="code"><h4 id="title-${name}">${words}</h4>
       <button type="button" id="copy-${name}" data-copies="code-${name}" aria-describedby="title-${
         name}">Copy</button>
       <pre id="code-${name}" tabindex="0" aria-labelledby="title-${name}">${found[name]}</pre></div>`)}
-    ${found.notes.map((note) => html`<p>${note}</p>`)}`;
+    ${found.notes.slice(1).map((note) => html`<p>${note}</p>`)}`;
+}
+
+function listed(lines) {
+  return html`<ul>${lines.map((line) => html`<li>${line}</li>`)}</ul>`;
+}
+
+function assumed({ assumed: lines }) {
+  return html`<details id="assumed"><summary>How the model is trained, what MFU is, and
+    what is left out</summary>${
+    listed(lines)}</details>`;
 }
 
 function basis({ basis, stand_ins: standIns }) {
-  const list = (lines) => html`<ul>${lines.map((line) => html`<li>${line}</li>`)}</ul>`;
   return html`
     ${standIns.length > 0 && html`<details id="basis-stand-ins"><summary>Not measured: ${
-      count(standIns.length)} rates, for which the nearest stands in</summary>${list(standIns)}</details>`}
+      count(standIns.length)} rates, for which the nearest stands in</summary>${listed(standIns)}</details>`}
     <details id="basis-measured"><summary>Measured by others</summary>${
-      list(basis.filter((line) => !standIns.includes(line)))}</details>`;
+      listed(basis.filter((line) => !standIns.includes(line)))}</details>`;
 }
 
 export function lens() {

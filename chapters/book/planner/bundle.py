@@ -91,8 +91,9 @@ def _zip_predict(archive):
     """What ``import dplab.predict`` needs of the package."""
     package = ROOT / "dplab"
     files = [package / "__init__.py", package / "needs.py",
-             *(path for path in sorted((package / "predict").iterdir()) if path.is_file())]
-    with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as zipped:
+             *(path for path in sorted((package / "predict").iterdir())
+               if path.suffix in (".py", ".json"))]
+    with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED, strict_timestamps=False) as zipped:
         for path in files:
             zipped.write(path, path.relative_to(ROOT))
 

@@ -3,13 +3,12 @@
 import { html } from "./html.mjs";
 
 const YES = ["yes", "true", "on", "1"];
-const GROUPS = { model: "Model", hardware: "Hardware", run: "Run" };
 
 export function form(schema) {
   const groups = [...new Set(schema.map((field) => field.group))];
   return groups.map((group) => html`
     <fieldset disabled>
-      <legend>${GROUPS[group] ?? group}</legend>
+      <legend>${group[0].toUpperCase()}${group.slice(1)}</legend>
       ${schema.filter((field) => field.group === group).map(row)}
     </fieldset>`);
 }
@@ -21,8 +20,7 @@ function row(field) {
       <label for="field-${field.name}">${field.label}${unit(field)}</label>
       ${control(field)}
       <p class="why" id="why-${field.name}" hidden></p>
-      <p class="help" id="help-${field.name}">${field.help.split("`").map((part, index) => (
-        index % 2 ? html`<code>${part}</code>` : part))}</p>
+      <p class="help" id="help-${field.name}">${field.help}</p>
     </div>`;
 }
 
@@ -51,7 +49,7 @@ function control(field) {
 export function fill(form, schema, given) {
   for (const field of schema) {
     const input = form.elements[field.name];
-    const value = given.get(field.name) ?? defaultOf(form, field);
+    const value = given.get(field.name) ?? defaultOf(form, schema, field);
     if (field.kind === "flag") {
       input.checked = YES.includes(value.toLowerCase());
     } else if (input !== document.activeElement) {
@@ -70,9 +68,12 @@ export function changed(form, schema, given, input) {
   return found;
 }
 
-function defaultOf(form, field) {
+function defaultOf(form, schema, field) {
   const other = field.default_by && form.elements[field.default_by.field].value;
-  return text(field.default_by?.values[other] ?? field.default);
+  const value = field.default_by?.values[other] ?? field.default;
+  const bound = schema.find(({ name }) => name === field.at_most);
+  const most = bound && isAsked(form, bound) && Number(form.elements[bound.name].value.replaceAll(",", ""));
+  return text(most >= 1 ? Math.min(value, most) : value);
 }
 
 function isAsked(form, field) {

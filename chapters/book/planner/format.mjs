@@ -28,5 +28,5 @@ export function short(value) {
 }
 
 export function percent(share) {
-  return `${(100 * share).toFixed(share >= 0.0995 || share === 0 ? 0 : 1)} %`;
+  return `${(100 * share).toFixed(share >= 0.0995 || share === 0 ? 0 : 1)}%`;
 }

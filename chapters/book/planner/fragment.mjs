@@ -4,7 +4,7 @@
 
 import { readFileSync } from "node:fs";
 
-import { lens, planSections, recommendation, SECTIONS } from "./answer.mjs";
+import { lens, planSections, recommendation, SECTIONS, TOLD } from "./answer.mjs";
 import { form } from "./form.mjs";
 import { html } from "./html.mjs";
 
@@ -15,7 +15,7 @@ function section([name, title]) {
   if (!title) return "";
   return html`
     <section aria-labelledby="title-of-${name}">
-      <h3 id="title-of-${name}">${title} ${lens()}</h3>
+      <h3 id="title-of-${name}">${title} ${TOLD.includes(name) ? "" : lens()}</h3>
       <div data-section="${name}">${drawn[name]}</div>
     </section>`;
 }

@@ -71,6 +71,7 @@ async function answerTo(query, part) {
   try {
     return JSON.parse(await python.ask(query, part));
   } catch (error) {
+    page.classList.add("stale");
     say(html`The engine failed, which is a mistake of this page: ${error.message}`, "failed");
     return null;
   }
