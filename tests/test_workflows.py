@@ -1,5 +1,6 @@
 """The GitHub workflows, which nobody has run yet: their form, their rights, what they run."""
 
+import itertools
 import re
 import shutil
 import subprocess
@@ -89,12 +90,41 @@ def test_the_quick_tests_run_on_these_systems_and_versions():
     assert {each["torch"] for each in matrix["include"]} == set(matrix["torch"])
 
 
-def test_the_files_that_are_hashed_for_a_cache_are_installed():
-    for path in PATHS:
-        run = "\n".join(step.get("run", "") for step in steps(read(path)))
-        for step in steps(read(path)):
-            for file in step.get("with", {}).get("cache-dependency-path", "").split():
-                assert file in run
+def requirements(files):
+    """These files and those that they include."""
+    for file in files:
+        yield file
+        if (ROOT / file).exists():
+            text = (ROOT / file).read_text(encoding="utf-8")
+            yield from requirements(
+                (ROOT / file).parent.joinpath(each).resolve().relative_to(ROOT).as_posix()
+                for each in re.findall(r"^-r (\S+)", text, re.MULTILINE))
+
+
+@pytest.mark.parametrize("name", ["book", "tests"])
+def test_the_files_that_are_hashed_for_a_cache_are_those_that_are_installed(name):
+    found = steps(read(ROOT / f".github/workflows/{name}.yml"))
+    hashed = [step["with"]["cache-dependency-path"].split() for step in found
+              if "cache" in step.get("with", {})]
+    installed = re.findall(r' -r "?(?:\$RUNNER_TEMP/)?([\w./]+)',
+                           "\n".join(step.get("run", "") for step in found))
+    assert [sorted(each) for each in hashed] == [sorted({*requirements(installed)})]
+
+
+def test_the_kinds_of_torch_share_no_cache():
+    """The file with the kind is written before its hash becomes the cache's key."""
+    before = list(itertools.takewhile(lambda step: "cache" not in step.get("with", {}),
+                                      steps(read(ROOT / ".github/workflows/tests.yml"))))
+    assert "matrix.torch" in before[-1]["env"]["TORCH"]
+    assert before[-1]["run"] == 'echo "$TORCH" > .github/torch.txt'
+
+
+def test_the_book_is_published_only_from_the_main_branch_where_the_repository_says_so():
+    book = read(ROOT / ".github/workflows/book.yml")["jobs"]
+    publishing = [book["publish"], *(step for step in book["build"]["steps"]
+                                     if "upload-pages" in step.get("uses", ""))]
+    assert [each["if"] for each in publishing] == [
+        "github.ref == 'refs/heads/main' && vars.PUBLISH_BOOK == 'yes'"] * 2
 
 
 def test_every_night_runs_what_ci_runs_and_the_soaks():

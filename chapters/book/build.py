@@ -25,19 +25,26 @@ NEEDS = {"sphinx": "sphinx", "myst_nb": "myst-nb", "furo": "furo"}
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", nargs="?", type=Path, default=BOOK / "_build",
-                        help="where the book goes; what lies there is deleted")
+                        help="where the book goes, in place of an older one")
     folder = parser.parse_args().folder.resolve()
     if missing := [name for module, name in NEEDS.items() if not importlib.util.find_spec(module)]:
         sys.exit(f"Not installed: {', '.join(missing)}. "
                  "Run: python -m pip install -r chapters/book/requirements.txt")
-    if folder.exists() and any(folder.iterdir()) and not (folder / "_static").exists():
-        sys.exit(f"{folder} holds something that is no book. Name an empty folder.")
+    if not may_be_deleted(folder):
+        sys.exit(f"{folder} is no book of this course. Name a folder that is empty or not there.")
     sys.path.insert(0, str(ROOT))  # this course's dplab, before an installed one
-    shutil.rmtree(folder, ignore_errors=True)
     install_packages()
+    shutil.rmtree(folder, ignore_errors=True)
     copy_mathjax(folder)
     bundle_planner(folder)
     sys.exit(build(folder))
+
+
+def may_be_deleted(folder):
+    """Whether the folder is not there, empty, or a book: only a book has its formulas' MathJax."""
+    if (folder / "_static" / "mathjax").is_dir():
+        return True
+    return not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
 
 
 def install_packages():
@@ -48,8 +55,11 @@ def install_packages():
         fcntl.flock(lock, fcntl.LOCK_EX)
         wanted, installed = lock.read(), NODE_MODULES / "installed.json"
         if not installed.exists() or installed.read_bytes() != wanted:
-            subprocess.run(["npm", "ci", "--no-audit", "--no-fund", "--loglevel=error"], cwd=BOOK,
-                           check=True)
+            done = subprocess.run(["npm", "ci", "--ignore-scripts", "--no-audit", "--no-fund",
+                                   "--loglevel=error"], cwd=BOOK)
+            if done.returncode:
+                sys.exit("`npm ci` failed in chapters/book. Its own words stand above. It fetches "
+                         "MathJax and Pyodide, so it needs a network.")
             installed.write_bytes(wanted)
 
 
@@ -70,10 +80,7 @@ def copy(source, target):
 
 def bundle_planner(folder):
     """Puts what the planner's page loads beside that page."""
-    script = BOOK / "planner" / "bundle.py"
-    if not script.exists():
-        return
-    spec = importlib.util.spec_from_file_location("planner_bundle", script)
+    spec = importlib.util.spec_from_file_location("bundle", BOOK / "planner" / "bundle.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     module.bundle(folder / "book" / "planner", NODE_MODULES)

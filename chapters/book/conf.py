@@ -14,8 +14,6 @@ html_title = "Data-parallel training"
 root_doc = "book/index"
 extensions = ["myst_nb", "sphinx.ext.mathjax", "contents", "links", "pages"]
 exclude_patterns = ["**/node_modules", "**/_build", "**/.ipynb_checkpoints"]
-if not (BOOK.parents[1] / ".github/CONTRIBUTING.md").exists():
-    exclude_patterns.append("book/contributing.md")
 
 # Of the repository: for "run this chapter", and for links to files that are no pages of the book.
 with open(BOOK.parents[1] / "pyproject.toml", "rb") as file:

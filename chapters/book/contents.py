@@ -3,7 +3,8 @@
 import re
 from pathlib import Path
 
-from links import CHAPTERS, read
+import nbformat
+from links import CHAPTERS
 
 from dplab.desk import course
 
@@ -44,7 +45,7 @@ class Chapter:
     """What the contents say of a notebook: all of it stands in the first cell."""
 
     def __init__(self, path: Path):
-        first = read(path.read_text(encoding="utf-8"))["cells"][0]["source"]
+        first = nbformat.read(path, as_version=4).cells[0].source
         self.draft = DRAFT in first
         heading = re.search(r"^# (.+)$", first, re.MULTILINE)
         self.title = (heading[1] if heading else path.stem) + " (draft)" * self.draft

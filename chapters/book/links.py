@@ -4,11 +4,12 @@ A notebook's links are JupyterLab's: `03_all_reduce.ipynb#cell-id=ring`. Sphinx 
 cell to which a link leads gets a label. What is no page of the book is linked in the repository.
 """
 
-import json
 import os
 import posixpath
 import re
 from pathlib import Path
+
+from nbformat.v4 import new_markdown_cell
 
 ROOT = Path(__file__).resolve().parents[2]
 CHAPTERS = ROOT / "chapters"
@@ -85,26 +86,10 @@ def in_repository(app, path):
 def labelled(app, stem, cells):
     """The cells of a notebook, with a label before each to which a link leads."""
     for cell in cells:
-        if (stem, cell["id"]) in app.linked_cells:
-            mark = f"({label(stem, cell['id'])})=\n"
-            if cell["cell_type"] == "markdown":
-                cell = cell | {"source": mark + cell["source"]}
+        if (stem, cell.id) in app.linked_cells:
+            mark = f"({label(stem, cell.id)})=\n"
+            if cell.cell_type == "markdown":
+                cell.source = mark + cell.source
             else:
-                yield markdown(f"label-{cell['id']}", mark)
+                yield new_markdown_cell(mark)
         yield cell
-
-
-def markdown(id, source):
-    return {"cell_type": "markdown", "id": id, "metadata": {}, "source": source}
-
-
-def as_text(source):
-    """A cell's source or an output's text, which the format keeps as a list or as one string."""
-    return source if isinstance(source, str) else "".join(source)
-
-
-def read(text):
-    """A notebook, each cell's source one string."""
-    notebook = json.loads(text)
-    notebook["cells"] = [cell | {"source": as_text(cell["source"])} for cell in notebook["cells"]]
-    return notebook

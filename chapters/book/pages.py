@@ -3,16 +3,16 @@
 import base64
 import hashlib
 import html
-import json
 import posixpath
 import re
 from pathlib import Path
 
-from links import BRANCH, as_text, labelled, markdown, read, rewritten
+import nbformat
+from links import BRANCH, labelled, rewritten
+from nbformat.v4 import new_markdown_cell
 from sphinx.errors import ExtensionError
 
 from dplab.desk import cards
-from dplab.exercises import every_exercise
 
 CHECK = re.compile(r"""\bdplab\.check\(\s*["']([\w.-]+)["']""")
 IMAGE = re.compile(r"data:image/png;base64,([A-Za-z0-9+/=]+)")
@@ -33,19 +33,19 @@ def make_page(app, docname, source):
     path = Path(app.env.doc2path(docname))
     if path.suffix != ".ipynb":
         return
-    notebook = read(source[0])
+    notebook = nbformat.reads(source[0], as_version=4)
     refuse_without_outputs(path, notebook)
-    cells = [cell for each in notebook["cells"] for cell in book_cells(app, docname, path, each)]
-    cells = list(labelled(app, path.stem, cells))
-    title = next(cell for cell in cells if "# " in cell["source"])
-    title["source"] = re.sub(r"^# .*$", lambda heading: heading[0] + "\n\n" + run_this(app, path),
-                             title["source"], count=1, flags=re.MULTILINE)
-    source[0] = json.dumps(notebook | {"cells": cells})
+    cells = [cell for each in notebook.cells for cell in book_cells(app, docname, path, each)]
+    notebook.cells = list(labelled(app, path.stem, cells))
+    title = next(cell for cell in notebook.cells if "# " in cell.source)
+    title.source = re.sub(r"^# .*$", lambda heading: heading[0] + "\n\n" + run_this(app, path),
+                          title.source, count=1, flags=re.MULTILINE)
+    source[0] = nbformat.writes(notebook)
 
 
 def refuse_without_outputs(path, notebook):
     """ExtensionError for a notebook none of whose cells has an output."""
-    if not any(cell.get("outputs") for cell in notebook["cells"]):
+    if not any(cell.get("outputs") for cell in notebook.cells):
         name = f"chapters/{path.name}"
         raise ExtensionError(f"{name} has no outputs, and the book runs no notebook. Run: "
                              f"python tests/tools/notebooks.py refresh {name}")
@@ -53,37 +53,38 @@ def refuse_without_outputs(path, notebook):
 
 def book_cells(app, docname, path, cell):
     """A cell of the notebook as the book has it, with what follows it."""
-    if cell["cell_type"] == "markdown":
-        yield cell | {"source": rewritten(app, docname, cell["source"], path.parent)}
-        return
-    if "check" in cell["metadata"].get("tags", []):
-        yield cell | {"outputs": []}  # the verdict on an untouched stub
-        for slug in CHECK.findall(cell["source"]):
-            yield markdown(f"hints-{slug}", hints(slug))
-    elif cell["cell_type"] == "code":
-        yield cell | {"outputs": [shown(app, docname, each) for each in cell["outputs"]]}
-    else:
-        yield cell
+    slugs = []
+    if cell.cell_type == "markdown":
+        cell.source = rewritten(app, docname, cell.source, path.parent)
+    elif "check" in cell.metadata.get("tags", []):
+        cell.outputs = []  # the verdict on an untouched stub
+        slugs = CHECK.findall(cell.source)
+    elif cell.cell_type == "code":
+        for output in cell.outputs:
+            show_without_kernel(app, docname, output)
+    yield cell
+    for slug in slugs:
+        yield new_markdown_cell(hints(slug))
 
 
 def hints(slug):
     """The hints of an exercise, each folded."""
+    from dplab.exercises import every_exercise  # loads torch
+
     given = next(each for each in every_exercise() if slug in (each.slug, each.number)).hints
     return "\n".join(f'<details class="hint"><summary>Hint {place} of {len(given)}</summary>'
                      f"<p>{cards.inline(hint)}</p></details>"
                      for place, hint in enumerate(given, start=1))
 
 
-def shown(app, docname, output):
-    """A stored output without widgets, which need a kernel; its pictures lie in files."""
-    if "data" not in output:
-        return output
-    data = {kind: as_text(text) for kind, text in output["data"].items() if kind != WIDGET}
+def show_without_kernel(app, docname, output):
+    """Takes widgets, which need a kernel, out of a stored output; puts its pictures in files."""
+    data = output.get("data", {})
+    data.pop(WIDGET, None)
     if "text/html" in data:
         data.pop("image/png", None)  # the same picture, for what shows no HTML
         text = ASKS_TO_RUN.sub("", data["text/html"]).replace("<img ", '<img loading="lazy" ')
         data["text/html"] = IMAGE.sub(lambda match: saved(app, docname, match[1]), text)
-    return output | {"data": data}
 
 
 def saved(app, docname, png):

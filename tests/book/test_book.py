@@ -3,18 +3,15 @@
 import ast
 import contextlib
 import functools
-import http.server
 import inspect
 import io
 import itertools
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 import textwrap
-import threading
 import tokenize
 import tomllib
 import urllib.parse
@@ -23,7 +20,9 @@ from pathlib import Path
 import pytest
 from bs4 import BeautifulSoup
 from jupyter import chromium, chromium_or_skip
+from skips import need_program
 from web_loads import in_css, loads
+from web_server import served
 
 from dplab.desk import course
 from dplab.exercises import every_exercise, solution_source
@@ -34,16 +33,14 @@ ROOT = Path(__file__).resolve().parents[2]
 CHAPTERS = ROOT / "chapters"
 NOTEBOOKS = course.notebooks(CHAPTERS)
 PAGES = sorted(path.relative_to(CHAPTERS).with_suffix(".html").as_posix() for path in (
-    *CHAPTERS.glob("*.ipynb"), *CHAPTERS.glob("*.md"), *CHAPTERS.glob("book/*.md"))
-    if path.name != "contributing.md" or (ROOT / ".github/CONTRIBUTING.md").exists())
+    *CHAPTERS.glob("*.ipynb"), *CHAPTERS.glob("*.md"), *CHAPTERS.glob("book/*.md")))
 REPOSITORY = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]["Repository"]
 
 
 @pytest.fixture(scope="session")
 def book(tmp_path_factory):
     """The folder of the book, as the documented command builds it."""
-    if shutil.which("npm") is None:
-        (pytest.fail if os.environ.get("CI") else pytest.skip)("the book needs npm")
+    need_program("npm")
     folder = tmp_path_factory.mktemp("book") / "html"
     done = run([sys.executable, "chapters/book/build.py", folder], ROOT)
     assert done.returncode == 0 and "WARNING" not in done.stderr, done.stdout + done.stderr
@@ -311,15 +308,8 @@ def test_a_solution_is_found_where_it_stands():
 @pytest.fixture(scope="module")
 def server(book):
     """The address of the book, served over HTTP."""
-    class Handler(http.server.SimpleHTTPRequestHandler):
-        def log_message(self, *arguments):
-            pass
-
-    handler = functools.partial(Handler, directory=str(book))
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as serving:
-        threading.Thread(target=serving.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{serving.server_port}/"
-        serving.shutdown()
+    with served(book) as address:
+        yield address
 
 
 @pytest.fixture(scope="module")

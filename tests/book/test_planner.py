@@ -4,18 +4,16 @@ The built book would do as well, but it takes longer to make; the theme around t
 """
 
 import functools
-import http.server
 import importlib.util
 import json
-import os
 import random
-import shutil
-import threading
 from pathlib import Path
 from urllib.parse import parse_qsl, urlencode
 
 import pytest
 from jupyter import chromium, chromium_or_skip
+from skips import need_program
+from web_server import served
 
 from dplab.predict import plan
 from dplab.predict.catalogue import GPUS, MODELS
@@ -54,23 +52,14 @@ def answer(query="", part="all"):
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
     """The address of the page, on a server of its own."""
-    if shutil.which("npm") is None:
-        (pytest.fail if os.environ.get("CI") else pytest.skip)("the planner's page needs npm")
+    need_program("npm")
     script(BOOK / "build.py").install_packages()
     folder = tmp_path_factory.mktemp("site")
     bundler().bundle(folder / "planner", NODE_MODULES)
     (folder / "planner.html").write_text(
         AROUND.format((folder / "planner" / "fragment.html").read_text()))
-
-    class Quiet(http.server.SimpleHTTPRequestHandler):
-        def log_message(self, *arguments):
-            pass
-
-    handler = functools.partial(Quiet, directory=folder)
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}/planner.html"
-        server.shutdown()
+    with served(folder) as address:
+        yield f"{address}planner.html"
 
 
 class Page:

@@ -1,4 +1,4 @@
-"""What the making of the book does with chapters that are not this course's: in a small one."""
+"""The making of the book, in a small course: bad chapters, folders of others, missing packages."""
 
 import json
 import os
@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from skips import need_program
 
 pytestmark = pytest.mark.slow
 
@@ -18,8 +19,8 @@ BOOK = "chapters/book"
 @pytest.fixture
 def small_course(tmp_path):
     """A repository with the book's own files and one chapter, numbered as none of the course."""
-    for name in ("conf.py", "contents.py", "links.py", "pages.py", "index.md", "static",
-                 "templates"):
+    for name in ("build.py", "conf.py", "contents.py", "links.py", "pages.py", "index.md", "static",
+                 "templates", "package.json", "package-lock.json"):
         copy = shutil.copytree if (ROOT / BOOK / name).is_dir() else shutil.copy
         (tmp_path / BOOK).mkdir(parents=True, exist_ok=True)
         copy(ROOT / BOOK / name, tmp_path / BOOK / name)
@@ -77,3 +78,37 @@ def test_links_that_lead_nowhere_fail(small_course):
     done = build(small_course)
     assert done.returncode
     assert not [name for name in ("no.md", "no-cell", "no.png") if name not in done.stderr]
+
+
+def make(course, folder, **environment):
+    """The documented command."""
+    return subprocess.run([sys.executable, course / BOOK / "build.py", folder], text=True,
+                          capture_output=True, timeout=120, env=os.environ | environment)
+
+
+@pytest.fixture
+def no_network(tmp_path):
+    """An environment in which npm can fetch nothing, and has fetched nothing before."""
+    need_program("npm")
+    return {"npm_config_offline": "true", "npm_config_cache": str(tmp_path / "npm")}
+
+
+def test_what_is_no_book_is_left_alone(small_course, no_network):
+    other = small_course / "other"
+    for name in ("conf.py", "_static/site.css"):  # as in any project with Sphinx
+        (other / name).parent.mkdir(parents=True, exist_ok=True)
+        (other / name).write_text("theirs")
+    for folder in (other, other / "conf.py"):
+        done = make(small_course, folder, **no_network)
+        assert done.returncode and f"{folder} is no book" in done.stderr
+    assert {path.read_text() for path in other.rglob("*.*")} == {"theirs"}
+
+
+@pytest.mark.parametrize("lacking", [{"PATH": ""}, {}], ids=["npm", "network"])
+def test_an_old_book_survives_where_no_packages_can_be_installed(small_course, no_network, lacking):
+    formulas = small_course / "html/_static/mathjax/tex-chtml.js"
+    formulas.parent.mkdir(parents=True)
+    formulas.touch()
+    done = make(small_course, formulas.parents[2], **no_network | lacking)
+    assert done.returncode and "npm" in done.stderr and "Traceback" not in done.stderr
+    assert formulas.exists()
