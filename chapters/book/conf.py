@@ -12,7 +12,7 @@ project = "dplab"
 author = "the dplab authors"
 html_title = "Data-parallel training"
 root_doc = "book/index"
-extensions = ["myst_nb", "sphinx.ext.mathjax", "contents", "links", "pages"]
+extensions = ["myst_nb", "sphinx.ext.mathjax", "contents", "glossary", "links", "pages"]
 exclude_patterns = ["**/node_modules", "**/_build", "**/.ipynb_checkpoints"]
 
 # Of the repository: for "run this chapter", and for links to files that are no pages of the book.
@@ -34,12 +34,11 @@ html_static_path = ["static"]
 templates_path = ["templates"]
 html_additional_pages = {"index": "to_front_page.html"}
 html_css_files = ["book.css"]
-html_js_files = ["theme.js"]
+html_js_files = ["theme.js", "copy.js"]
 html_favicon = "static/icon.svg"
 html_copy_source = False  # the notebooks name their solutions' files
 html_use_index = False
 html_show_sphinx = html_show_copyright = False
-html_theme_options = {"navigation_with_keys": True}
 pygments_style, pygments_dark_style = "a11y-high-contrast-light", "a11y-high-contrast-dark"
 
 # All from this folder, also the font.

@@ -1,14 +1,18 @@
 """The front page's contents and the book's navigation, made from the files that are there."""
 
+import html
 import re
 from pathlib import Path
 
 import nbformat
-from links import CHAPTERS
+from links import CHAPTERS, ROOT
+from pages import unknown
 
 from dplab.desk import course
 
 MARK = "<!-- contents -->"
+README = ROOT / "README.md"
+NO_ADDRESS = ("*This build does not know its repository's address: what leads there is left out.*")
 DRAFT = "**This is a draft.**"
 QUESTION = re.compile(r"\*\*The question\.\*\*\s+(.+?)(?:\n\n|\Z)", re.DOTALL)
 # Beside the notebooks; those that are not there are left out.
@@ -18,6 +22,7 @@ TOOLS = {"Plan and look up": ["book/planner", "contents", "glossary", "one_step_
 
 def setup(app):
     app.connect("source-read", fill_in)
+    app.connect("html-page-context", describe)
     return {"parallel_read_safe": True, "parallel_write_safe": True}
 
 
@@ -38,7 +43,16 @@ def fill_in(app, docname, source):
         if there:
             parts.append(section(kind, [f"- [](/{name}.md)" for name in there],
                                  [f"/{name}" for name in there]))
+    if unknown(app):
+        parts.insert(0, NO_ADDRESS)
     source[0] = source[0].replace(MARK, "\n\n".join(parts))
+
+
+def describe(app, pagename, templatename, context, doctree):
+    """For search engines: a chapter's page has its question."""
+    path = CHAPTERS / f"{pagename}.ipynb"
+    if path.exists() and (question := re.sub(r"[*`]", "", Chapter(path).question)):
+        context["metatags"] += f'<meta name="description" content="{html.escape(question)}">'
 
 
 class Chapter:
@@ -50,9 +64,12 @@ class Chapter:
         heading = re.search(r"^# (.+)$", first, re.MULTILINE)
         self.title = (heading[1] if heading else path.stem) + " (draft)" * self.draft
         question = QUESTION.search(first)
-        self.row = f"- [{self.title}](/{path.name})"
+        self.question = " ".join(question[1].split()) if question else ""
+        time = re.search(rf"\]\(chapters/{path.name}\).*\| ([^|]+) \|$",
+                         README.read_text(encoding="utf-8"), re.MULTILINE)
+        self.row = f"- [{self.title}](/{path.name})" + (f", {time[1]}" if time else "")
         if question:
-            self.row += "  \n  " + " ".join(question[1].split())
+            self.row += "  \n  " + self.question
         self.entry = f"{self.title} </{path.stem}>"
 
 

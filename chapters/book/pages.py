@@ -1,37 +1,41 @@
-"""A notebook as a page of the book: its stored outputs, each exercise's hints, how to run it."""
+"""A notebook as a page of the book: what is folded, each exercise's hints, how to run it."""
 
-import base64
-import hashlib
 import html
-import posixpath
 import re
 from pathlib import Path
 
 import nbformat
+from docutils import nodes
 from links import BRANCH, labelled, rewritten
 from nbformat.v4 import new_markdown_cell
+from outputs import for_readers, has_columns, in_images
 from sphinx.errors import ExtensionError
 
 from dplab.desk import cards
 
 CHECK = re.compile(r"""\bdplab\.check\(\s*["']([\w.-]+)["']""")
-IMAGE = re.compile(r"data:image/png;base64,([A-Za-z0-9+/=]+)")
-WIDGET = "application/vnd.jupyter.widget-view+json"
-# Of a stored card or slider: what asks the reader to run a cell.
-ASKS_TO_RUN = re.compile(
-    r'<div>To guess, write answer=.*?</div>|<p class="dplab-run-this">.*?</p>', re.DOTALL)
+# Of what a reader of the book cannot do: in a notebook, a call shows one hint after the other.
+CALL_FOR_HINTS = re.compile(r"\s+Stuck\?\s+`dplab\.hint\([^`]*\)`(?:[^.`]*\bhint more\b[^.]*)?\.")
+NOT_IN_THE_BOOK = re.compile(r"<!-- not in the book -->\n.+?(?:\n\n|\Z)", re.DOTALL)
+UNKNOWN = "https://github.com/OWNER/"  # an address that nobody has filled in
+STORED = ("You read the stored outputs of one run. To answer the guesses and check the exercises, "
+          "run the chapter")
 
 
 def setup(app):
     app.add_config_value("repository", "", "env", str)
     app.connect("source-read", make_page)
+    app.connect("doctree-read", finish)
     return {"parallel_read_safe": True, "parallel_write_safe": True}
 
 
 def make_page(app, docname, source):
-    """Rewrites a notebook before Sphinx reads it."""
+    """Rewrites a notebook, and what is for readers of the files only, before Sphinx reads it."""
     path = Path(app.env.doc2path(docname))
     if path.suffix != ".ipynb":
+        address = "ADDRESS" if unknown(app) else app.config.repository
+        source[0] = NOT_IN_THE_BOOK.sub("", source[0]).replace("git clone ADDRESS",
+                                                               f"git clone {address}")
         return
     notebook = nbformat.reads(source[0], as_version=4)
     refuse_without_outputs(path, notebook)
@@ -55,16 +59,31 @@ def book_cells(app, docname, path, cell):
     """A cell of the notebook as the book has it, with what follows it."""
     slugs = []
     if cell.cell_type == "markdown":
-        cell.source = rewritten(app, docname, cell.source, path.parent)
+        cell.source = rewritten(app, docname, CALL_FOR_HINTS.sub("", cell.source), path.parent)
     elif "check" in cell.metadata.get("tags", []):
         cell.outputs = []  # the verdict on an untouched stub
         slugs = CHECK.findall(cell.source)
     elif cell.cell_type == "code":
-        for output in cell.outputs:
-            show_without_kernel(app, docname, output)
+        # Of progress, the stored run has none.
+        cell.outputs = [] if "dplab.progress(" in cell.source else for_readers(
+            app, docname, cell.outputs)
+        fold(cell)
     yield cell
     for slug in slugs:
         yield new_markdown_cell(hints(slug))
+
+
+def fold(cell):
+    """Folds the result of a guess; a folded source says in its first comment what it does."""
+    tags = cell.metadata.get("tags", [])
+    if ".reveal(" in cell.source and cell.outputs:
+        cell.metadata["tags"] = [*tags, "hide-output"]
+        words = "Result"
+    elif "hide-input" in tags and (comment := re.match(r"# (.+)", cell.source)):
+        words = f"Code: {comment[1][0].lower()}{comment[1][1:]}"
+    else:
+        return
+    cell.metadata["mystnb"] = {"code_prompt_show": words, "code_prompt_hide": words}
 
 
 def hints(slug):
@@ -77,35 +96,45 @@ def hints(slug):
                      for place, hint in enumerate(given, start=1))
 
 
-def show_without_kernel(app, docname, output):
-    """Takes widgets, which need a kernel, out of a stored output; puts its pictures in files."""
-    data = output.get("data", {})
-    data.pop(WIDGET, None)
-    if "text/html" in data:
-        data.pop("image/png", None)  # the same picture, for what shows no HTML
-        text = ASKS_TO_RUN.sub("", data["text/html"]).replace("<img ", '<img loading="lazy" ')
-        data["text/html"] = IMAGE.sub(lambda match: saved(app, docname, match[1]), text)
-
-
-def saved(app, docname, png):
-    """Writes a picture, given in base64, beside the page; returns its address from there."""
-    content = base64.b64decode(png)
-    name = f"{hashlib.sha256(content).hexdigest()[:16]}.png"
-    folder = Path(app.outdir, "_images")
-    folder.mkdir(exist_ok=True)
-    (folder / name).write_bytes(content)
-    return posixpath.join(posixpath.relpath("_images", posixpath.dirname(docname) or "."), name)
+def unknown(app):
+    """Whether this build does not know its repository's address."""
+    return app.config.repository.startswith(UNKNOWN)
 
 
 def run_this(app, path):
-    """Where this chapter can be run in a browser."""
-    address = app.config.repository
-    name = address.removeprefix("https://github.com/")
+    """Where this chapter can be run in a browser, if that is known, and what reading leaves out."""
+    to_setup = '<a href="book/setup.html">on your own machine</a>'
+    if unknown(app):
+        return f'<p class="run-this">{STORED} {to_setup}.</p>\n'
+    name = app.config.repository.removeprefix("https://github.com/")
     file = f"chapters/{path.name}"
     places = {
-        "Colab": f"https://colab.research.google.com/github/{name}/blob/{BRANCH}/{file}",
-        "Codespaces": f"https://codespaces.new/{name}",
-        "Binder": f"https://mybinder.org/v2/gh/{name}/{BRANCH}?urlpath=lab/tree/{file}",
+        "Colab": (f"https://colab.research.google.com/github/{name}/blob/{BRANCH}/{file}",
+                  "Opens this chapter"),
+        "Codespaces": (f"https://codespaces.new/{name}",
+                       f"Opens the repository, where this chapter is {file}"),
+        "Binder": (f"https://mybinder.org/v2/gh/{name}/{BRANCH}?urlpath=lab/tree/{file}",
+                   "Opens this chapter"),
     }
-    links = " ".join(f'<a href="{html.escape(link)}">{place}</a>' for place, link in places.items())
-    return f'<p class="run-this">Run this chapter: {links}</p>\n'
+    links = " ".join(f'<a href="{html.escape(link)}" title="{title}">{place}</a>'
+                     for place, (link, title) in places.items())
+    return (f'<p class="run-this">Run this chapter: {links}<br><small>{STORED}, there or '
+            f"{to_setup}.</small></p>\n")
+
+
+def finish(app, doctree):
+    """Changes a page as Sphinx has read it."""
+    docname = app.env.docname
+    for text in doctree.findall(nodes.literal_block):
+        if has_columns(text.astext()):
+            text["classes"].append("columns")
+    for image in [*doctree.findall(nodes.image)]:
+        if not re.match(r"[a-z]+:", image["uri"]):
+            link = nodes.reference("", "", refuri=in_images(docname, Path(image["uri"]).name),
+                                   classes=["whole"])
+            image.replace_self(link)
+            link += image
+    if unknown(app):
+        for link in [*doctree.findall(nodes.reference)]:
+            if link.get("refuri", "").startswith(app.config.repository):
+                link.replace_self(link.children)

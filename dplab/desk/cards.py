@@ -16,7 +16,7 @@ def card(head: str, text: str = "", block: str = "", color: str = GREY, *,
     body = f"<div>{inline(text)}</div>" if text else ""
     if block:
         body += ('<pre style="margin:8px 0 0;padding:8px 10px;border-radius:4px;line-height:1.4;'
-                 "overflow-x:auto;background:var(--jp-layout-color2,#f0f2f4);"
+                 "overflow-x:auto;background:var(--jp-layout-color2,rgba(127,127,127,.12));"
                  f'color:inherit">{html.escape(block)}</pre>')
     if links:
         body += "<div>" + " · ".join(f'<a href="{html.escape(address)}">{html.escape(words)}</a>'

@@ -19,8 +19,8 @@ BOOK = "chapters/book"
 @pytest.fixture
 def small_course(tmp_path):
     """A repository with the book's own files and one chapter, numbered as none of the course."""
-    for name in ("build.py", "conf.py", "contents.py", "links.py", "pages.py", "index.md", "static",
-                 "templates", "package.json", "package-lock.json"):
+    files = [path.name for path in (ROOT / BOOK).glob("*.py")]
+    for name in (*files, "index.md", "static", "templates", "package.json", "package-lock.json"):
         copy = shutil.copytree if (ROOT / BOOK / name).is_dir() else shutil.copy
         (tmp_path / BOOK).mkdir(parents=True, exist_ok=True)
         copy(ROOT / BOOK / name, tmp_path / BOOK / name)
@@ -112,3 +112,15 @@ def test_an_old_book_survives_where_no_packages_can_be_installed(small_course, n
     done = make(small_course, formulas.parents[2], **no_network | lacking)
     assert done.returncode and "npm" in done.stderr and "Traceback" not in done.stderr
     assert formulas.exists()
+
+
+def test_a_book_that_does_not_know_its_address_links_to_no_repository(small_course):
+    write(small_course, text="See the [README](../README.md).")
+    done = build(small_course, GITHUB_REPOSITORY="")
+    assert done.returncode == 0, done.stderr
+    pages = {path.name: path.read_text(encoding="utf-8")
+             for path in (small_course / "html").rglob("*.html")}
+    assert not [name for name, text in pages.items() if "OWNER" in text or "colab." in text]
+    front = pages["index.html"] + (small_course / "html/book/index.html").read_text("utf-8")
+    assert "does not know its repository" in front
+    assert "See the README." in pages["42_of_another_course.html"]

@@ -32,8 +32,11 @@ HEAD = """\
 # Glossary and index of figures
 
 The terms of the course, each with the chapter that introduces it, and at the end all figures. A
-link names a section and opens its chapter. JupyterLab then goes to the very cell; where the chapter
-was not open before, that may take a second click. (`python tests/tools/index.py` makes this page.)
+link names a section and opens its chapter.
+
+<!-- not in the book -->
+JupyterLab then goes to the very cell; where the chapter was not open before, that may take a second
+click. (`python tests/tools/index.py` makes this page.)
 
 ## Terms
 
@@ -48,8 +51,10 @@ END_OF_CONTENTS = """
 To look something up: the [glossary and index of figures](glossary.md). How the time of a step is
 predicted, part by part: [one step by hand](one_step_by_hand.md). How to set up, and what to do when
 something is in the way: [set-up](book/setup.md). For [teachers](book/teachers.md), and for learners
-with an [AI assistant](book/assistants.md). (`python tests/tools/index.py` makes this page from the
-table of the [README](../README.md).)
+with an [AI assistant](book/assistants.md).
+
+<!-- not in the book -->
+`python tests/tools/index.py` makes this page from the table of the [README](../README.md).
 """
 FIGURES = """
 ## Figures
