@@ -904,9 +904,19 @@ def _that_looks_for_sends(model, loss, watch):
         time.sleep(3 * watch.pause)  # until they have arrived
 
     model.before_first_layer = wait
-    loss.backward()
+    _back_from(loss, model)
     model.before_first_layer = lambda _: None
     return sent
+
+
+def _back_from(loss, model):
+    """Backward. After its first gradient it gives a thread the time to send what is not full."""
+    pauses = [0.05]
+    hooks = [parameter.register_post_accumulate_grad_hook(
+        lambda _: time.sleep(pauses.pop() if pauses else 0)) for parameter in model.parameters()]
+    loss.backward()
+    for hook in hooks:
+        hook.remove()
 
 
 def _with_a_late_rank(model, loss, watch):
@@ -923,7 +933,7 @@ def _with_a_late_rank(model, loss, watch):
             time.sleep(0.002)
     elif others:
         watch.on_wait = lambda: store.set(waits, "")
-    loss.backward()
+    _back_from(loss, model)
     watch.on_wait = lambda: None
     if rank < others:
         store.set(keys[rank], "")
