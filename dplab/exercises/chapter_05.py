@@ -3,6 +3,7 @@
 The solutions stand in `dplab.exercises.stack.parts`, since later parts call them.
 """
 
+import contextlib
 import inspect
 import itertools
 import threading
@@ -110,6 +111,18 @@ def goes_on_counting(sizes, bucket_bytes):
     return buckets
 
 
+def keeps_the_excess(sizes, bucket_bytes):
+    buckets, bucket, held = [], [], 0
+    for index in reversed(range(len(sizes))):
+        bucket.append(index)
+        held += sizes[index]
+        if held >= bucket_bytes or index == 0:
+            buckets.append(bucket)
+            bucket = []
+            held -= bucket_bytes
+    return buckets
+
+
 def keeps_its_indices(sizes, bucket_bytes):
     buckets, bucket, held = [], [], 0
     for index in reversed(range(len(sizes))):
@@ -174,6 +187,9 @@ class MakeBuckets(Calculation):
         Mistake(begins_with_an_empty_bucket, "Your first bucket is empty."),
         Mistake(goes_on_counting, "From the second bucket on, each index is alone: set the count "
                 "of bytes back to zero when a bucket is closed."),
+        Mistake(keeps_the_excess, "When a bucket closes, you take `bucket_bytes` off the count. "
+                "What it held beyond that then counts for the next bucket, too. Set it back to "
+                "zero."),
         Mistake(keeps_its_indices, "A bucket keeps its indices after it was closed, so they are in "
                 "the next one again: start an empty list."),
         Mistake(one_list_for_all, "All your buckets are one and the same list, which you empty. "
@@ -596,6 +612,40 @@ class CountsOnceAndRaisesAgain(Overlapped):
             self.missing = missing
 
 
+class LaunchesWhatEverCame(Overlapped):
+    """Counts gradients for ever, and launches where each parameter of a bucket has had one."""
+
+    def start_over(self):
+        self.came = getattr(self, "came", {each: 0 for bucket in self.buckets for each in bucket})
+        self.launched = []
+
+    def gradient_is_ready(self, parameter):
+        self.came[parameter] += 1
+        for bucket in self.buckets[len(self.launched):]:
+            if not all(self.came[each] for each in bucket):
+                break
+            self.launch(bucket)
+
+    def finish(self):
+        for averaging in self.launched:
+            averaging.result()
+        self.start_over()
+
+
+class CountsBucketsOnce(Overlapped):
+    """Counts the buckets that it has sent, and never sets that back."""
+
+    sent = 0
+
+    def gradient_is_ready(self, parameter):
+        self.missing[parameter] -= 1
+        for bucket in self.buckets[self.sent:]:
+            if any(self.missing[each] for each in bucket):
+                break
+            self.launch(bucket)
+            self.sent += 1
+
+
 class RaisesBeforeItStartsOver(Overlapped):
     def finish(self):
         if any(self.missing.values()):
@@ -679,8 +729,8 @@ _WAITS = ("You wait in the hook, so backward stands still until the other ranks 
           "`finish`.")
 _ALL_HANDLES = ("`finish` does not wait for every bucket. An earlier `.grad` may be the mean while "
                 "a later one is not yet: wait for all that was launched.")
-_COUNTS = ("The first step is right, the second is not: `finish` has to set the counts of missing "
-           "gradients back.")
+_COUNTS = ("The first step is right, the second is not: `finish` has to set the counts back, those "
+           "of gradients and, if you keep one, that of buckets.")
 _ORDER = ("You send whatever is full. Where gradients become ready in another order on another "
           "rank, the ranks send different buckets at the same time: numbers of one bucket are "
           "added to those of another one, and nobody is told. Every rank has to send the buckets "
@@ -734,6 +784,11 @@ class OverlapGradients(Exercise):
                 "That overlaps, and pays a latency for each: one all-reduce for a bucket."),
         *(Mistake(attempt, _COUNTS)
           for attempt in (CountsOnce, CountsOnceAndRaises, CountsOnceAndRaisesAgain)),
+        Mistake(LaunchesWhatEverCame, "In step 2: `finish` has to set the counts of gradients "
+                "back. With those of step 1 each bucket is full from the beginning, and leaves "
+                "before its gradients are there."),
+        Mistake(CountsBucketsOnce, "The first step is right, and the second sends nothing: "
+                "`finish` has to set back how many buckets were sent, too."),
         Mistake(RaisesBeforeItStartsOver, "After `finish` has raised once, the next step is not "
                 "right, and that step has all its gradients. Start over in any case: keep what you "
                 "have counted, set it back, and raise then."),
@@ -760,7 +815,7 @@ class OverlapGradients(Exercise):
         for step, backward in enumerate((_that_looks_for_sends, _with_a_late_rank), start=1):
             model.zero_grad()
             loss = model.loss(step, [dist.get_rank()])
-            with _Watch(group) as watch:
+            with _Watch(group) as watch, _that_names_the_step(step):
                 found = backward(model, loss, watch)
                 try:
                     overlapped.finish()
@@ -807,7 +862,7 @@ class OverlapGradients(Exercise):
 
 _FORGOTTEN = "the number of all-reduces that nobody waits for"
 _MIXED = "whether two threads send at the same time"
-_EARLY = "the number of buckets sent before the last layer's gradients are there"
+_EARLY = "the number of buckets sent before the first layer's gradients are there"
 _WAITING = "whether backward waits for other ranks"
 _UNUSED = "what `finish` raises when a parameter got no gradient"
 _SECOND = "what `finish` raises in the second step, where each gradient came once"
@@ -825,8 +880,19 @@ def _of_step(step, seen, found, number, elsewhere, forgotten, mixed):
             f"{_FORGOTTEN}{when}": forgotten, **seen}
 
 
+@contextlib.contextmanager
+def _that_names_the_step(step):
+    """What is raised in step 2 says so: it is not the mistake that would raise it in step 1."""
+    try:
+        yield
+    except Exception as error:
+        if step > 1:
+            error.args = (f"{error} (in step {step})",)
+        raise
+
+
 def _that_looks_for_sends(model, loss, watch):
-    """Backward; before its last layer it gives two buckets the time to be sent. How many were."""
+    """Backward; before the first layer it gives two buckets the time to be sent. How many were."""
     sent = 0
 
     def wait(_):
@@ -837,10 +903,20 @@ def _that_looks_for_sends(model, loss, watch):
         sent = min(2, int(watch.all_reduces))
         time.sleep(3 * watch.pause)  # until they have arrived
 
-    model.before_last_layer = wait
-    loss.backward()
-    model.before_last_layer = lambda _: None
+    model.before_first_layer = wait
+    _back_from(loss, model)
+    model.before_first_layer = lambda _: None
     return sent
+
+
+def _back_from(loss, model):
+    """Backward. After its first gradient it gives a thread the time to send what is not full."""
+    pauses = [0.05]
+    hooks = [parameter.register_post_accumulate_grad_hook(
+        lambda _: time.sleep(pauses.pop() if pauses else 0)) for parameter in model.parameters()]
+    loss.backward()
+    for hook in hooks:
+        hook.remove()
 
 
 def _with_a_late_rank(model, loss, watch):
@@ -857,7 +933,7 @@ def _with_a_late_rank(model, loss, watch):
             time.sleep(0.002)
     elif others:
         watch.on_wait = lambda: store.set(waits, "")
-    loss.backward()
+    _back_from(loss, model)
     watch.on_wait = lambda: None
     if rank < others:
         store.set(keys[rank], "")
@@ -1023,7 +1099,7 @@ class _Watch:
 
 
 class _Layers(nn.ModuleList):
-    """Three layers; ``before_last_layer`` is called when backward comes to the first of them.
+    """Three layers; ``before_first_layer`` is called when backward comes to it.
 
     Their buckets are equally large, so that messages which are mixed up bring wrong numbers, and
     not the end of the process.
@@ -1040,10 +1116,10 @@ class _Layers(nn.ModuleList):
         numbers = torch.arange(15.0).reshape(3, 5)
         x = torch.cat([torch.sin(1.3 * numbers + 5 * rank + step) for rank in ranks])
         first = self[0](x)
-        first.register_hook(lambda gradient: self.before_last_layer(gradient))
+        first.register_hook(lambda gradient: self.before_first_layer(gradient))
         return self[2](torch.tanh(self[1](torch.tanh(first)))).square().mean()
 
-    def before_last_layer(self, _):
+    def before_first_layer(self, _):
         pass
 
 
@@ -1087,6 +1163,33 @@ def counts_all_communication(layers, bucket_bytes, ranks, bandwidth, latency):
     step, _ = predict_step(layers, bucket_bytes, ranks, bandwidth, latency)
     _, _, buckets = _schedule(layers, bucket_bytes)
     return step, sum(ring_seconds(nbytes, ranks, bandwidth, latency) for _, nbytes in buckets)
+
+
+def sending_less_backward(layers, bucket_bytes, ranks, bandwidth, latency):
+    step, sending = counts_all_communication(layers, bucket_bytes, ranks, bandwidth, latency)
+    return step, max(0.0, sending - sum(layer.backward_seconds for layer in layers))
+
+
+def sending_less_computing(layers, bucket_bytes, ranks, bandwidth, latency):
+    step, sending = counts_all_communication(layers, bucket_bytes, ranks, bandwidth, latency)
+    _, end, _ = _schedule(layers, bucket_bytes)
+    return step, max(0.0, sending - end)
+
+
+def exposes_forward(layers, bucket_bytes, ranks, bandwidth, latency):
+    step, exposed = predict_step(layers, bucket_bytes, ranks, bandwidth, latency)
+    return step, exposed + sum(layer.forward_seconds for layer in layers)
+
+
+def a_ring_for_each_layer(layers, bucket_bytes, ranks, bandwidth, latency):
+    _, end, buckets = _schedule(layers, bucket_bytes)
+    indices = make_buckets([layer.gradient_bytes for layer in layers], bucket_bytes)
+    free = 0.0
+    for bucket, (ready, _) in zip(indices, buckets, strict=True):
+        free = max(free, ready) + sum(
+            ring_seconds(layers[index].gradient_bytes, ranks, bandwidth, latency)
+            for index in bucket)
+    return free, free - end
 
 
 def after_backward(layers, bucket_bytes, ranks, bandwidth, latency):
@@ -1223,6 +1326,14 @@ class PredictStep(Calculation):
                 "those before it are still on their way when backward ends."),
         Mistake(counts_all_communication, "The step is right. You count all of communication as "
                 "exposed. What runs before the end of backward is hidden."),
+        *(Mistake(attempt, "The step is right. What you return second is all communication less "
+                  "what is computed. But the link also stands still while the rank computes. "
+                  "Exposed is what is left when backward ends.")
+          for attempt in (sending_less_backward, sending_less_computing)),
+        Mistake(exposes_forward, "The step is right. You return it less backward, so forward is in "
+                "it, too. Exposed is what is left when backward ends."),
+        Mistake(a_ring_for_each_layer, "Each layer of your buckets has a ring of its own. A bucket "
+                "is one all-reduce: add up its bytes first."),
         Mistake(after_backward, "Your buckets leave when backward is over. Each leaves as soon as "
                 "its own gradients are there and the link is free."),
         Mistake(longer_of_the_two, "You took the longer one of backward and communication. But "
@@ -1277,7 +1388,7 @@ def _layers(*numbers):
 _UNEVEN = _layers((3, 7, 10), (2, 9, 30), (4, 11, 20), (5, 13, 25), (1, 6, 5))
 # By what each is about: layers, bytes of a bucket, ranks, bytes/s and s of the link.
 _CASES = (
-    ("a link that keeps up", _UNEVEN, 30e6, 4, 5e9, 1e-4),
+    ("a link that is late at the end", _UNEVEN, 30e6, 4, 5e9, 1e-4),
     ("a link that falls behind", _UNEVEN, 25e6, 3, 1.25e9, 5e-5),
     ("a pause between two buckets", _layers((1, 150, 1), (2, 190, 80), (3, 10, 3)), 3e6, 2, 1e9,
      1e-3),

@@ -6,6 +6,8 @@ import itertools
 import os
 import statistics
 import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
 
 import pytest
@@ -178,6 +180,41 @@ class NeverBeginsAgain(WithTorch):
         self.sent = []
 
 
+class GoesOnWithItsNumber(WithTorch):
+    number = 0
+
+    def ready(self, parameter):
+        self.came[parameter] += 1
+        while self.number < len(self.buckets) and all(
+                self.came[each] == 1 for each in self.buckets[self.number]):
+            self.send(self.number)
+            self.number += 1
+
+
+class CountsOnAThread:
+    """Never sets its counts of gradients back; a bucket is full where none of them is zero."""
+
+    def __init__(self, buckets, group):
+        self.buckets, self.group, self.sent = buckets, group, []
+        self.thread, self.came = ThreadPoolExecutor(1), Counter()
+        for parameter in itertools.chain(*buckets):
+            parameter.register_post_accumulate_grad_hook(self.count)
+
+    def count(self, parameter):
+        self.came[parameter] += 1
+        while len(self.sent) < len(self.buckets) and all(
+                self.came[each] for each in self.buckets[len(self.sent)]):
+            bucket = self.buckets[len(self.sent)]
+            self.sent.append(self.thread.submit(parts.average_in_buckets, [bucket], self.group))
+
+    def finish(self):
+        for future in self.sent:
+            future.result()
+        self.sent = []
+        if any(self.came[each] != 1 for each in itertools.chain(*self.buckets)):
+            raise RuntimeError("not every gradient came once")
+
+
 class BeginsAgainUnlessItRaises(WithTorch):
     def finish(self):
         if any(times != 1 for times in self.came.values()):
@@ -205,6 +242,52 @@ def takes_latency_first(layers, bucket_bytes, ranks, bandwidth, latency):
         free = max(free, ready) + ring_seconds(nbytes, ranks, latency, bandwidth)
         done = max(now, free)
     return done, done - now
+
+
+def of_a_step(layers, bucket_bytes, ranks, bandwidth, latency):
+    """What a step takes, and its forward, backward and all-reduces, each by itself."""
+    step, _ = parts.predict_step(layers, bucket_bytes, ranks, bandwidth, latency)
+    sizes = [layer.gradient_bytes for layer in layers]
+    rings = [ring_seconds(sum(sizes[index] for index in bucket), ranks, bandwidth, latency)
+             for bucket in make_buckets(sizes, bucket_bytes)]
+    return (step, sum(layer.forward_seconds for layer in layers),
+            sum(layer.backward_seconds for layer in layers), sum(rings))
+
+
+def what_backward_leaves(*case):
+    step, _, backward, sending = of_a_step(*case)
+    return step, max(0.0, sending - backward)
+
+
+def what_computing_leaves(*case):
+    step, forward, backward, sending = of_a_step(*case)
+    return step, max(sending - forward - backward, 0)
+
+
+def exposed_with_forward(*case):
+    step, _, backward, _ = of_a_step(*case)
+    return step, step - backward
+
+
+def a_ring_for_each_layer(layers, bucket_bytes, ranks, bandwidth, latency):
+    end = sum(layer.forward_seconds + layer.backward_seconds for layer in layers)
+    free = 0.0
+    for bucket in make_buckets([layer.gradient_bytes for layer in layers], bucket_bytes):
+        free = max(free, end - sum(layer.backward_seconds for layer in layers[: bucket[-1]]))
+        for index in bucket:
+            free += ring_seconds(layers[index].gradient_bytes, ranks, bandwidth, latency)
+    return free, free - end
+
+
+def carries_the_rest_over(sizes, bucket_bytes):
+    full, bucket, size = [], [], 0
+    for index in range(len(sizes) - 1, -1, -1):
+        bucket.append(index)
+        size += sizes[index]
+        if size >= bucket_bytes:
+            full.append(bucket)
+            bucket, size = [], size - bucket_bytes
+    return full + [bucket] * bool(bucket)
 
 
 def never_flushed(sizes, bucket_bytes):
@@ -1099,9 +1182,16 @@ def adds_the_buffers(model, optimizer, others=()):
     ("overlapped-gradients", WaitsInItsHook, "You wait in the hook"),
     ("overlapped-gradients", SendsWhatIsFull, "Every rank has to send the buckets in the order"),
     ("overlapped-gradients", NeverBeginsAgain, "has to set the counts"),
+    ("overlapped-gradients", CountsOnAThread, "In step 2: `finish` has to set the counts"),
+    ("overlapped-gradients", GoesOnWithItsNumber, "how many buckets were sent"),
     ("overlapped-gradients", BeginsAgainUnlessItRaises, "Start over in any case"),
     ("gradient-buckets", leaves_views, "each `.grad` is a new tensor"),
     ("predict-step", takes_latency_first, "You took the bandwidth for the latency"),
+    ("predict-step", what_backward_leaves, "all communication less what is computed"),
+    ("predict-step", what_computing_leaves, "all communication less what is computed"),
+    ("predict-step", exposed_with_forward, "forward is in it, too"),
+    ("predict-step", a_ring_for_each_layer, "a ring of its own"),
+    ("make-buckets", carries_the_rest_over, "Set it back to zero"),
     ("make-buckets", never_flushed, "The last bucket is missing"),
     ("make-buckets", closed_one_too_late, "close it at `>=`"),
     ("10.1", below_the_memory, "Compare with `<=`"),
@@ -1131,6 +1221,29 @@ def test_a_wrong_answer_is_named(number, answer, said):
     assert verdict.outcome == WRONG
     assert said in verdict.why, verdict
     assert not verdict.why.startswith(AT_LEAST), verdict
+
+
+class SendsInFinish(WithTorch):
+    def ready(self, parameter):
+        self.came[parameter] += 1
+
+    def finish(self):
+        for number in range(len(self.buckets)):
+            self.send(number)
+        super().finish()
+
+
+@pytest.mark.slow
+def test_what_is_sent_early_is_sent_before_the_gradients_that_come_last():
+    """Those of the first layer: backward ends there."""
+    verdict = find("overlapped-gradients").judge(SendsInFinish)
+    assert "before the first layer's gradients are there" in verdict.detail, verdict
+
+
+def test_a_link_that_is_late_at_the_end_is_not_said_to_keep_up():
+    """5.4's first case: when backward ends, two buckets are still on their way."""
+    verdict = find("predict-step").judge(lambda *case: (0.0, 0.0))
+    assert "with a link that is late at the end (" in verdict.detail, verdict
 
 
 def summed_without_the_last(buckets, group=None):
