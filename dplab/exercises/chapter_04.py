@@ -470,8 +470,9 @@ _SUMMED = ("You summed and did not divide by the world size: each step is as man
            "as there are ranks. (`x / n` makes a new tensor; `x /= n` changes `x`.)")
 _FROZEN = ("A parameter's gradient is `None`: it is frozen, or the loss does not depend on it. "
            "Skip such parameters.")
-_ZEROS = ("A `.grad` that was None became zeros. The optimizer leaves a parameter without a gradient "
-          "alone, but one with zeros it may move, by weight decay for example. Skip it.")
+_ZEROS = ("A `.grad` that was None became zeros. An optimizer leaves a parameter alone where "
+          "`.grad` is None. With zeros it may move it, by weight decay for example. Skip such "
+          "parameters.")
 _CONSTANT = ("You divided by a constant, or by the number of all ranks. The divisor is the number "
              "of ranks in the group, whatever it is: `dist.get_world_size(group)`.")
 _WEIGHTS = ("You all-reduced the parameters, not their gradients. The weights were equal already, "

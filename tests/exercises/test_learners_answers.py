@@ -593,8 +593,8 @@ def counts_and_brings_nothing(number):
     def train_uneven(model, optimizer, images, labels, batches):
         steps = torch.tensor(len(batches))
         dist.all_reduce(steps, op=dist.ReduceOp.MAX)
-        for step in range(steps):
-            own = batches[step] if step < len(batches) else []
+        for turn in range(steps):
+            own = batches[turn] if turn < len(batches) else []
             samples = torch.tensor(number(len(own)))
             dist.all_reduce(samples)
             optimizer.zero_grad()
