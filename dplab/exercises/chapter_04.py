@@ -123,6 +123,25 @@ def averages_everything(model, group=None):
             dist.all_reduce(tensor.data, group=group)
 
 
+def sums_everything_and_divides(model, group=None):
+    for tensor in [*model.parameters(), *model.buffers()]:
+        dist.all_reduce(tensor.data, group=group)
+        tensor.data /= dist.get_world_size(group)
+
+
+def sums_everything_and_copies_the_mean(model, group=None):
+    for tensor in [*model.parameters(), *model.buffers()]:
+        dist.all_reduce(tensor.data, group=group)
+        tensor.data.copy_(tensor.data / dist.get_world_size(group))
+
+
+def puts_copies_in_their_place(model, group=None):
+    for tensor in [*model.parameters(), *model.buffers()]:
+        received = tensor.detach().clone()
+        dist.broadcast(received, group_src=0, group=group)
+        tensor.data = received
+
+
 def leaves_it_to_ddp(model, group=None):
     nn.parallel.DistributedDataParallel(model, process_group=group)
 
@@ -138,6 +157,7 @@ def rank_0_of_all_ranks(model, group=None):
 
 
 OWN_COLLECTIVE = "that you call a collective yourself"
+SAME_MEMORY = "that each value is overwritten where it lies in memory"
 _AVERAGED = ("You averaged the ranks' values. The ranks agree then, but not on rank 0's model, and "
              "an average of random weights is a poor start.")
 
@@ -182,7 +202,12 @@ class BroadcastWeights(Exercise):
         Mistake(draws_anew, "You draw the weights anew. Equal seeds do not make them rank 0's, "
                 "which may have been loaded or trained: send them with `dist.broadcast`."),
         Mistake(average_weights, _AVERAGED),
-        Mistake(averages_everything, _AVERAGED),
+        *(Mistake(attempt, _AVERAGED) for attempt in (
+            averages_everything, sums_everything_and_divides,
+            sums_everything_and_copies_the_mean)),
+        Mistake(puts_copies_in_their_place, "The values are right, but they lie in other memory "
+                "now. A view of the old tensors keeps the old values: copy into them with "
+                "`copy_`."),
         Mistake(leaves_it_to_ddp, "The values come out right, but PyTorch's DDP sent them. Here "
                 "you write what it does: call `dist.broadcast` yourself."),
         Mistake(broadcasts_to_all, _WITHOUT_GROUP),
@@ -197,18 +222,23 @@ class BroadcastWeights(Exercise):
         return facts
 
     def expected(self, world_size):
-        facts = {**_by_name(_replica(seed=0)), OWN_COLLECTIVE: True}
+        asked = {SAME_MEMORY: True, OWN_COLLECTIVE: True}
+        facts = _by_name(_replica(seed=0)) | asked
         if world_size < 4:
             return facts
-        return [facts | named({**_by_name(_replica(seed=rank % 2)), OWN_COLLECTIVE: True},
-                              IN_A_PAIR) for rank in range(4)]
+        return [facts | named(_by_name(_replica(seed=rank % 2)) | asked, IN_A_PAIR)
+                for rank in range(4)]
 
 
 def _broadcast_facts(attempt, group):
     model = _replica(seed=dist.get_rank())
+    before = _by_name(model)
     with CallLog() as log:
         attempt(model, group)
-    return {**_by_name(model), OWN_COLLECTIVE: dist.get_world_size() == 1 or log.count() > 0}
+    after = _by_name(model)
+    in_place = all(tensor.data_ptr() == before[name].data_ptr() for name, tensor in after.items())
+    return after | {SAME_MEMORY: in_place,
+                    OWN_COLLECTIVE: dist.get_world_size() == 1 or log.count() > 0}
 
 
 def _replica(seed):
@@ -371,6 +401,25 @@ def unpacks_for_all_parameters(model, group=None):
         gradient.copy_(view)
 
 
+def brings_zeros(model, group=None):
+    ranks = dist.get_world_size(group)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            mean = ring_all_reduce(pack([parameter.grad], ranks) / ranks, group)
+            parameter.grad.copy_(*unpack(mean, [parameter.grad]))
+
+
+def brings_zeros_for_the_frozen(model, group=None):
+    ranks = dist.get_world_size(group)
+    for parameter in model.parameters():
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        mean = ring_all_reduce(pack([parameter.grad], ranks) / ranks, group)
+        parameter.grad.copy_(*unpack(mean, [parameter.grad]))
+
+
 def leaves_the_padding_out(model, group=None):
     ranks = dist.get_world_size(group)
     for parameter in model.parameters():
@@ -421,6 +470,9 @@ _SUMMED = ("You summed and did not divide by the world size: each step is as man
            "as there are ranks. (`x / n` makes a new tensor; `x /= n` changes `x`.)")
 _FROZEN = ("A parameter's gradient is `None`: it is frozen, or the loss does not depend on it. "
            "Skip such parameters.")
+_ZEROS = ("A `.grad` that was None became zeros. An optimizer leaves a parameter alone where "
+          "`.grad` is None. With zeros it may move it, by weight decay for example. Skip such "
+          "parameters.")
 _CONSTANT = ("You divided by a constant, or by the number of all ranks. The divisor is the number "
              "of ranks in the group, whatever it is: `dist.get_world_size(group)`.")
 _WEIGHTS = ("You all-reduced the parameters, not their gradients. The weights were equal already, "
@@ -478,6 +530,8 @@ class AverageGradients(Exercise):
         Mistake(quarters, _CONSTANT),
         Mistake(divides_what_is_not_there, _FROZEN),
         Mistake(packs_what_is_not_there, _FROZEN),
+        Mistake(brings_zeros, _ZEROS),
+        Mistake(brings_zeros_for_the_frozen, _ZEROS),
         Mistake(unpacks_for_all_parameters, "You packed the gradients that there are, and unpacked "
                 "in the shapes of all parameters, the frozen one too. Give both the same list."),
         Mistake(leaves_the_padding_out, "The ring cuts the tensor into N equal chunks, and N does "
@@ -548,12 +602,13 @@ def _part(rank):
 
 
 class _TwoDtypes(nn.Module):
-    """One layer in float32, with a frozen bias, and one in float64."""
+    """One layer in float32, with a frozen bias, one in float64, and one that is not used."""
 
     def __init__(self):
         super().__init__()
         torch.manual_seed(4)
         self.first, self.last = nn.Linear(7, 5), nn.Linear(5, 3).double()
+        self.unused = nn.Linear(2, 2)
         self.first.bias.requires_grad_(False)
 
     def forward(self, x):
@@ -744,6 +799,17 @@ def takes_the_first_part(model, optimizer, images, labels, batches, group=None):
         optimizer.step()
 
 
+def takes_neighbours(model, optimizer, images, labels, batches, group=None):
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    broadcast_weights(model, group)
+    for batch in batches:
+        mine = batch.chunk(ranks)[rank]
+        optimizer.zero_grad()
+        F.cross_entropy(model(images[mine]), labels[mine]).backward()
+        average_gradients(model, group)
+        optimizer.step()
+
+
 def trains_among_all(model, optimizer, images, labels, batches, group=None):
     train_by_hand(model, optimizer, images, labels, batches)
 
@@ -802,6 +868,7 @@ def both_cuts(attempt):
 SAMPLES = "the number of samples that this rank computed"
 OF_ALL = "the number of different samples that all ranks together computed"
 EVERY_STEP = "that you call a collective yourself in every step"
+OWN_SAMPLES = "that rank r computes `batch[r::N]`"
 _OVERWRITTEN = ("Rank 0's weights overwrite the others' in each step, so what the other ranks "
                 "computed is lost. Average the gradients instead.")
 
@@ -860,6 +927,8 @@ class TrainByHand(Exercise):
                 "than on one rank: each has to take its own part."),
         Mistake(takes_the_first_part, "Every rank took the same part of the batch, so most of it "
                 "was never seen: the part must depend on the rank."),
+        Mistake(takes_neighbours, "The weights come out right, but each rank took other samples of "
+                "the batch than it was asked to: rank r of the group takes `batch[r::N]`."),
         Mistake(trains_among_all, _WITHOUT_GROUP),
         Mistake(cuts_by_all_ranks, _WITHOUT_GROUP),
         Mistake(takes_its_rank_of_all, _WITHOUT_GROUP),
@@ -889,9 +958,13 @@ class TrainByHand(Exercise):
         model.register_forward_pre_hook(lambda _, inputs: seen.extend(inputs[0].detach().clone()))
         with CallLog() as log:
             attempt(model, optimizer_for(model), *self.given, group)
-        everybodys = [None] * dist.get_world_size(group)
-        dist.all_gather_object(everybodys, {image.numpy().tobytes() for image in seen}, group)
+        rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+        everybodys = [None] * ranks
+        dist.all_gather_object(everybodys, _distinct(seen), group)
+        images, _, batches = self.given
+        asked = _distinct(images[torch.cat([batch[rank::ranks] for batch in batches])])
         return {SAMPLES: len(seen), OF_ALL: len(set.union(*everybodys)), **_weights_of(model),
+                OWN_SAMPLES: everybodys[rank] == asked,
                 EVERY_STEP: dist.get_world_size() == 1 or log.count() >= STEPS}
 
     def expected(self, world_size):
@@ -906,7 +979,11 @@ class TrainByHand(Exercise):
         model = digits_classifier(seed=seed)
         one_device(model, optimizer_for(model), *self.given)
         return {SAMPLES: samples, OF_ALL: len(images[torch.cat(batches)].unique(dim=0)),
-                **_weights_of(model), EVERY_STEP: True}
+                **_weights_of(model), OWN_SAMPLES: True, EVERY_STEP: True}
+
+
+def _distinct(images):
+    return {image.numpy().tobytes() for image in images}
 
 
 def _weights_of(model):
@@ -1097,6 +1174,19 @@ def has_no_gradients_when_out(model, optimizer, images, labels, batches):
         optimizer.step()
 
 
+def counts_and_has_no_gradients_when_out(model, optimizer, images, labels, batches):
+    for step in range(longest_of(batches)):
+        mine = batches[step] if step < len(batches) else torch.tensor([], dtype=torch.int64)
+        samples = torch.tensor(len(mine))
+        dist.all_reduce(samples)
+        optimizer.zero_grad()
+        if len(mine) > 0:
+            loss = F.cross_entropy(model(images[mine]), labels[mine], reduction="sum")
+            (loss * dist.get_world_size() / samples).backward()
+        average_gradients(model)
+        optimizer.step()
+
+
 def averages_only_with_data(model, optimizer, images, labels, batches):
     for step in range(longest_of(batches)):
         if step < len(batches):
@@ -1194,6 +1284,7 @@ class UnevenLoop(Exercise):
         Mistake(counts_all_samples_once, "You divide by the mean number of samples of a step. The "
                 "steps differ: ask for the number in each one."),
         Mistake(has_no_gradients_when_out, _NO_CALL, hangs=True),
+        Mistake(counts_and_has_no_gradients_when_out, _NO_CALL, hangs=True),
         Mistake(averages_only_with_data, _NO_CALL, hangs=True),
         Mistake(waits_at_the_end, "A barrier does not help: one rank waits in it, and the others "
                 "wait in their next average. All ranks have to take the same number of steps.",

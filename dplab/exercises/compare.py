@@ -158,7 +158,7 @@ def _alike(expected, mine, theirs, tolerance):
 
 def _headline(error):
     """What happened, without numbers, shapes and addresses: those are the attempt's own."""
-    return re.sub(r" of \w+\[[^]]*\]|0x[0-9a-f]+|-?\d+", "", str(error).split("\n\n")[0])
+    return re.sub(r" of \w+\[[^]]*\]|0x[0-9a-f]+|-?\d+(\.\d+)?", "", str(error).split("\n\n")[0])
 
 
 def _note(expected, got):

@@ -5,6 +5,7 @@ import fractions
 import pytest
 import torch
 
+from dplab import RankError
 from dplab.exercises.compare import (
     COMMUNICATED,
     AtMost,
@@ -42,6 +43,12 @@ def test_a_mistake_that_gets_wrong_what_the_attempt_gets_right_is_not_its_mistak
     assert overlap(ENOUGH, facts(5), facts(5, weights=2.0), 1e-5).contradicted
     both = overlap(ENOUGH, facts(5, weights=2.0), facts(5), 1e-5)
     assert both == Overlap(True, 1, 1, False)
+
+
+def test_ranks_that_are_stuck_are_compared_whatever_the_limit():
+    mine, theirs = (RankError(f"rank 1 did not come to all_reduce number 5 within {seconds} s",
+                              rank=1, kind="stuck") for seconds in (7.3, 10))
+    assert overlap([{}, {}], mine, theirs, 1e-5).first
 
 
 def test_a_mistake_that_fails_explains_no_facts():

@@ -141,11 +141,31 @@ def counts(*kinds):
     return answer
 
 
+def overwrites_by(assign):
+    """4.1: broadcasts a copy, and puts it in the place of each tensor."""
+    def broadcast_weights(model, group=None):
+        for tensor in [*model.parameters(), *model.buffers()]:
+            received = tensor.detach().clone()
+            dist.broadcast(received, group_src=0, group=group)
+            assign(tensor, received)
+
+    return broadcast_weights
+
+
+def gets_other_memory(tensor, received):
+    tensor.data = received
+
+
+def gets_other_values(tensor, received):
+    tensor.data.copy_(received)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "answer"), [
     ("0.3", sends_a_copy), ("0.3", sends_in_a_batch),
     ("1.3", counts("parameters", "gradients", "state", "others")),
     ("ring-seconds", in_fractions), ("10.3", WrittenByTheLastRank),
+    ("4.1", overwrites_by(gets_other_values)),
     ("overlapped-gradients", WithTorch)])
 def test_a_right_answer_in_another_form_passes(number, answer):
     verdict = find(number).judge(answer)
@@ -611,6 +631,63 @@ def weighs_with_backward_on(model, optimizer, images, labels, batches):
                 each.grad * len(own) * dist.get_world_size() / samples)
         parts.average_gradients(model)
         optimizer.step()
+
+
+def divides_the_sums(model, group=None):
+    """4.1: also those of integers."""
+    for tensor in [*model.parameters(), *model.buffers()]:
+        dist.all_reduce(tensor.data, group=group)
+        tensor.data.copy_(tensor.data / dist.get_world_size(group))
+
+
+def divides_the_sums_in_place(model, group=None):
+    """4.1: raises at the integers."""
+    for tensor in [*model.parameters(), *model.buffers()]:
+        dist.all_reduce(tensor.data, group=group)
+        tensor.data /= dist.get_world_size(group)
+
+
+def brings_zeros_to(wanted):
+    """4.2: for a `.grad` that is None, too."""
+    def average_gradients(model, group=None):
+        ranks = dist.get_world_size(group)
+        for parameter in filter(wanted, model.parameters()):
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            total = ring_all_reduce(pack([parameter.grad], ranks), group)
+            parameter.grad.copy_(unpack(total / ranks, [parameter.grad])[0])
+
+    return average_gradients
+
+
+def trains_on_chunks(model, optimizer, images, labels, batches, group=None):
+    """4.3: parts of neighbours."""
+    parts.broadcast_weights(model, group)
+    for batch in batches:
+        own = batch.chunk(dist.get_world_size(group))[dist.get_rank(group)]
+        optimizer.zero_grad()
+        F.cross_entropy(model(images[own]), labels[own]).backward()
+        parts.average_gradients(model, group)
+        optimizer.step()
+
+
+def counts_and_brings_nothing(number):
+    """4.4: the samples of each step are counted; without data there is no backward."""
+    def train_uneven(model, optimizer, images, labels, batches):
+        steps = torch.tensor(len(batches))
+        dist.all_reduce(steps, op=dist.ReduceOp.MAX)
+        for turn in range(steps):
+            own = batches[turn] if turn < len(batches) else []
+            samples = torch.tensor(number(len(own)))
+            dist.all_reduce(samples)
+            optimizer.zero_grad()
+            if len(own) > 0:
+                loss = F.cross_entropy(model(images[own]), labels[own], reduction="sum")
+                (loss * dist.get_world_size() / samples).backward()
+            parts.average_gradients(model)
+            optimizer.step()
+
+    return train_uneven
 
 
 class SavesRank0sBuffers(chapter_04.Checkpoint):
@@ -1176,6 +1253,14 @@ def adds_the_buffers(model, optimizer, others=()):
     ("4.3", trains_with_backward_on, "the notebook's own `images` and `labels`"),
     ("4.3", takes_the_rank_of_all, "You left out the group"),
     ("4.4", weighs_with_backward_on, "the notebook's own `images` and `labels`"),
+    ("4.1", overwrites_by(gets_other_memory), "copy into them"),
+    ("4.1", divides_the_sums, "You averaged the ranks' values"),
+    ("4.1", divides_the_sums_in_place, "You averaged the ranks' values"),
+    ("4.2", brings_zeros_to(lambda parameter: True), "became zeros"),
+    ("4.2", brings_zeros_to(lambda parameter: parameter.requires_grad), "became zeros"),
+    ("4.3", trains_on_chunks, "`batch[r::N]`"),
+    ("4.4", counts_and_brings_nothing(int), "its gradients are None"),
+    ("4.4", counts_and_brings_nothing(float), "its gradients are None"),
     ("4.5", SavesRank0sBuffers, "a model which you save for use"),
     ("4.5", SavesRank0sBuffersInACopy, "All ranks go on with rank 0's buffers"),
     ("overlapped-gradients", WaitsForTheLastOnly, "wait for all that was launched"),
