@@ -187,6 +187,17 @@ def waits_while_it_computes_on_top(ranks):
     return split
 
 
+def waits_until_the_last_launch(ranks):
+    split = split_time(ranks)
+    for seconds, spans in zip(split, ranks, strict=True):
+        until_the_last = [(own, last) for (own, _), (last, _) in zip(
+            in_lane(spans, COMMUNICATION), under_way(ranks), strict=True)]
+        waits = covered(until_the_last, in_lane(spans, COMPUTE))
+        seconds["exposed"] += seconds["waiting"] - waits
+        seconds["waiting"] = waits
+    return split
+
+
 def asks_for_the_link_first(ranks):
     split = split_time(ranks)
     for seconds in split:
@@ -296,6 +307,9 @@ class ExposedTime(Calculation):
                   "this rank's collective. While the rank computes, it does not wait: that time "
                   "is computing.")
           for attempt in (waits_while_it_computes, waits_while_it_computes_on_top)),
+        Mistake(waits_until_the_last_launch, "You count as waiting all the time from this rank's "
+                "launch to the last rank's. Where the link carries an earlier collective "
+                "meanwhile, that time is exposed."),
         Mistake(subtracts_computing, "You subtract computing from communication. They neither "
                 "begin nor end together: look at pieces of time, one by one."),
         Mistake(hidden_for_exposed, "You return what is hidden, communication while the rank "
@@ -420,6 +434,46 @@ def share_of_backward(exposed, share, step):
     return exposed * (1 - share) / share / (2 / 3 * step)
 
 
+def exposed_beside_backward(exposed, share, step):
+    return exposed / share / (2 / 3 * step)
+
+
+def all_reduce_beside(part_of_the_step):
+    """A function that takes the ratio to a part of computing, and divides it by the share."""
+    return with_exposed(nothing_hides, lambda all_reduce, share, step:
+                        all_reduce / share / (part_of_the_step * step))
+
+
+def part_by_part(parts, tokens, ranks, flops, bandwidth, share):
+    exposed = computing = 0.0
+    for parameters, uses in parts:
+        all_reduce = 2 * (ranks - 1) / ranks * 2 * parameters / bandwidth
+        backward = 4 * parameters * uses * tokens / flops
+        exposed += max(0.0, all_reduce - backward)
+        computing += 1.5 * backward
+    return max(1, math.ceil(exposed * (1 - share) / share / computing)) * tokens
+
+
+def mean_of_the_uses(parts, tokens, ranks, flops, bandwidth, share):
+    uses = sum(each for _, each in parts) / len(parts)
+    return tokens_between_syncs([(sum(each for each, _ in parts), uses)], tokens, ranks, flops,
+                                bandwidth, share)
+
+
+def all_reduce_in_the_step(parts, tokens, ranks, flops, bandwidth, share):
+    all_reduce = 2 * (ranks - 1) / ranks * 2 * sum(each for each, _ in parts) / bandwidth
+    forward = 2 * sum(each * uses for each, uses in parts) * tokens / flops
+    exposed = max(0.0, all_reduce - 2 * forward)
+    return max(1, math.ceil((exposed / share - all_reduce) / (3 * forward))) * tokens
+
+
+def to_the_nearest(parts, tokens, ranks, flops, bandwidth, share):
+    def count(exposed, share, step):
+        return round(exposed * (1 - share) / share / step)
+
+    return with_exposed(backward_hides, count)(parts, tokens, ranks, flops, bandwidth, share)
+
+
 def rounds_down(parts, tokens, ranks, flops, bandwidth, share):
     def count(exposed, share, step):
         return math.floor(exposed * (1 - share) / share / step)
@@ -532,6 +586,21 @@ class TokensBetweenSyncs(Calculation):
                 "included."),
         Mistake(with_exposed(backward_hides, share_of_backward), "Your step has no forward. The "
                 "share is that of the whole step, and each micro-batch has a forward."),
+        Mistake(with_exposed(backward_hides, exposed_beside_backward), "You compare what is "
+                "exposed with backward alone. The share is that of the whole step: forward and "
+                "the exposed time are parts of it too."),
+        *(Mistake(all_reduce_beside(part), "You compare the whole all-reduce with computing. "
+                  "Asked for is only what is *exposed*, as a share of the whole step, which has "
+                  "forward, backward and the exposed time.") for part in (2 / 3, 1)),
+        Mistake(all_reduce_in_the_step, "Your step contains the whole all-reduce. What backward "
+                "hides adds no time to the step: only the exposed part does."),
+        Mistake(part_by_part, "You compare sending with backward part by part. A backward can send "
+                "from its first moment on, so the backward of one part hides another's sending "
+                "too: add up both first."),
+        Mistake(mean_of_the_uses, "You take the mean of the uses over the parts. A part with more "
+                "parameters has more operations: add up parameters times uses."),
+        Mistake(to_the_nearest, "You round to the nearest number. Where that is the lower one, the "
+                "share is exceeded: take the next whole number of micro-batches."),
         Mistake(rounds_down, "You round down, so the share is exceeded. Take the next whole "
                 "number of micro-batches."),
         Mistake(one_more, "That is one micro-batch more than it takes."),
@@ -560,10 +629,11 @@ class TokensBetweenSyncs(Calculation):
     )
     CASES = (
         ([(7.5e9, 1), (0.5e9, 0)], 4096, 64, 4e14, 50e9, 0.05),  # dense, with an embedding
-        ([(23.5e6, 170), (2e6, 1)], 32, 16, 5e13, 1.25e9, 0.1),  # convolutions
+        ([(23.5e6, 170), (2e6, 1)], 32, 16, 5e13, 1.25e9, 0.08),  # convolutions
         ([(2e9, 1), (40e9, 0.25), (0.3e9, 0)], 2048, 8, 5e14, 45e9, 0.02),  # experts
         ([(6e8, 1)], 3000, 2, 1e14, 2e10, 0.3),
         ([(8e9, 1)], 65_536, 8, 4e14, 450e9, 0.01),  # hidden
+        ([(7.5e9, 1), (0.5e9, 0)], 4096, 64, 8e14, 4e11, 0.01),  # hidden by the other part
         ([(8e9, 1)], 512, 1, 4e14, 1e9, 0.01),  # one rank
     )
 
@@ -634,6 +704,11 @@ def mean_exposed(alone, ranks):
     return lost_gpus(alone, ranks) | {"exposed": in_gpus(ranks, exposed)}
 
 
+def median_exposed(alone, ranks):
+    exposed = statistics.median(each["exposed"] for each in split_time(ranks))
+    return lost_gpus(alone, ranks) | {"exposed": in_gpus(ranks, exposed)}
+
+
 def most_exposed(alone, ranks):
     exposed = max(each["exposed"] for each in split_time(ranks))
     return lost_gpus(alone, ranks) | {"exposed": in_gpus(ranks, exposed)}
@@ -651,6 +726,11 @@ def all_of_the_link(alone, ranks):
 def adds_up_collectives(alone, ranks):
     most = max(seconds_of(in_lane(spans, COMMUNICATION)) for spans in ranks)
     return lost_gpus(alone, ranks) | {"exposed": in_gpus(ranks, most)}
+
+
+def all_computing(alone, ranks):
+    typical = statistics.median(map(computing_of, ranks))
+    return lost_gpus(alone, ranks) | {"kernels": in_gpus(ranks, typical)}
 
 
 def straggler_in_the_kernels(alone, ranks):
@@ -744,13 +824,18 @@ class AttributeTheLoss(Calculation):
         *(Mistake(attempt, "You took the exposed time of a rank that computes faster. It is done "
                   "earlier, and is exposed that long because the slow one is late: that is the "
                   "straggler's cost, and you count it twice.")
-          for attempt in (exposed_on_rank_0, mean_exposed, most_exposed)),
+          for attempt in (exposed_on_rank_0, median_exposed, most_exposed)),
+        Mistake(mean_exposed, "You took the mean of the exposed times, and so those of ranks that "
+                "compute faster. They are done earlier, and are exposed that long because the "
+                "slow one is late: that is the straggler's cost, and you count it twice."),
         Mistake(exposed_and_waiting, "You count waiting as exposed communication. While a rank "
                 "waits for another one, a faster link would help nobody."),
         Mistake(all_of_the_link, "You count all the time in which the link works. What computing "
                 "hides is computing already in the slowest rank's timeline: count it once."),
         Mistake(adds_up_collectives, "You add up the collectives' spans. They overlap each other, "
                 "computing hides some, and some is waiting."),
+        Mistake(all_computing, "You count all computing of a typical rank. One GPU alone computes "
+                "for most of that time too: only what comes on top is lost."),
         Mistake(straggler_in_the_kernels, "Your slower kernels contain the straggler's own delay, "
                 "which you count twice. What happens to all ranks shows on a typical one."),
         *(Mistake(typical_is(rank), "The ranks differ a little, and you took one of them for a "

@@ -3,6 +3,7 @@
 import copy
 import io
 import itertools
+import math
 import os
 import statistics
 import time
@@ -410,14 +411,18 @@ def asked_in_order(kinds, last=min):
         for spans in ranks:
             by_lane = {lane: [(span.start, span.end) for span in spans if span.lane == lane]
                        for lane in (step.COMPUTE, step.COMMUNICATION, step.STALLED)}
+            launched = by_lane[step.COMMUNICATION]
             of_kind = {"computing": by_lane[step.COMPUTE], "exposed": carried,
-                       "waiting": by_lane[step.COMMUNICATION],
+                       "waiting": launched,
+                       "until the last launch": [(own, last_one) for (own, _), (last_one, _)
+                                                 in zip(launched, carried, strict=True)],
                        "lane of stalls": by_lane[step.STALLED]}
             seconds = dict.fromkeys(("computing", "exposed", "waiting", "idle"), 0.0)
             for now, then in itertools.pairwise(moments):
                 kind = next((kind for kind in kinds if any(
                     start <= now < end for start, end in of_kind[kind])), "idle")
-                seconds[{"lane of stalls": "waiting"}.get(kind, kind)] += then - now
+                seconds[{"lane of stalls": "waiting",
+                         "until the last launch": "waiting"}.get(kind, kind)] += then - now
             found.append(seconds)
         return found
 
@@ -462,8 +467,44 @@ def tokens_with(number_bytes=2, rounds=2, with_forward=True):
     return tokens_between_syncs
 
 
-def attributed(typical, data=lambda of_ranks, slowest: of_ranks[slowest]):
-    """6.3 with another idea of a typical rank, or of whose data counts."""
+def tokens_by(count, uses=lambda parts: sum(p * u for p, u in parts) / sum(p for p, _ in parts)):
+    """6.2 with another count of micro-batches, or of uses.
+
+    ``count`` has the seconds of the all-reduce, of forward and of backward, and the share.
+    """
+    def tokens_between_syncs(parts, tokens, ranks, flops, bandwidth, share):
+        parameters = sum(each for each, _ in parts)
+        send = 2 * (ranks - 1) / ranks * 2 * parameters / bandwidth
+        forward = 2 * tokens * parameters * uses(parts) / flops
+        return max(1, count(send, forward, 2 * forward, share)) * tokens
+
+    return tokens_between_syncs
+
+
+def exposed_in_computing(send, forward, backward, share):
+    return max(0.0, send - backward) * (1 - share) / share / (forward + backward)
+
+
+def sent_in_the_step(send, forward, backward, share):
+    count = 1
+    while max(0.0, send - backward) > share * (count * (forward + backward) + send):
+        count += 1
+    return count
+
+
+def exposed_part_by_part(parts, tokens, ranks, flops, bandwidth, share):
+    forward = sum(2 * p * u * tokens / flops for p, u in parts)
+    exposed = sum(max(0.0, 2 * (ranks - 1) / ranks * 2 * p / bandwidth - 4 * p * u * tokens / flops)
+                  for p, u in parts)
+    return max(1, math.ceil(exposed * (1 - share) / share / (3 * forward))) * tokens
+
+
+def attributed(typical, data=lambda of_ranks, slowest: of_ranks[slowest],
+               exposed=lambda of_ranks, computing: of_ranks[computing.index(max(computing))],
+               computing_of_one=1):
+    """6.3 with another idea of a typical rank, of whose data or exposed time counts, or of what
+    one GPU computes.
+    """
     def lost_gpus(alone, ranks):
         def in_lane(spans, lane, name=None):
             return sum(span.end - span.start for span in spans
@@ -477,8 +518,9 @@ def attributed(typical, data=lambda of_ranks, slowest: of_ranks[slowest]):
         waits = [in_lane(spans, step.STALLED, "data") for spans in ranks]
         split = asked_in_order(("computing", "exposed", "waiting"))(ranks)
         added = {"data": data(waits, slowest) - in_lane(alone, step.STALLED, "data"),
-                 "kernels": usual - in_lane(alone, step.COMPUTE),
-                 "straggler": max(computing) - usual, "exposed": split[slowest]["exposed"]}
+                 "kernels": usual - computing_of_one * in_lane(alone, step.COMPUTE),
+                 "straggler": max(computing) - usual,
+                 "exposed": exposed([each["exposed"] for each in split], computing)}
         return {cause: len(ranks) * seconds / whole for cause, seconds in added.items()}
 
     return lost_gpus
@@ -488,11 +530,16 @@ def median_of_the_others(computing):
     return sorted(computing)[(len(computing) - 1) // 2]
 
 
+def of_the_median_rank(of_ranks, computing):
+    return of_ranks[computing.index(median_of_the_others(computing))]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "answer"), [
     ("6.1", asked_in_order(("computing", "exposed", "waiting"), last=min)),
     ("6.1", asked_in_order(("computing", "exposed", "waiting"), last=max)),
-    ("6.2", tokens_with()), ("6.3", attributed(statistics.median)),
+    ("6.2", tokens_with()), ("6.2", tokens_by(lambda *times: math.ceil(
+        exposed_in_computing(*times)))), ("6.3", attributed(statistics.median)),
     ("6.3", attributed(median_of_the_others))])
 def test_a_right_answer_of_chapter_06_passes(number, answer):
     verdict = find(number).judge(answer)
@@ -1290,6 +1337,19 @@ def adds_the_buffers(model, optimizer, others=()):
     ("6.1", clamps_the_rest, "all the time of the link"),
     ("6.1", computing_stays_in("exposed"), "all the time of the link"),
     ("6.1", computing_stays_in("waiting"), "While the rank computes, it does not wait: that"),
+    ("6.1", asked_in_order(("computing", "until the last launch", "exposed")),
+     "carries an earlier collective"),
+    ("6.2", exposed_part_by_part, "part by part"),
+    ("6.2", tokens_by(lambda *times: math.ceil(exposed_in_computing(*times)),
+                      lambda parts: statistics.mean(u for _, u in parts)), "mean of the uses"),
+    ("6.2", tokens_by(lambda send, forward, backward, share: math.ceil(send / backward / share)),
+     "the whole all-reduce with computing"),
+    ("6.2", tokens_by(lambda send, forward, backward, share: math.ceil(
+        send / (forward + backward) / share)), "the whole all-reduce with computing"),
+    ("6.2", tokens_by(lambda send, forward, backward, share: math.ceil(
+        max(0.0, send - backward) / backward / share)), "with backward alone"),
+    ("6.2", tokens_by(sent_in_the_step), "Your step contains the whole all-reduce"),
+    ("6.2", tokens_by(lambda *times: round(exposed_in_computing(*times))), "nearest"),
     ("6.2", tokens_with(number_bytes=1), "A number of the gradient has 2 bytes"),
     ("6.2", tokens_with(rounds=1), "a ring sends 2(N−1)/N times"),
     ("6.2", tokens_with(with_forward=False), "has no forward"),
@@ -1297,6 +1357,13 @@ def adds_the_buffers(model, optimizer, others=()):
     ("6.3", attributed(lambda computing: computing[0]), "took one of them for a typical one"),
     ("6.3", attributed(statistics.median, lambda waits, _: statistics.median(waits)),
      "wait for data of another rank"),
+    ("6.3", attributed(statistics.median, exposed=of_the_median_rank),
+     "of a rank that computes faster"),
+    ("6.3", attributed(statistics.median, exposed=lambda of_ranks, _: statistics.median(of_ranks)),
+     "of a rank that computes faster"),
+    ("6.3", attributed(statistics.median, exposed=lambda of_ranks, _: statistics.mean(of_ranks)),
+     "of ranks that compute faster"),
+    ("6.3", attributed(statistics.median, computing_of_one=0), "One GPU alone computes"),
     ("9.3", without_the_last_block, "`model.blocks[5]`"),
     ("7.4", not_handed_on, "does not reach them"),
     ("4.1", left_to_ddp, "call `dist.broadcast` yourself"),
