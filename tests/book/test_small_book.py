@@ -24,6 +24,7 @@ def small_course(tmp_path):
         copy = shutil.copytree if (ROOT / BOOK / name).is_dir() else shutil.copy
         (tmp_path / BOOK).mkdir(parents=True, exist_ok=True)
         copy(ROOT / BOOK / name, tmp_path / BOOK / name)
+    (tmp_path / BOOK / "setup.md").write_text("# Set-up\n")  # the first page leads there
     for name in ("pyproject.toml", "README.md"):
         shutil.copy(ROOT / name, tmp_path / name)
     (tmp_path / "figures").mkdir()
