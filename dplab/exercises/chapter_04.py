@@ -402,22 +402,19 @@ def unpacks_for_all_parameters(model, group=None):
 
 
 def brings_zeros(model, group=None):
-    ranks = dist.get_world_size(group)
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            mean = ring_all_reduce(pack([parameter.grad], ranks) / ranks, group)
-            parameter.grad.copy_(*unpack(mean, [parameter.grad]))
+    _put_zeros(each for each in model.parameters() if each.requires_grad)
+    average_gradients(model, group)
 
 
 def brings_zeros_for_the_frozen(model, group=None):
-    ranks = dist.get_world_size(group)
-    for parameter in model.parameters():
+    _put_zeros(model.parameters())
+    average_gradients(model, group)
+
+
+def _put_zeros(parameters):
+    for parameter in parameters:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-        mean = ring_all_reduce(pack([parameter.grad], ranks) / ranks, group)
-        parameter.grad.copy_(*unpack(mean, [parameter.grad]))
 
 
 def leaves_the_padding_out(model, group=None):
