@@ -1,5 +1,6 @@
 """The front page's contents and the book's navigation, made from the files that are there."""
 
+import functools
 import html
 import re
 from pathlib import Path
@@ -55,6 +56,12 @@ def describe(app, pagename, templatename, context, doctree):
         context["metatags"] += f'<meta name="description" content="{html.escape(question)}">'
 
 
+@functools.cache
+def readme():
+    return README.read_text(encoding="utf-8")
+
+
+@functools.cache  # for the contents, and for the description of its own page
 class Chapter:
     """What the contents say of a notebook: all of it stands in the first cell."""
 
@@ -65,8 +72,7 @@ class Chapter:
         self.title = (heading[1] if heading else path.stem) + " (draft)" * self.draft
         question = QUESTION.search(first)
         self.question = " ".join(question[1].split()) if question else ""
-        time = re.search(rf"\]\(chapters/{path.name}\).*\| ([^|]+) \|$",
-                         README.read_text(encoding="utf-8"), re.MULTILINE)
+        time = re.search(rf"\]\(chapters/{path.name}\).*\| ([^|]+) \|$", readme(), re.MULTILINE)
         self.row = f"- [{self.title}](/{path.name})" + (f", {time[1]}" if time else "")
         if question:
             self.row += "  \n  " + self.question
