@@ -305,7 +305,7 @@ class Recommendation:
         """The option with another way to recompute."""
         job = instead.job
         return option_of(instead.strategy, job.model, instead.cluster, batch=job.batch,
-                         sequence=job.sequence, precision=self.precision, recompute=(way,))
+                         sequence=job.sequence, precision=self.precision, recompute=way)
 
     def _instead_of_recomputing(self):
         """Which of two ways makes room to keep all activations."""
@@ -399,7 +399,7 @@ def recommend(model: TransformerConfig, cluster: Cluster, *, batch: int = 1, seq
     if not most_tokens > 0:
         raise ValueError(f"most_tokens, the largest global batch, is above 0, not {most_tokens}")
     one_of(precision, IN_BF16, "precision")
-    recompute = (recompute,) if isinstance(recompute, str) else recompute
+    recompute = _ways(recompute)
     if not recompute:
         raise ValueError(f"recompute allows nothing: give some of {BLOCK_RECOMPUTE}")
     for way in recompute:
@@ -486,8 +486,7 @@ def option_of(strategy: str, model: TransformerConfig, cluster: Cluster, *, batc
     Raises like `strategy_budget`.
     """
     limit = (1 - _FREE) * cluster.gpu.memory_bytes
-    recompute = (recompute,) if isinstance(recompute, str) else recompute
-    for way in recompute:
+    for way in _ways(recompute):
         held = strategy_budget(strategy, model, cluster, batch=batch, sequence=sequence,
                                recompute=way, precision=precision)
         if held.total <= limit:
@@ -495,6 +494,10 @@ def option_of(strategy: str, model: TransformerConfig, cluster: Cluster, *, batc
     job = strategy_job(strategy, model, batch=batch, sequence=sequence, recompute=way,
                        precision=precision)
     return Option(strategy, job, cluster, held, limit, precision)
+
+
+def _ways(recompute: str | Collection[str]) -> Collection[str]:
+    return (recompute,) if isinstance(recompute, str) else recompute
 
 
 def _options(model, cluster, batch, sequence, precision, recompute):

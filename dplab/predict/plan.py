@@ -104,7 +104,7 @@ def _recommendation(items: tuple) -> Recommendation:
 
 
 def _ways(values):
-    return BLOCK_RECOMPUTE if values["recompute"] == AS_NEEDED else (values["recompute"],)
+    return BLOCK_RECOMPUTE if values["recompute"] == AS_NEEDED else values["recompute"]
 
 
 @lru_cache(maxsize=16)
@@ -209,7 +209,7 @@ def _scaling(items: tuple) -> dict:
     for ranks in _counts(option.cluster):
         there = option if ranks == option.cluster.ranks else choose.option_of(
             option.strategy, job.model, option.cluster.of(ranks), batch=job.batch,
-            sequence=job.sequence, precision=option.precision, recompute=(job.recompute,))
+            sequence=job.sequence, precision=option.precision, recompute=job.recompute)
         point: dict[str, Any] = {"gpus": ranks, "fits": there.fits, "seconds": None,
                                  "tokens_per_second": None, "efficiency": None}
         if there.fits:
