@@ -1,7 +1,8 @@
 """Links, GPUs and models as their makers publish them: `LINKS`, `GPUS` and `MODELS`, by name.
 
 The numbers lie in ``catalogue.json``, each table with its source. Those of links and GPUs are
-peaks: in use they reach less.
+peaks: in use they reach less. A GPU's memory is what ``nvidia-smi`` shows: the GB with which it is
+sold have 2³⁰ bytes each.
 """
 
 import json
@@ -46,8 +47,8 @@ def _links(table):
 
 
 def _gpus(table):
-    return {name: Gpu(name, 1e12 * row["bf16"], 1e9 * row["memory"], 1e12 * row["memory_bandwidth"],
-                      f"{row['what']}; {table['source']}")
+    return {name: Gpu(name, 1e12 * row["bf16"], 2**20 * row["memory"],
+                      1e12 * row["memory_bandwidth"], f"{row['what']}; {table['source']}")
             for name, row in table["rows"].items()}
 
 

@@ -213,7 +213,7 @@ FIELDS: tuple[Field, ...] = (
           needs=_TYPED, default_by=("family", {"llama": False, "gpt": True})),
     Field("gpu", "GPU", "hardware", "choice", "H100",
           "What each rank runs on: its memory, and its peak in bf16.",
-          choices={name: f"{name}, {gpu.memory_bytes / 1e9:g} GB, {gpu.bf16_flops / 1e12:g} "
+          choices={name: f"{name}, {gpu.memory_bytes / 1e9:.3g} GB, {gpu.bf16_flops / 1e12:g} "
                          "TFLOP/s" for name, gpu in GPUS.items()}),
     Field("inside", "Links inside a node", "hardware", "choice", "NVLink 4",
           "Over which the GPUs of a node send to each other; by default the GPU's own NVLink.",

@@ -168,7 +168,7 @@ def test_the_best_is_the_simplest_of_the_fastest_that_fit(name, ranks, batch, se
     model = replace(MODELS[name], learned_positions=False)
     found = recommend(model, NODE.of(ranks), batch=batch, sequence=sequence)
     fitting = {each.strategy: each.seconds for each in found.options
-               if each.budget.total <= 0.9 * 80e9}
+               if each.budget.total <= 0.9 * 81_559 * 2**20}
     if not fitting:
         assert found.best is None
         return

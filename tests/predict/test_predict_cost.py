@@ -228,7 +228,9 @@ def test_published_numbers_stand_in_their_units():
     links, gpus = catalogue.LINKS, catalogue.GPUS
     assert links["NVLink 4"].bandwidth == 450e9
     assert links["400 Gb/s"].bandwidth == 400e9 / 8
-    assert gpus["H100"].memory_bytes == 80e9
+    assert gpus["H100"].memory_bytes == pytest.approx(85.5e9, rel=1e-3)  # 81,559 MiB
+    sold = {"A100": 80, "H100": 80, "H200": 141, "B200": 180}  # their GB have 2³⁰ bytes
+    assert {name: math.ceil(gpu.memory_bytes / 2**30) for name, gpu in gpus.items()} == sold
     assert gpus["H100"].ridge_point == pytest.approx(989 / 3.35)
     assert gpus["A100"].ridge_point == pytest.approx(156)
     for entry in (*links.values(), *gpus.values()):
