@@ -90,7 +90,7 @@ _FIXED_K = ("You took a number for K. With an fp32 master copy it is 12, without
 class ChooseStrategy(Calculation):
     slug = "choose-strategy"
     number = "10.1"
-    title = "The cheapest strategy that fits"
+    title = "The first strategy that fits"
     name = "choose_strategy"
     minutes = 15
     hints = (
@@ -108,8 +108,8 @@ class ChooseStrategy(Calculation):
         Mistake(_choice(order=(0, 3)), "Where DDP does not fit you go to FSDP at once. In between, "
                 "ZeRO-1 and ZeRO-2 keep the parameters whole, so that nothing is gathered in "
                 "forward and backward."),
-        Mistake(_choice(order=(0, 2, 3)), "You pass over ZeRO-1. Where it fits, there is no reason "
-                "to shard the gradients as well."),
+        Mistake(_choice(order=(0, 2, 3)), "You pass over ZeRO-1. Where it fits, the gradients "
+                "need not be sharded as well."),
         Mistake(_choice(fits=operator.lt), "A strategy that needs exactly `memory` fits: these "
                 "bytes may be used. Compare with `<=`."),
         Mistake(_choice(nothing="FSDP"), "Where nothing fits you return FSDP all the same. Return "
