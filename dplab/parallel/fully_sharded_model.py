@@ -17,6 +17,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 from dplab.parallel.gathered_parameters import Unit, divide, places_of
 from dplab.parallel.manual_ddp import broadcast_tensors
@@ -35,24 +36,33 @@ class FullyShardedModel(nn.Module):
         them; by default the children that own parameters, where those of a ModuleList count one
         by one. What belongs to none, or is tied across several, is gathered for the whole of
         forward and of backward. Every rank runs the same units in the same order.
+    param_dtype: in which parameters are gathered and units compute, such as torch.bfloat16; each
+        unit's inputs are cast to it. By default their own. The pieces, their gradients and with
+        them the optimizer keep theirs.
+    reduce_dtype: in which gradients are summed over the ranks; by default in that of the gathered
+        parameters.
 
     A step moves 3(N−1)/N·M bytes: two all-gathers and a reduce-scatter. Every backward adds the
     mean of its gradients to the pieces' ``grad``, where a parameter that backward did not reach
     counts as zeros. ValueError for a unit that is not part of ``module``, or is part of another.
     """
 
-    def __init__(self, module: nn.Module, units=None):
+    def __init__(self, module: nn.Module, units=None, *, param_dtype: torch.dtype | None = None,
+                 reduce_dtype: torch.dtype | None = None):
         super().__init__()
         units = _children_with_parameters(module) if units is None else list(units)
         _check(units, module)
         self.module = module
+        self._param_dtype = param_dtype
         broadcast_tensors(module.buffers())
         self._shapes = {name: tuple(p.shape) for name, p in module.named_parameters()}
         # The first one is of what belongs to no unit: forward and backward both begin with it.
         places = places_of(module)
-        self._units = [Unit(parameters, places) for parameters in divide(module, units)]
+        self._units = [Unit(parameters, places, param_dtype, reduce_dtype)
+                       for parameters in divide(module, units)]
         for index, unit in enumerate(units, start=1):
-            unit.register_forward_pre_hook(partial(self._before_forward, index), prepend=True)
+            unit.register_forward_pre_hook(partial(self._before_forward, index), prepend=True,
+                                           with_kwargs=True)
             unit.register_forward_hook(partial(self._after_forward, index))
         self._running = None
         self._reducing = None
@@ -63,15 +73,24 @@ class FullyShardedModel(nn.Module):
         if current_backward() == -1:
             self._reducing = None
             self._take_all_out()
-        self._before_forward(0)
+        args, kwargs = self._before_forward(0, None, args, kwargs)
         output = self.module(*args, **kwargs)
         self._after_forward(0, None, None, output)
         return output
 
-    def _before_forward(self, index, *_):
+    def _before_forward(self, index, _module, args, kwargs):
         self._units[index].put_in(self._take_gradient)
         if current_backward() == -1 and index + 1 < len(self._units):
             self._units[index + 1].launch_gather()
+        return self._cast(args), self._cast(kwargs)
+
+    def _cast(self, arguments):
+        """A unit's arguments, nested or not: numbers in the dtype in which it computes."""
+        if self._param_dtype is None:
+            return arguments
+        return tree_map_only(
+            torch.Tensor, lambda x: x.to(self._param_dtype) if x.is_floating_point() else x,
+            arguments)
 
     def _after_forward(self, index, _module, _inputs, output):
         if current_backward() != -1:  # activation checkpointing runs forward again, for backward
@@ -151,7 +170,7 @@ class FullyShardedModel(nn.Module):
     def full_state_dict(self) -> dict[str, torch.Tensor]:
         """The whole state dict of ``module``, as it was before: on every rank, copies.
 
-        Every rank calls it, and needs the memory for the whole model.
+        Every rank calls it, and needs the memory for the whole model. Not in ``param_dtype``.
         """
         self._take_all_out()
         whole: dict[nn.Parameter, torch.Tensor] = {}

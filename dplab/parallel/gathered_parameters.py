@@ -16,11 +16,12 @@ from dplab.parallel.ownership import Layout, launch_reduce_scatter
 class Unit:
     """Parameters that are gathered and freed together."""
 
-    def __init__(self, parameters, places):
+    def __init__(self, parameters, places, param_dtype, reduce_dtype):
         kinds = {}
         for p in parameters:
             kinds.setdefault((p.dtype, p.device, p.requires_grad), []).append(p)
-        self.shards = [Shard(kind, [places[p] for p in kind]) for kind in kinds.values()]
+        self.shards = [Shard(kind, [places[p] for p in kind], param_dtype, reduce_dtype)
+                       for kind in kinds.values()]
 
     def launch_gather(self) -> None:
         for shard in self.shards:
@@ -45,11 +46,14 @@ class Shard:
     """Some parameters of one kind in one flat tensor, of which this rank keeps its own chunk.
 
     places: for each parameter the pairs of module and name where it is found, several if tied.
+    There may be three dtypes: the chunk is stored in the parameters' own, ``whole`` is gathered and
+    used in ``param_dtype``, and gradients are summed in ``reduce_dtype``.
     """
 
-    def __init__(self, parameters, places):
+    def __init__(self, parameters, places, param_dtype, reduce_dtype):
         self.layout = Layout(p.shape for p in parameters)
         self._places = places
+        self._reduce_dtype = reduce_dtype
         flat = parameters[0].new_zeros(self.layout.length, requires_grad=False)
         for parameter, view in zip(parameters, self.layout.views(flat), strict=True):
             view.copy_(parameter.detach())
@@ -57,7 +61,7 @@ class Shard:
         self.chunk = flat[self.layout.own].clone()
         self.pieces = [nn.Parameter(piece, requires_grad=parameters[0].requires_grad)
                        for piece in self.layout.pieces(self.chunk)]
-        self.whole = flat
+        self.whole = flat.to(param_dtype) if param_dtype and flat.is_floating_point() else flat
         self._gathering = None
         self.unsent = None
         self.is_gathered = True
@@ -68,7 +72,8 @@ class Shard:
             return
         self.is_gathered = True
         self.whole.untyped_storage().resize_(self.whole.nbytes)
-        self._gathering = dist.all_gather_single(self.whole, self.chunk, async_op=True)
+        message = self.chunk.to(self.whole.dtype)  # which must live until it is sent
+        self._gathering = dist.all_gather_single(self.whole, message, async_op=True), message
 
     def put_in(self, take_gradient) -> None:
         self._finish_gather()
@@ -85,7 +90,7 @@ class Shard:
 
     def _finish_gather(self):
         if self._gathering is not None:
-            self._gathering.wait()
+            self._gathering[0].wait()
             self._gathering = None
 
     def _set(self, tensors):
@@ -96,6 +101,7 @@ class Shard:
 
     def keep(self, gradient: torch.Tensor) -> None:
         """Adds to what there is to send: a gradient of this rank, in the form of ``whole``."""
+        gradient = gradient.to(self._reduce_dtype or gradient.dtype)
         self.unsent = gradient if self.unsent is None else self.unsent.add_(gradient)
 
     def launch_reduce(self) -> None:
@@ -107,13 +113,13 @@ class Shard:
     def finish_reduce(self) -> None:
         """Adds what has arrived, the mean of this rank's chunk, to the pieces' gradients."""
         self._work.wait()
-        arrived = self._sent[self.layout.own].clone()
+        arrived = self._sent[self.layout.own].to(self.chunk.dtype, copy=True)
         del self._sent, self._work
         for piece, gradient in zip(self.pieces, self.layout.pieces(arrived), strict=True):
             piece.grad = gradient if piece.grad is None else piece.grad.add_(gradient)
 
     def gather_copies(self) -> list[torch.Tensor]:
-        """The whole parameters in their own shapes, as copies."""
+        """The whole parameters in their own dtype and shapes, as copies."""
         whole = self.chunk.new_empty(self.layout.length)
         dist.all_gather_single(whole, self.chunk)
         return [view.clone() for view in self.layout.views(whole)]
