@@ -50,8 +50,8 @@ def hint(id: str) -> None:
 
     def take(entry):
         nonlocal number
-        number = min(entry.get("hints", 0), count - 1)
-        entry["hints"] = min(entry.get("hints", 0) + 1, count)
+        number = min(entry.get("hints", 0), count)
+        entry["hints"] = min(number + 1, count)
 
     record.update("exercises", exercise.slug, take)
     outcomes.show_hint(exercise, number)

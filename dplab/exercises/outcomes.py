@@ -1,6 +1,5 @@
 """What a reader sees of an exercise: verdicts, hints, solutions, progress."""
 
-import difflib
 import itertools
 
 from dplab.desk import cards, record
@@ -40,10 +39,16 @@ def _where_right(world_sizes):
 
 
 def show_hint(exercise, number):
+    """Behind the last one, where ``number`` is their count, all of them once more."""
     count = len(exercise.hints)
+    last = f'`dplab.solution("{exercise.slug}")` shows a solution.'
+    if number == count:
+        text = " ".join(f"({at}) {hint}" for at, hint in enumerate(exercise.hints, 1))
+        cards.card(f"Exercise {exercise.number}: no more hints", f"You have had all: {text} {last}")
+        return
     text = exercise.hints[number]
     if number == count - 1:
-        text += f' That was the last hint; `dplab.solution("{exercise.slug}")` shows a solution.'
+        text += f" That was the last hint; {last}"
     cards.card(f"Exercise {exercise.number}: hint {number + 1} of {count}", text)
 
 
@@ -68,13 +73,10 @@ def unknown(id, exercises):
     if not isinstance(id, str):
         return ("The exercise's name comes first, in quotes: "
                 '`dplab.check("global-mean", global_mean)`.')
-    named = {name.lower(): each.slug for each in exercises
-             for name in (each.slug, each.name, each.title)}
-    near = difflib.get_close_matches(id.lower(), named, n=3, cutoff=0.6)
-    slugs = list(dict.fromkeys(named[name] for name in near)) or [each.slug for each in exercises]
+    named = {word: each.slug for each in exercises for word in (each.slug, each.name, each.title)}
+    listed = ", ".join(f"`{each.slug}`" for each in exercises)
     return f"There is no exercise `{id}`. " + (
-        "Did you mean " if near else "There are ") + ", ".join(f"`{slug}`" for slug in slugs) + (
-        "?" if near else ".")
+        cards.did_you_mean(id, named) or f"There are {listed}.")
 
 
 def show_progress(exercises, outcomes, guesses, drills):
