@@ -1,10 +1,12 @@
 """What a reader sees of an exercise: verdicts, hints, solutions, progress."""
 
+import html
 import itertools
 
 from dplab.desk import cards, record
 from dplab.desk.course import heading, link_to
 from dplab.exercises.exercise import CRASHED, NOT_ATTEMPTED, PASSED, WRONG
+from dplab.spawn.parent.output import in_notebook
 
 COLORS = {PASSED: cards.GREEN, WRONG: cards.ORANGE, CRASHED: cards.RED, NOT_ATTEMPTED: cards.GREY}
 
@@ -16,7 +18,8 @@ def show_verdict(exercise, verdict, *, following, saved=True, note=""):
         why = why or _where_right(verdict.world_sizes)
     elif verdict.outcome == NOT_ATTEMPTED:
         task = "Write" if exercise.stub is None else "This is still the code as it was. Change"
-        why = why or f"{task} `{exercise.name}` above, run its cell, and then run this one."
+        then = " above, run its cell, and then run this one" if in_notebook() else ""
+        why = why or f"{task} `{exercise.name}`{then}."
     elif verdict.outcome == WRONG and not why:
         why = "Not right yet."
     why = f"{why} {note}".strip()
@@ -80,14 +83,19 @@ def unknown(id, exercises):
 
 
 def show_progress(exercises, outcomes, guesses, drills):
-    """By chapter: how many exercises are passed; where the reader has begun, each exercise with its
-    last outcome, how good the guesses are, and the sick jobs.
+    """By chapter: how many exercises are passed; which is next; where the reader has begun, each
+    exercise with its last outcome, how good the guesses are, and the sick jobs.
 
     ``outcomes`` are by slug; ``guesses`` and ``drills`` are by chapter, as their ``scores()``.
     """
     rows = [(exercise, outcomes.get(exercise.slug, NOT_ATTEMPTED)) for exercise in exercises]
     head, all_passed = _counted(rows, " exercises passed")
-    plain, table = [head], []
+    plain, table, rich = [head], [], ""
+    if following := _next(rows):
+        words = f"Next: {following.number} {following.title}"
+        plain.append(f"{words} ({following.slug})")
+        address = html.escape(link_to(following.chapter, following.slug))
+        rich = f'<div><a href="{address}">{html.escape(words)}</a></div>'
     width = max(len(exercise.title) for exercise in exercises)
     for chapter, group in itertools.groupby(rows, lambda row: row[0].chapter):
         group = list(group)
@@ -107,7 +115,7 @@ def show_progress(exercises, outcomes, guesses, drills):
             plain.append(f"{'':5}  {what:<{width}}  {count}")
             table.append(cards.row(["", what, count], indent=True,
                                    color=cards.GREEN if is_good else cards.GREY))
-    rich = f'<table style="border-collapse:collapse">{"".join(table)}</table>'
+    rich += f'<table style="border-collapse:collapse">{"".join(table)}</table>'
     if old := record.of_first_edition():
         words = (f"Of the first edition you passed {len(old)}: {', '.join(old)}. Exercises have "
                  "changed since, so these do not count here.")
@@ -115,6 +123,13 @@ def show_progress(exercises, outcomes, guesses, drills):
         rich += f"<div>{words}</div>"
     cards.show("\n".join(plain),
                cards.frame(head, rich, cards.GREEN if all_passed else cards.GREY))
+
+
+def _next(rows):
+    """The first exercise to pass in a chapter that is begun, or else in any; or None."""
+    begun = {exercise.chapter for exercise, outcome in rows if outcome != NOT_ATTEMPTED}
+    return min((exercise for exercise, outcome in rows if outcome != PASSED),
+               key=lambda exercise: exercise.chapter not in begun, default=None)
 
 
 def _beside_exercises(guesses, drills):
