@@ -94,8 +94,9 @@ def show_progress(exercises, outcomes, guesses, drills):
     if following := _next(rows):
         words = f"Next: {following.number} {following.title}"
         plain.append(f"{words} ({following.slug})")
-        address = html.escape(link_to(following.chapter, following.slug))
-        rich = f'<div><a href="{address}">{html.escape(words)}</a></div>'
+        rich = html.escape(words)
+        if address := link_to(following.chapter, following.slug):
+            rich = f'<a href="{html.escape(address)}">{rich}</a>'
     width = max(len(exercise.title) for exercise in exercises)
     for chapter, group in itertools.groupby(rows, lambda row: row[0].chapter):
         group = list(group)
