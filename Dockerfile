@@ -25,7 +25,7 @@ ENV PIP_NO_CACHE_DIR=1
 # Before the course, so that a change of the course does not fetch it again.
 RUN python3 -m venv .venv && .venv/bin/pip install torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu
 COPY --chown=$NB_UID . .
-RUN python3 -m venv .venv && .venv/bin/pip install -q -r requirements.txt
+RUN python3 -m venv .venv && .venv/bin/pip install -r requirements.txt
 # What Binder starts, and finds by its name.
 RUN .venv/bin/pip install -q notebook==7.6.5
 RUN .venv/bin/dplab lab --copy-only

@@ -1,15 +1,25 @@
-"""The command ``dplab``, also ``python -m dplab``: the course in a copy to work in, and a plan."""
+"""The command ``dplab``, also ``python -m dplab``: the course in a copy, its exercises, a plan."""
 
 import sys
+from importlib import metadata
+
+from dplab import needs
 
 USAGE = """usage: dplab lab [FOLDER] [options]
+       dplab progress
+       dplab hint SLUG
+       dplab check SLUG FILE
        dplab plan [ADDRESS] [options]
+       dplab --version
 
 commands:
-  lab    opens the course in JupyterLab, in a copy of its chapters that is yours
-  plan   predicts how a model trains on a cluster: memory, time, strategy, settings
+  lab       opens the course in JupyterLab, in a copy of its chapters that is yours
+  progress  shows how far you are, and which exercise comes next
+  hint      shows the next hint to an exercise
+  check     checks your answer to an exercise: what a Python file or a notebook defines
+  plan      predicts how a model trains on a cluster: memory, time, strategy, settings
 
-`dplab lab --help` and `dplab plan --help` list the options."""
+`dplab lab --help`, and so for each command, lists the options."""
 
 
 def main(arguments=None):
@@ -23,6 +33,14 @@ def main(arguments=None):
         from dplab.predict.__main__ import main as plan
 
         return plan(arguments[1:])
+    if arguments[:1] in (["progress"], ["hint"], ["check"]):
+        needs.check_torch()
+        from dplab.exercises import terminal
+
+        return terminal.main(arguments[0], arguments[1:])
+    if arguments[:1] == ["--version"]:
+        print(f"dplab {metadata.version('dplab-course')}")
+        return 0
     if not arguments or arguments[0] in ("-h", "--help"):
         print(USAGE)
         return 0

@@ -48,7 +48,7 @@ REGISTRY = re.compile(
 MAY_IMPORT = {
     "__init__": """bench demos desk dplab drills dryrun exercises measure needs parallel predict
         show spawn workloads""",
-    "__main__": "lab predict",
+    "__main__": "exercises lab needs predict",
     "needs": "",
     "spawn": "",  # a library that stands alone
     "parallel": "",

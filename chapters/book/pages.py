@@ -18,6 +18,7 @@ CHECK = re.compile(r"""\bdplab\.check\(\s*["']([\w.-]+)["']""")
 CALL_FOR_HINTS = re.compile(r"\s+Stuck\?\s+`dplab\.hint\([^`]*\)`(?:[^.`]*\bhint more\b[^.]*)?\.")
 NOT_IN_THE_BOOK = re.compile(r"<!-- not in the book -->\n.+?(?:\n\n|\Z)", re.DOTALL)
 UNKNOWN = "https://github.com/OWNER/"  # an address that nobody has filled in
+COLAB = "on-colab"  # the cell without which Colab lacks the course: tests/tools/colab.py writes it
 STORED = ("You read the stored outputs of one run. To answer the guesses and check the exercises, "
           "run the chapter")
 
@@ -42,7 +43,8 @@ def make_page(app, docname, source):
     cells = [cell for each in notebook.cells for cell in book_cells(app, docname, path, each)]
     notebook.cells = list(labelled(app, path.stem, cells))
     title = next(cell for cell in notebook.cells if "# " in cell.source)
-    title.source = re.sub(r"^# .*$", lambda heading: heading[0] + "\n\n" + run_this(app, path),
+    line = run_this(app, path, on_colab=any(cell.id == COLAB for cell in notebook.cells))
+    title.source = re.sub(r"^# .*$", lambda heading: heading[0] + "\n\n" + line,
                           title.source, count=1, flags=re.MULTILINE)
     source[0] = nbformat.writes(notebook)
 
@@ -101,7 +103,7 @@ def unknown(app):
     return app.config.repository.startswith(UNKNOWN)
 
 
-def run_this(app, path):
+def run_this(app, path, *, on_colab):
     """Where this chapter can be run in a browser, if that is known, and what reading leaves out."""
     to_setup = '<a href="book/setup.html">on your own machine</a>'
     if unknown(app):
@@ -116,6 +118,8 @@ def run_this(app, path):
         "Binder": (f"https://mybinder.org/v2/gh/{name}/{BRANCH}?urlpath=lab/tree/{file}",
                    "Opens this chapter"),
     }
+    if not on_colab:
+        del places["Colab"]
     links = " ".join(f'<a href="{html.escape(link)}" title="{title}">{place}</a>'
                      for place, (link, title) in places.items())
     return (f'<p class="run-this">Run this chapter: {links}<br><small>{STORED}, there or '

@@ -1,6 +1,8 @@
 """How results look: an HTML card in a notebook, the same words in plain text elsewhere."""
 
+import difflib
 import html
+from collections.abc import Mapping
 
 from dplab.spawn.parent.output import in_notebook
 
@@ -22,6 +24,17 @@ def card(head: str, text: str = "", block: str = "", color: str = GREY, *,
         body += "<div>" + " · ".join(f'<a href="{html.escape(address)}">{html.escape(words)}</a>'
                                      for words, address in links.items()) + "</div>"
     show("\n".join(filter(None, [head, text, block])), frame(head, body, color))
+
+
+def did_you_mean(asked: str, names: Mapping[str, str]) -> str:
+    """A question with the names that are near to what was asked; empty where none is.
+
+    ``names``: what the reader may write, by each word that may mean it.
+    """
+    known = {word.lower(): name for word, name in names.items()}
+    near = difflib.get_close_matches(asked.lower(), known, n=3, cutoff=0.6)
+    listed = ", ".join(dict.fromkeys(f"`{known[word]}`" for word in near))
+    return f"Did you mean {listed}?" if near else ""
 
 
 def frame(head: str, body: str, color: str) -> str:

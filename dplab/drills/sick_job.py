@@ -252,10 +252,10 @@ class SickJob:
         named = {suspect.name: suspect for suspect in self.suspects_known}
         text = " ".join(name.lower().strip("… ").split()) if isinstance(name, str) else ""
         if text not in named:
-            near = difflib.get_close_matches(text, named, n=3, cutoff=0.5) or list(named)
             head = f"There is no suspect {name!r}" if text else "Which suspect?"
-            example = self.answer.replace("…", near[0], 1)
-            cards.card(head, f"Write for example `{example}`. {_LISTED}", "\n".join(near))
+            calls = {each: self.answer.replace("…", each, 1) for each in named}
+            cards.card(head, cards.did_you_mean(text, calls) or (
+                f"Write for example `{next(iter(calls.values()))}`."), repr(self.suspects))
         return named.get(text)
 
     def _has_run(self):
@@ -308,7 +308,6 @@ class SickJob:
 
 
 _LEGEND = "The lines with `-` ran; those with `+` mend it."
-_LISTED = "`job.suspects` has a line on each."
 
 
 def _ordinal(number):

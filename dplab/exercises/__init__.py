@@ -30,14 +30,19 @@ def check(id: str, *objects) -> None:
     ``id`` is the exercise's slug or number; ``objects`` is what the exercise asks for.
     """
     exercise = find(id)
-    if exercise is None:
-        return
+    if exercise is not None:
+        judge(exercise, *objects)
+
+
+def judge(exercise: Exercise, *objects) -> Verdict:
+    """Judges the reader's code, notes the outcome, and shows it."""
     verdict = _for_another(exercise, objects) or watched(exercise, objects)
     saved = verdict.outcome == NOT_ATTEMPTED or record.update(
         "exercises", exercise.slug, functools.partial(_note, outcome=verdict.outcome))
     note = own.keep(exercise, *objects) if verdict.outcome == PASSED else ""
     outcomes.show_verdict(exercise, verdict, following=_after(exercise), saved=saved, note=note)
     _offer_help(exercise, verdict.outcome)
+    return verdict
 
 
 def hint(id: str) -> None:
@@ -50,8 +55,8 @@ def hint(id: str) -> None:
 
     def take(entry):
         nonlocal number
-        number = min(entry.get("hints", 0), count - 1)
-        entry["hints"] = min(entry.get("hints", 0) + 1, count)
+        number = min(entry.get("hints", 0), count)
+        entry["hints"] = min(number + 1, count)
 
     record.update("exercises", exercise.slug, take)
     outcomes.show_hint(exercise, number)

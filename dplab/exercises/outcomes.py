@@ -1,11 +1,12 @@
 """What a reader sees of an exercise: verdicts, hints, solutions, progress."""
 
-import difflib
+import html
 import itertools
 
 from dplab.desk import cards, record
 from dplab.desk.course import heading, link_to
 from dplab.exercises.exercise import CRASHED, NOT_ATTEMPTED, PASSED, WRONG
+from dplab.spawn.parent.output import in_notebook
 
 COLORS = {PASSED: cards.GREEN, WRONG: cards.ORANGE, CRASHED: cards.RED, NOT_ATTEMPTED: cards.GREY}
 
@@ -17,7 +18,8 @@ def show_verdict(exercise, verdict, *, following, saved=True, note=""):
         why = why or _where_right(verdict.world_sizes)
     elif verdict.outcome == NOT_ATTEMPTED:
         task = "Write" if exercise.stub is None else "This is still the code as it was. Change"
-        why = why or f"{task} `{exercise.name}` above, run its cell, and then run this one."
+        then = " above, run its cell, and then run this one" if in_notebook() else ""
+        why = why or f"{task} `{exercise.name}`{then}."
     elif verdict.outcome == WRONG and not why:
         why = "Not right yet."
     why = f"{why} {note}".strip()
@@ -40,10 +42,16 @@ def _where_right(world_sizes):
 
 
 def show_hint(exercise, number):
+    """Behind the last one, where ``number`` is their count, all of them once more."""
     count = len(exercise.hints)
+    last = f'`dplab.solution("{exercise.slug}")` shows a solution.'
+    if number == count:
+        text = " ".join(f"({at}) {hint}" for at, hint in enumerate(exercise.hints, 1))
+        cards.card(f"Exercise {exercise.number}: no more hints", f"You have had all: {text} {last}")
+        return
     text = exercise.hints[number]
     if number == count - 1:
-        text += f' That was the last hint; `dplab.solution("{exercise.slug}")` shows a solution.'
+        text += f" That was the last hint; {last}"
     cards.card(f"Exercise {exercise.number}: hint {number + 1} of {count}", text)
 
 
@@ -68,24 +76,27 @@ def unknown(id, exercises):
     if not isinstance(id, str):
         return ("The exercise's name comes first, in quotes: "
                 '`dplab.check("global-mean", global_mean)`.')
-    named = {name.lower(): each.slug for each in exercises
-             for name in (each.slug, each.name, each.title)}
-    near = difflib.get_close_matches(id.lower(), named, n=3, cutoff=0.6)
-    slugs = list(dict.fromkeys(named[name] for name in near)) or [each.slug for each in exercises]
+    named = {word: each.slug for each in exercises for word in (each.slug, each.name, each.title)}
+    listed = ", ".join(f"`{each.slug}`" for each in exercises)
     return f"There is no exercise `{id}`. " + (
-        "Did you mean " if near else "There are ") + ", ".join(f"`{slug}`" for slug in slugs) + (
-        "?" if near else ".")
+        cards.did_you_mean(id, named) or f"There are {listed}.")
 
 
 def show_progress(exercises, outcomes, guesses, drills):
-    """By chapter: how many exercises are passed; where the reader has begun, each exercise with its
-    last outcome, how good the guesses are, and the sick jobs.
+    """By chapter: how many exercises are passed; which is next; where the reader has begun, each
+    exercise with its last outcome, how good the guesses are, and the sick jobs.
 
     ``outcomes`` are by slug; ``guesses`` and ``drills`` are by chapter, as their ``scores()``.
     """
     rows = [(exercise, outcomes.get(exercise.slug, NOT_ATTEMPTED)) for exercise in exercises]
     head, all_passed = _counted(rows, " exercises passed")
-    plain, table = [head], []
+    plain, table, rich = [head], [], ""
+    if following := _next(rows):
+        words = f"Next: {following.number} {following.title}"
+        plain.append(f"{words} ({following.slug})")
+        rich = html.escape(words)
+        if address := link_to(following.chapter, following.slug):
+            rich = f'<a href="{html.escape(address)}">{rich}</a>'
     width = max(len(exercise.title) for exercise in exercises)
     for chapter, group in itertools.groupby(rows, lambda row: row[0].chapter):
         group = list(group)
@@ -105,7 +116,7 @@ def show_progress(exercises, outcomes, guesses, drills):
             plain.append(f"{'':5}  {what:<{width}}  {count}")
             table.append(cards.row(["", what, count], indent=True,
                                    color=cards.GREEN if is_good else cards.GREY))
-    rich = f'<table style="border-collapse:collapse">{"".join(table)}</table>'
+    rich += f'<table style="border-collapse:collapse">{"".join(table)}</table>'
     if old := record.of_first_edition():
         words = (f"Of the first edition you passed {len(old)}: {', '.join(old)}. Exercises have "
                  "changed since, so these do not count here.")
@@ -113,6 +124,13 @@ def show_progress(exercises, outcomes, guesses, drills):
         rich += f"<div>{words}</div>"
     cards.show("\n".join(plain),
                cards.frame(head, rich, cards.GREEN if all_passed else cards.GREY))
+
+
+def _next(rows):
+    """The first exercise to pass in a chapter that is begun, or else in any; or None."""
+    begun = {exercise.chapter for exercise, outcome in rows if outcome != NOT_ATTEMPTED}
+    return min((exercise for exercise, outcome in rows if outcome != PASSED),
+               key=lambda exercise: exercise.chapter not in begun, default=None)
 
 
 def _beside_exercises(guesses, drills):

@@ -55,6 +55,9 @@ def _parser():
     parser.add_argument("--update", action="append", metavar="CHAPTER", default=[],
                         help="bring the course's newer version of a chapter over, such as 04, or "
                         "`all`; your answers come along, and your old notebook is kept beside it")
+    parser.add_argument("--fresh", action="append", metavar="CHAPTER", default=[],
+                        help="begin a chapter anew, such as 05, also where its notebook is broken; "
+                        "your old one is kept beside it")
     parser.add_argument("--import", dest="source", nargs="?", const="", metavar="FROM",
                         help="take over your answers from the clone's chapters/, or from another "
                         "folder with notebooks of the course")
@@ -71,25 +74,28 @@ def _open(place, options, for_jupyter):
     _check_place(place, course.root)
     copy = WorkingCopy(place, course)
     address = jupyterlab.running_at(place)
+    asked = options.update or options.fresh or options.source is not None
     try:
         # JupyterLab would write what it has open over a file that changes under it.
         changes = copy.refresh(only_add=address is not None)
     except OSError as error:
         # A copy that is there can be worked in all the same.
         whole = all((place / name).exists() for name in course.files)
-        if options.update or options.source is not None or not whole:
+        if asked or not whole:
             raise
         _failed(_explained(error, place) + ". Your files are as they were")
         return _start(place, options, for_jupyter, address)
     _tell(changes)
-    waiting = [*changes.newer, *changes.gone]
+    anew = [] if address else _start_anew(copy, options.fresh)
+    _tell_broken(copy)
+    waiting = [name for name in (*changes.newer, *changes.gone) if name not in anew]
     if address:
         if waiting:
             print(f"Newer in the course, or gone from it: {_listed(waiting)}.")
-        if waiting or options.update or options.source is not None:
+        if waiting or asked:
             print("JupyterLab has your copy open, so nothing in it was replaced. Close JupyterLab "
                   "(Ctrl-C where it was started) and start again; they come then.")
-        if options.update or options.source is not None:
+        if asked:
             return 1
         return _start(place, options, for_jupyter, address)
     _update(copy, _wanted(options.update, waiting, copy), changes)
@@ -116,14 +122,39 @@ def _tell(changes):
         print(f"Newer from the course, where you had changed nothing: {_listed(changes.replaced)}")
 
 
+def _tell_broken(copy):
+    for name, why in copy.broken().items():
+        print(f"{copy.place / name} is broken, so JupyterLab cannot open it ({why}). "
+              f"`dplab lab --fresh {_word_for(name)}` brings a new one, and keeps this file beside "
+              "it, where you can still read it as text.")
+
+
+def _start_anew(copy, asked):
+    """Brings the notebooks asked for as the course has them; returns their names."""
+    notebooks = [name for name in copy.course.files if name.endswith(".ipynb")]
+    names = [name for word in asked for name in _meant(word, notebooks)]
+    for name in names:
+        kept = copy.start_anew(name)
+        print(f"{name}: new from the course; as it was: {kept.relative_to(copy.place)}")
+    return names
+
+
+def _meant(word, names):
+    """Those of the names that the reader's word means."""
+    if found := [name for name in names if _is_meant(word, name)]:
+        return found
+    raise Refused(f"the course has no chapter {word}; name one as 04")
+
+
 def _wanted(asked, waiting, copy):
     """The files of ``waiting`` to bring over: those asked for, or those the reader says yes to."""
     wanted = []
     for word in asked:
-        found = [name for name in waiting if word == "all" or _is_meant(word, name)]
-        known = [*copy.course.files, *waiting]
-        if not found and word != "all" and not any(_is_meant(word, name) for name in known):
-            raise Refused(f"the course has no chapter {word}; name one as 04, or `all`")
+        meant = waiting if word == "all" else _meant(word, [*copy.course.files, *waiting])
+        if word != "all" and copy.broken().keys() & {*meant}:
+            raise Refused(f"no answers can be read from your chapter {word}, so nothing was "
+                          "brought over")
+        found = [name for name in waiting if name in meant]
         if not found:
             print(f"Nothing newer in the course for {word}.")
         wanted += [name for name in found if name not in wanted]

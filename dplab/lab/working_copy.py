@@ -51,6 +51,7 @@ class WorkingCopy:
         """
         changes = Changes(created=not self.kept.exists())
         self.kept.mkdir(parents=True, exist_ok=True)
+        broken = self.broken()
         for name, content in self.course.files.items():
             target, base = self.place / name, self._base(name)
             if not target.exists():
@@ -58,7 +59,7 @@ class WorkingCopy:
                 changes.added.append(name)
             elif base is None:  # a file of the reader's, or the folder .course was deleted
                 write_whole(self.kept / "base" / name, content)
-            elif base != self.course.files[name]:
+            elif base != content and name not in broken:
                 if not only_add and _is_untouched(target, base):
                     self._replace(name, self._with_answers_of_others(name, content))
                     changes.replaced.append(name)
@@ -91,16 +92,32 @@ class WorkingCopy:
                 if slug not in merging.stubs_of(old)}
         return self._replace(name, notebook.dumps(merging.merge(old, mine, new, elsewhere=come)))
 
+    def start_anew(self, name: str) -> Path:
+        """Brings the course's version over, without what the reader wrote; where that is kept."""
+        return self._replace(name, self.course.files[name])
+
+    def broken(self) -> dict[str, str]:
+        """Why a notebook of the copy cannot be read, by its name."""
+        found = {}
+        for name in self._notebooks():
+            try:
+                if (self.place / name).exists():
+                    notebook.loads((self.place / name).read_bytes())
+            except notebook.UnreadableNotebook as error:
+                found[name] = str(error)
+        return found
+
     def answers_outside(self, folder: Path | None = None) -> dict[str, bytes]:
         """Notebooks of this copy with the answers that stand in other notebooks of the course.
 
         ``folder``: where these lie; by default the clone's own ``chapters``, where those count
         that differ from the last commit. Names those alone that would change.
         """
-        found = {}
+        found, broken = {}, self.broken()
         for name in self._notebooks():
             path = self._outside(name, folder)
-            if path is None or not path.is_file() or not (self.place / name).exists():
+            if (path is None or not path.is_file() or not (self.place / name).exists()
+                    or name in broken):
                 continue
             try:
                 theirs = notebook.loads(path.read_bytes())

@@ -1,5 +1,6 @@
-"""The cell behind each title: on Google Colab it sets the course up, elsewhere it does nothing."""
+"""The cell for Google Colab, where it sets the course up; elsewhere it does nothing."""
 
+import copy
 import json
 import os
 import shutil
@@ -10,6 +11,7 @@ from pathlib import Path
 import aims
 import colab
 import IPython
+import nbformat
 import notebooks
 import pytest
 from sandbox import ROOT
@@ -18,14 +20,20 @@ PATHS = sorted((ROOT / "chapters").glob("*.ipynb"))
 
 
 @pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
-def test_every_notebook_has_the_cell_behind_its_title(path):
-    notebook = notebooks.read(path)
-    [at] = [index for index, cell in enumerate(notebook.cells) if cell.id == colab.ID]
-    cell = notebook.cells[at]
-    assert at == 1, "python tests/tools/colab.py puts it there"
-    assert cell.source == colab.SOURCE, "python tests/tools/colab.py writes it anew"
+def test_every_notebook_is_as_the_script_writes_it(path):
+    """With the cell where the course has an address, and without it where nobody could fetch it."""
+    script = colab.for_colab(notebooks.read(path))
+    assert [*map(dict, notebooks.read(path).cells)] == [*map(dict, script.cells)], (
+        "python tests/tools/colab.py writes it anew")
+
+
+def test_a_course_with_an_address_has_the_cell_once_behind_the_title():
+    before = colab.for_colab(notebooks.read(PATHS[0]), is_known=False)
+    after = colab.for_colab(colab.for_colab(copy.deepcopy(before), is_known=True), is_known=True)
+    title, cell, *others = nbformat.reads(notebooks.normalise(after), as_version=4).cells
+    assert [title.id, *(each.id for each in others)] == [each.id for each in before.cells]
+    assert (cell.source, cell.outputs) == (colab.SOURCE, [])
     assert cell.metadata == {"tags": colab.TAGS, "jupyter": {"source_hidden": True}}
-    assert cell.outputs == []
 
 
 def test_the_cell_is_short_and_binds_no_name_that_a_chapter_uses():

@@ -169,7 +169,9 @@ def test_a_wrong_answer_is_ruled_out_by_a_reading_of_this_job(capsys):
 def test_an_unknown_suspect_is_asked_about_and_no_try(said, capsys):
     job = job_of("d")
     job.diagnose(said)
-    assert "different start" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert all(suspect in shown for suspect in job.suspects)
+    assert ('Did you mean `job.diagnose("different start")`' in shown) == (said == "diferent start")
     assert "04/d" not in record.entries("drills")
 
 

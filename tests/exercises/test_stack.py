@@ -18,6 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import cross_entropy
 
 from dplab import run
+from dplab.exercises import every_exercise
 from dplab.exercises.stack import PARTS, build, parts
 from dplab.exercises.stack.__main__ import as_text
 from dplab.measure import CallLog
@@ -59,9 +60,16 @@ def test_a_part_is_short(part):
     assert len([line for line in lines if line.strip()]) <= 30
 
 
-def test_the_table_is_printed():
+def test_the_table_is_printed_for_the_chapters_whose_exercises_ask_for_its_parts():
     text = as_text()
-    assert all(part.slug in text and part.signature in text for part in PARTS)
+    asked = {each.slug: f"{each.name}{inspect.signature(each.solution)}"
+             for each in every_exercise()}
+    printed = [part for part in PARTS if part.slug in text.split()]
+    assert all(part.signature in text for part in printed)
+    mine = [part for part in printed if part.by == "reader"]
+    assert [asked.get(part.slug) for part in mine] == [part.signature for part in mine]
+    assert {part.slug for part in PARTS if asked.get(part.slug) == part.signature} <= {
+        part.slug for part in printed}
 
 
 def _names_in(definition):

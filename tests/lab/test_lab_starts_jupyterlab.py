@@ -116,10 +116,10 @@ from IPython.core.interactiveshell import InteractiveShell
 sys.modules["dplab"] = None  # as in a Python that has no such package
 shell = InteractiveShell.instance(colors="nocolor")
 for path in sorted(Path("chapters").glob("*.ipynb")):
-    code = [cell for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "code"]
+    first = next(cell for cell in json.loads(path.read_text())["cells"]
+                 if cell["cell_type"] == "code" and cell["id"] != "on-colab")
     print("chapter", path.stem)
-    for cell in code[:2]:  # the first is for Colab, and says nothing
-        shell.run_cell("".join(cell["source"]))
+    shell.run_cell("".join(first["source"]))
 """
 
 

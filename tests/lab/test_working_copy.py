@@ -27,7 +27,8 @@ from small_course import (
     write,
 )
 
-from dplab.lab import command, jupyterlab
+from dplab.lab import command, jupyterlab, notebook
+from dplab.lab.course_files import committed_notebook
 
 THIRD = "chapters/03_all_reduce.ipynb"
 
@@ -356,7 +357,8 @@ def in_terminal(script, typed):
     return shown.decode()
 
 
-@pytest.mark.parametrize("arguments", [[], ["--update", "03"], ["--update", "all"], ["--import"]])
+@pytest.mark.parametrize("arguments", [[], ["--update", "03"], ["--update", "all"],
+                                       ["--fresh", "03"], ["--import"]])
 def test_nothing_is_replaced_while_jupyterlab_has_the_copy_open(
         course, copy, lab, monkeypatch, arguments):
     set_source(copy / FIRST, "stub-total", ANSWER)
@@ -481,11 +483,45 @@ def test_stubs_that_nobody_answered_are_not_imported(course, copy, lab, tmp_path
     assert (copy / THIRD).read_bytes() == before
 
 
-def test_a_notebook_that_cannot_be_read_is_named_and_left_alone(course, copy, lab):
-    (copy / THIRD).write_text("<<<<<<< a conflict of git")
-    change_course(course, setup="ranks = 8")
-    assert "03_all_reduce.ipynb" in lab("--update", "03", status=1).err
-    assert (copy / THIRD).read_text() == "<<<<<<< a conflict of git"
+def break_off(path):
+    """A file that a full disk or a stop cut in the middle."""
+    path.write_text(path.read_text()[:300])
+    return path.read_bytes()
+
+
+@pytest.mark.parametrize("newer", [False, True])
+def test_a_broken_notebook_is_named_and_left_alone_until_a_new_one_is_asked_for(
+        course, copy, lab, newer):
+    broken = break_off(copy / THIRD)
+    set_source(course / THIRD, "stub-total", ANSWER)  # the reader's, in the clone itself
+    if newer:
+        change_course(course, setup="ranks = 8")
+    for arguments in ([], ["--update", "all"], ["--import"]):
+        said = lab(*arguments).out
+        assert str(copy / THIRD) in said and "--fresh 03" in said and "--update 03" not in said
+    said = lab("--update", "03", status=1)
+    assert "no answers" in said.err and "Nothing newer" not in said.out
+    assert (copy / THIRD).read_bytes() == broken
+    said = lab("--fresh", "03").out
+    assert "is broken" not in said and "Newer" not in said
+    assert sources(read(copy / THIRD)) == committed_sources(course)
+    [old] = (copy / "chapters").glob("03_all_reduce.before-*.ipynb")
+    assert old.read_bytes() == broken and old.name in said
+
+
+def committed_sources(course):
+    return [source for _, source in notebook.sources(
+        committed_notebook(course / "chapters", "03_all_reduce.ipynb"))]
+
+
+def test_a_chapter_that_is_begun_anew_keeps_the_old_notebook_beside(course, copy, lab):
+    set_source(copy / THIRD, "stub-total", ANSWER)
+    set_source(copy / FIRST, "stub-total", ANSWER)
+    lab("--fresh", "3")
+    assert STUB in sources(read(copy / THIRD))
+    [old] = (copy / "chapters").glob("03_all_reduce.before-*.ipynb")
+    assert ANSWER in sources(read(old)) and ANSWER in sources(read(copy / FIRST))
+    assert "no chapter 77" in lab("--fresh", "77", status=1).err
 
 
 @pytest.mark.parametrize("committed", [False, True])

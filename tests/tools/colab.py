@@ -1,6 +1,8 @@
 """Puts the cell that sets the course up on Google Colab behind the title of every notebook.
 
     python tests/tools/colab.py        # after a new notebook, or a new address in pyproject.toml
+
+Where pyproject.toml has no address yet, Colab has nothing to fetch, so it takes the cell out.
 """
 
 import tomllib
@@ -12,6 +14,7 @@ from nbformat.v4 import new_code_cell
 ROOT = Path(__file__).resolve().parents[2]
 ADDRESS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))[
     "project"]["urls"]["Repository"]
+IS_KNOWN = "/OWNER/" not in ADDRESS
 ID = "on-colab"
 TAGS = [notebooks.FOLDED, "remove-cell"]  # the second is the web book's, which leaves the cell out
 SOURCE = f"""\
@@ -24,16 +27,17 @@ if "google.colab" in str(get_ipython()):
     %cd -q /content/dplab/chapters"""
 
 
-def with_cell(notebook):
-    """The notebook, with this cell alone of its kind, as the second of its cells."""
+def for_colab(notebook, is_known=IS_KNOWN):
+    """The notebook, with this cell alone of its kind as the second of its cells, or without."""
     notebook.cells = [cell for cell in notebook.cells if cell.id != ID]
-    notebook.cells.insert(1, new_code_cell(SOURCE, id=ID, metadata={"tags": TAGS}))
+    if is_known:
+        notebook.cells.insert(1, new_code_cell(SOURCE, id=ID, metadata={"tags": TAGS}))
     return notebook
 
 
 def main():
     for path in sorted((ROOT / "chapters").glob("*.ipynb")):
-        path.write_text(notebooks.normalise(with_cell(notebooks.read(path))), encoding="utf-8")
+        path.write_text(notebooks.normalise(for_colab(notebooks.read(path))), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
 """The table of the stack: how the parts of the course fit together, from send to ZeRO-3.
 
 Whoever writes a part, its exercise, or a chapter that uses it, keeps to its row. An exercise's
-check tests what the row says, since the parts after it rely on that.
+check tests what the row says, since the parts after it rely on that. The exercises of chapter 08
+that have these slugs take no group yet; each takes its row's contract when its chapter is
+rewritten, and until then what a reader wrote for it is no part of the stack.
 """
 
 from collections.abc import Callable
@@ -23,30 +25,7 @@ What holds for every part:
   backend   gloo, on CPUs.
   earlier   A part calls earlier parts by their names. In a notebook, one cell before it binds them:
             `ring_all_gather = dplab.mine("ring-all-gather")`. So the names travel to the ranks with
-            the function that uses them. The course's version of a part comes on the reader's
-            earlier parts: `dplab.exercises.stack.build`.
-  today     The exercises of chapters 03 and 04 have their rows' contracts. Those of later chapters
-            which have these slugs take no group yet; each takes its row's contract when its chapter
-            is rewritten, and until then what a reader wrote for it is no part of the stack.
-"""
-
-# What tests/tools/ring_beside_backward.py measured on two cores that were busy (load 20).
-OVERLAP = """\
-A blocking ring on one thread beside backward is reliable, so the chain goes on in chapter 05:
-  hangs     0 of 8 runs of 500 steps on 4 ranks, with random pauses, on 2 busy cores (load 20). The
-            weights are those of training with torch's all-reduce, to 1e-8 (they moved by 1e-2).
-  time      0.69 to 0.97 times the step with the same ring after backward, and 1.9 to 2.9 times the
-            step with torch's asynchronous all-reduce from hooks. With a load of 2 it was 1.3 times
-            the ring after backward: ranks that compute on all cores leave none to the thread, and
-            each of its messages waits until the neighbour's process has a core.
-  hidden    Beside a backward that only waits, as a CPU does beside a GPU, the thread hides all but
-            the last bucket. Six layers wait 50 ms each, and each bucket takes 30 ms: 480 ms with
-            the ring after backward, 330 ms with the thread, 0.69 times. 10 runs with a load of 9
-            to 15 took 621 to 914 ms and 356 to 661 ms, 0.48 to 0.72 times: other processes delay
-            the ring, and the thread hides part of that delay too. Chapter 05 needs such a backward
-            to show that its own ring pays.
-  commands  python tests/tools/ring_beside_backward.py --runs 8 --steps 500 --busy 0
-            python tests/tools/ring_beside_backward.py --runs 8 --steps 0 --busy 0
+            the function that uses them.
 """
 
 
