@@ -1,12 +1,14 @@
 """A guess is taken, kept, and shown beside its result; without one, only the result is shown."""
 
 import ast
+import collections
 import json
 import re
 import subprocess
 import sys
 from pathlib import Path
 
+import notebooks
 import numpy as np
 import pytest
 import torch
@@ -240,6 +242,22 @@ def test_scores_are_by_chapter(monkeypatch):
     share().reveal(37)
     score = guesses.scores()[3]
     assert (score.asked, score.answered, score.revealed, score.good) == (3, 2, 2, 1)
+
+
+@pytest.mark.parametrize("path", [
+    pytest.param(path, id=path.stem) for path in course.notebooks(ROOT / "chapters").values()
+    if course.key_of(path.stem) in course.GUESSES])
+def test_a_result_is_revealed_by_names_that_no_other_cell_changes(path):
+    """So that a guess that is answered after Run All meets its own result."""
+    cells = [cell for cell in notebooks.read(path).cells if cell.cell_type == "code"]
+    names = [notebooks.names(cell.source) for cell in cells]
+    defined = collections.Counter(
+        name for cell, (defines, _) in zip(cells, names, strict=True) for name in defines
+        if "exercise" not in cell.metadata.get("tags", []))
+    needed = {(cell.id, name) for cell, (defines, uses) in zip(cells, names, strict=True)
+              for name in uses - defines if ".reveal(" in cell.source}
+    assert needed
+    assert not [(cell, name) for cell, name in needed if defined[name] > 1]
 
 
 def slugs_in(cells):
