@@ -295,18 +295,24 @@ def test_a_notebook_that_runs_without_answers(home):
     with Kernel(DPLAB_HOME=str(home)) as kernel:
         shown = kernel.run("import dplab\nway = dplab.guess('way', 'Which `way`, a < b?', "
                            f"choices={WAYS!r})\nway")
-        [data] = shown.displays.values()
+        data, in_place = shown.displays.values()
+        assert "Run this cell again to answer" in in_place["text/html"]
         assert shown.value == "" and shown.status == "ok"
         assert "<code>way</code>, a &lt; b?" in data["text/html"]
         for page in (data["text/html"], data["text/plain"]):
             assert all(choice in page for choice in WAYS) and "answer=" in page
         assert WIDGET in data
-        [data] = kernel.run("way").displays.values()
+        data, _ = kernel.run("way").displays.values()
         assert WIDGET in data  # in a cell of its own, the question once more
         [result] = kernel.run("way.reveal('a ring')").displays.values()
         assert result["text/plain"] == "Result: a ring"
-        kernel.run("way._box.field.value = 'a tree'")
-        assert kept("way")["value"] == "a tree"
-        [result] = kernel.run("way.reveal('a ring')").displays.values()
-        assert "Your guess: a tree" in result["text/plain"]
+        assert kernel.run("way._box.result.layout.display").value == "'none'"
+        [in_place] = kernel.run("way._box.field.value = 'a tree'").displays.values()
+        assert "Your guess: a tree" in in_place["text/html"]
+        assert kept("way")["value"] == "a tree" and "good" not in kept("way")
+        assert kernel.run("way._box.result.layout.display").value == ""
+        kernel.run("way._box.result.click()")
+        assert kept("way")["measured"] == "a ring" and kept("way")["good"] is False
         assert kernel.run("way._box.field.disabled").value == "True"
+        _, result = kernel.run("way.reveal('a ring')").displays.values()
+        assert "Your guess: a tree" in result["text/plain"]
