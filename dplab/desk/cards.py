@@ -74,9 +74,10 @@ def buttons(actions: dict, plain: str) -> None:
         return
     from IPython.display import display
 
-    from dplab.desk.buttons import Buttons
+    from dplab.desk.buttons import RUN_AGAIN, Buttons, InPlace
 
     display(Buttons(actions, plain))
+    InPlace().show(RUN_AGAIN)
 
 
 def inline(text: str) -> str:

@@ -48,10 +48,11 @@ class GuessBox(VBox):
     """The question, its choices or a field with the unit beside it, and what was noted.
 
     ``note`` is called with each answer: the label of a choice, or the text in the field.
+    ``reveal`` is called when the reader asks for the result that `offer_result` offers.
     """
 
     def __init__(self, question: str, choices: Sequence[str], unit: str | None, answer: str | None,
-                 note: Callable[[str], None]):
+                 note: Callable[[str], None], reveal: Callable[[], None]):
         sheet = f'<style onload="{html.escape(NAME_CONTROLS)}">{STYLE}</style>'
         dot = f'<span style="color:{cards.GREY}">● </span>'
         in_unit = f"<span hidden> In {html.escape(unit)}.</span>" if unit else ""
@@ -70,13 +71,20 @@ class GuessBox(VBox):
             self._controls = [self.field, button]
             below = HBox([self.field, *([HTML(html.escape(unit))] if unit else []), button])
         self.field.observe(lambda change: note(change["new"]), "value")
-        super().__init__([head, below, self._said], layout=Layout(
+        self.result = Button(description="Show the result",
+                             layout=Layout(width="fit-content", display="none"))
+        self.result.on_click(lambda _: reveal())
+        super().__init__([head, below, self._said, self.result], layout=Layout(
             border_left=f"4px solid {cards.GREY}", padding="6px 14px", margin="4px 0"))
         self.add_class("dplab-guess")
 
     def say(self, text: str) -> None:
         """Shows a line of HTML below."""
         self._said.value = text
+
+    def offer_result(self, is_offered: bool) -> None:
+        """Shows or hides the button that asks for it."""
+        self.result.layout.display = None if is_offered else "none"
 
     def lock(self, answer: str) -> None:
         """Shows this answer, and takes no other."""

@@ -68,8 +68,10 @@ class Guess:
             raise ValueError(f"the choices of the guess {slug!r} must be two or more, each once")
         self._entry = self._recalled()
         self._asks_back = ""  # what the reader is asked about an answer that was not understood
+        self._measured = None  # the result, once `reveal` has told it
         self._is_kept = True
         self._box: Any = None
+        self._in_place: Any = None  # what stands in place of a box that JupyterLab cannot find
         self._shown_by: int | None = None
 
     def _recalled(self):
@@ -109,21 +111,21 @@ class Guess:
 
     def reveal(self, measured: Any) -> None:
         """Shows the result: one of the choices, or a number in the unit. If there is a guess, shows
-        it beside the result and says how far off it is; from then on the guess stays as it is.
+        it beside the result and says how far off it is; from then on the guess stays as it is. A
+        guess that comes later is compared in its box.
         """
         result = self._result(measured.item() if hasattr(measured, "item") else measured)
         if self._choices is not None and result not in self._choices:
             cards.card(f"Result: {result}", "This is none of the choices.")
             return
+        self._measured = result
         if not self._entry:
             cards.card(f"Result: {self._written(result)}")
             return
-        good, sentence = self._compared(result)
-        self._asks_back = ""
-        self._keep(self._entry | {"measured": result, "good": good})
-        self._refresh()
+        self._compare()
         cards.card(f"Your guess: {self._written(self._value)} · Result: {self._written(result)}",
-                   sentence, color=cards.GREEN if good else cards.ORANGE)
+                   self._compared(result)[1],
+                   color=cards.GREEN if self._entry["good"] else cards.ORANGE)
 
     def show(self) -> None:
         """Shows the question again; `guess` has shown it once."""
@@ -134,15 +136,18 @@ class Guess:
             return
         from IPython.display import display
 
+        from dplab.desk.buttons import InPlace
         from dplab.desk.guess_box import GuessBox
 
         if self._box is None:
             self._box = GuessBox(cards.inline(self.question), list(self._choices or ()), self.unit,
-                                 self._in_field(), self.note)
-            self._refresh()
+                                 self._in_field(), self.note, self._compare)
+            self._in_place = InPlace()
+            self._refresh_box()
         # A page without widgets shows the HTML or the text: it says how to answer there.
-        display(self._box._repr_mimebundle_() | {"text/plain": self._plain(),
-                                                 "text/html": self._rich()}, raw=True)
+        display(self._box._repr_mimebundle_() | {
+            "text/plain": self._plain(), "text/html": self._rich(self._how_to_answer())}, raw=True)
+        self._in_place.show(self._without_box())
 
     def _ipython_display_(self):
         """As the last line of the cell that made it, nothing: it is there already."""
@@ -188,15 +193,24 @@ class Guess:
         self._entry = entry
         self._is_kept = record.update("guesses", self.slug, replace)
 
-    def _status(self):
+    def _compare(self):
+        """Keeps the guess with the result beside it. From then on it stays as it is."""
+        good, _ = self._compared(self._measured)
+        self._asks_back = ""
+        self._keep(self._entry | {"measured": self._measured, "good": good})
+        self._refresh()
+
+    def _status(self, then="Run the next cells."):
         """One line: what was noted, or what the reader is asked; empty at first."""
         value = self._written(self._value) if self._entry else ""
         if self._asks_back:
             return self._asks_back + (f" (Noted so far: {value}.)" if value else "")
         if not value:
             return ""
-        then = ("The result was shown, so this guess stands." if self._revealed
-                else "Run the next cells.")
+        if self._revealed:
+            result = self._entry["measured"]
+            then = (f"Result: {self._written(result)}. {self._compared(result)[1]} The result was "
+                    "shown, so this guess stands.")
         lost = "" if self._is_kept else (
             f" (It could not be written to {record.folder()}: DPLAB_HOME in the environment names "
             "another folder.)")
@@ -209,17 +223,29 @@ class Guess:
         choices = " | ".join(self._choices or ())
         return "\n".join(filter(None, [self.question, choices, self._how_to_answer()]))
 
-    def _rich(self):
+    def _rich(self, status):
         choices = "".join(f"<li>{cards.inline(words)}</li>" for words in self._choices or ())
         return cards.frame("Your guess", f"<div>{cards.inline(self.question)}</div>"
                            + (f"<ul>{choices}</ul>" if choices else "")
-                           + f"<div>{cards.inline(self._how_to_answer())}</div>", cards.GREY)
+                           + f"<div>{cards.inline(status)}</div>", cards.GREY)
+
+    def _without_box(self):
+        """The question where JupyterLab cannot find the box."""
+        return self._rich(self._status("Run this cell again to go on.")
+                          or "Run this cell again to answer.")
 
     def _refresh(self):
         if self._box is not None:
-            self._box.say(cards.inline(self._status()))
-            if self._revealed:
-                self._box.lock(self._in_field())
+            self._refresh_box()
+            self._in_place.change(self._without_box())
+
+    def _refresh_box(self):
+        is_offered = bool(self._entry) and self._measured is not None and not self._revealed
+        then = "The result was measured already." if is_offered else "Run the next cells."
+        self._box.say(cards.inline(self._status(then)))
+        self._box.offer_result(is_offered)
+        if self._revealed:
+            self._box.lock(self._in_field())
 
     def _in_field(self):
         return self._entry.get("value" if self._choices else "answer")

@@ -4,7 +4,6 @@ import contextlib
 import datetime
 import hashlib
 import linecache
-import os
 from pathlib import Path
 
 from dplab.desk import record
@@ -79,13 +78,12 @@ def without_header(source: str) -> str:
     return "\n".join(lines)
 
 
-def set_aside(slug: str) -> bool:
-    """Takes the file out of use under another name, if there is one: no code is ever deleted."""
+def set_aside(slug: str) -> Path | None:
+    """Takes the file out of use, as no code is ever deleted: the name that it has now, or None."""
     stamp = datetime.datetime.now().strftime("%Y-%m-%d-%H%M%S")
     with contextlib.suppress(OSError):
-        os.replace(place(slug), place(slug).with_suffix(f".{stamp}.txt"))
-        return True
-    return False
+        return place(slug).rename(place(slug).with_suffix(f".{stamp}.txt"))
+    return None
 
 
 def define(source: str, name: str, file: Path):

@@ -2,16 +2,19 @@
 
 It holds entries of three kinds, by slug: ``exercises``, ``guesses``, and ``drills``. The first
 edition kept exercises by their number, and numbers have changed since: its file is set aside as
-``progress-first-edition.json``, and never read as the progress of an exercise of today.
+``progress-first-edition.json``, and never read as the progress of an exercise of today. A damaged
+file is set aside too, as ``progress-damaged-1.json`` or the next number that is free.
 """
 
 import contextlib
 import fcntl
+import itertools
 import json
 import os
 from collections.abc import Callable
 from pathlib import Path
 
+from dplab.desk import cards
 from dplab.desk.files import write_whole
 
 EDITION = 2
@@ -30,7 +33,13 @@ def folder() -> Path:
 
 def entries(kind: str) -> dict[str, dict]:
     """All that is kept of this kind, by slug. Raises KeyError for another than `KINDS`."""
-    return _by_kind(_load("progress.json"))[kind]
+    kept = {}
+    with contextlib.suppress(OSError):
+        kept = _load("progress.json")
+        if _is_damaged(kept):
+            with _locked():
+                pass  # that sets it aside
+    return _by_kind(kept)[kind]
 
 
 def update(kind: str, slug: str, change: Callable[[dict], object]) -> bool:
@@ -56,9 +65,10 @@ def forget(kind: str, slug: str) -> bool:
 
 def of_first_edition() -> list[str]:
     """The numbers of the exercises that the reader passed in the first edition, in order."""
-    old = _load("progress-first-edition.json")
-    current = _load("progress.json")
-    old = old or (current if "edition" not in current else {})
+    found = []
+    with contextlib.suppress(OSError):
+        found = [_load("progress-first-edition.json"), _load("progress.json")]
+    old: dict = next((kept for kept in found if kept and _is_first_edition(kept)), {})
     passed = [number for number, entry in old.items()
               if isinstance(entry, dict) and entry.get("outcome") == "passed"]
     return sorted(passed, key=lambda number: [int(part) if part.isdecimal() else 0
@@ -66,23 +76,45 @@ def of_first_edition() -> list[str]:
 
 
 def _by_kind(kept):
-    if kept.get("edition") != EDITION:
+    if _is_damaged(kept) or _is_first_edition(kept):
         kept = {}
     found = {kind: kept.get(kind) for kind in KINDS}
     return {kind: {slug: entry for slug, entry in value.items() if isinstance(entry, dict)}
             if isinstance(value, dict) else {} for kind, value in found.items()}
 
 
+def _is_first_edition(kept):
+    return isinstance(kept, dict) and "edition" not in kept
+
+
+def _is_damaged(kept):
+    """Whether it is no record, or one of a later version of the course."""
+    return not isinstance(kept, dict) or kept.get("edition", EDITION) != EDITION
+
+
 def _load(name):
-    with contextlib.suppress(OSError, ValueError):
-        kept = json.loads((folder() / name).read_text())
-        if isinstance(kept, dict):
-            return kept
-    return {}
+    """The file's content; of a missing file {}, of one that is no JSON None. Raises OSError."""
+    try:
+        return json.loads((folder() / name).read_text())
+    except FileNotFoundError:
+        return {}
+    except ValueError:
+        return None
 
 
 def _write(name, kept):
     write_whole(folder() / name, json.dumps(kept, indent=1, sort_keys=True))
+
+
+def _set_aside():
+    """Gives the damaged file another name, so that nothing overwrites it, and says so."""
+    numbered = (folder() / f"progress-damaged-{number}.json" for number in itertools.count(1))
+    aside = next(path for path in numbered if not path.exists())
+    os.rename(folder() / "progress.json", aside)
+    cards.card("Your progress could not be read",
+               "Its file is damaged, or of a later version of the course. It is kept as "
+               f"`{aside}`, and your progress begins anew. Your answers are where they were: each "
+               "exercise that you check again counts again.", color=cards.ORANGE)
 
 
 @contextlib.contextmanager
@@ -91,6 +123,9 @@ def _locked():
     with open(folder() / "lock", "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         kept = _load("progress.json")
-        if kept and "edition" not in kept:
+        if kept and _is_first_edition(kept):
             _write("progress-first-edition.json", kept)
+        if _is_damaged(kept):
+            _set_aside()
+            kept = {}
         yield _by_kind(kept)

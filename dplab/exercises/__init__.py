@@ -11,6 +11,7 @@ import functools
 import importlib
 import json
 import pkgutil
+import re
 from pathlib import Path
 
 from dplab import drills
@@ -22,6 +23,9 @@ from dplab.spawn.parent.output import in_notebook, ipython
 
 __all__ = ["Exercise", "check", "every_exercise", "find", "hint", "mine", "progress", "reset",
            "solution", "solution_source"]
+
+_CALL_OF_RESET = re.compile(
+    r"""^(?:dplab\.)?reset\( *["']?([\w.-]+)["']? *\)[ ;]*(?:#.*)?$""", re.MULTILINE)
 
 
 def check(id: str, *objects) -> None:
@@ -86,24 +90,28 @@ def solution(id: str) -> None:
 
 
 def reset(id: str) -> None:
-    """Puts the exercise's stub into a new cell below, and forgets how far you were with it."""
+    """Forgets how far you were with the exercise, and gives you its stub once more.
+
+    In a notebook, the stub takes the place of the call, so that Run All does not call it again.
+    """
     exercise = find(id)
     if exercise is None:
         return
     record.forget("exercises", exercise.slug)
-    was_kept = kept.set_aside(exercise.slug)
+    aside = kept.set_aside(exercise.slug)
+    words = f"The answer with which you passed is kept as `{aside}`. " * bool(aside)
     stub = course.stub_of(exercise.chapter, exercise.slug)
-    head = f"Exercise {exercise.number}: as if never tried"
-    aside = f" What was kept of it lies in `{kept.folder()}` still." if was_kept else ""
+    cell = _with_stubs(_cell_that_runs())
     if stub is None:
-        cards.card(head, "The course's notebooks are not beside the package, so its stub is not "
-                         "at hand.")
-    elif in_notebook():
-        ipython().set_next_input(stub)
-        cards.card(head, "The cell below holds the stub as it was. Your own cell is left "
-                         f"alone.{aside}")
+        words += "The course's notebooks are not beside the package, so its stub is not at hand."
+    elif stub in cell:
+        ipython().set_next_input(cell, replace=True)
+        stub = ""
+        words += ("The stub is in this cell now, in place of the call, so that Run All does not "
+                  "reset the exercise again. Your own cell is left alone.")
     else:
-        cards.card(head, f"Here is the stub as it was.{aside}", stub)
+        words += "Here is the stub as it was."
+    cards.card(f"Exercise {exercise.number}: as if never tried", words, stub or "")
 
 
 def progress(*, export: str | Path | None = None, code: bool = False) -> None:
@@ -169,6 +177,20 @@ def _known(id):
     """The exercise of this slug or number, which may be given as a number too; else None."""
     return next((exercise for exercise in every_exercise()
                  if str(id) in (exercise.slug, exercise.number)), None)
+
+
+def _cell_that_runs():
+    """Its source as the reader wrote it; outside of a notebook, nothing."""
+    return ipython().history_manager.input_hist_raw[-1] if in_notebook() else ""
+
+
+def _with_stubs(cell):
+    """The cell with the stub in place of each line that calls `reset`."""
+    def stub(call):
+        exercise = _known(call[1])
+        return (exercise and course.stub_of(exercise.chapter, exercise.slug)) or call[0]
+
+    return _CALL_OF_RESET.sub(stub, cell)
 
 
 def _for_another(exercise, objects):

@@ -24,6 +24,8 @@ from reading import (
     window,
 )
 
+from dplab.desk import course
+
 pytestmark = pytest.mark.slow
 
 CHAPTER = "chapters/02_why_averaging_is_right.ipynb"
@@ -126,6 +128,29 @@ def test_the_cards_of_an_exercise(chapter):
     assert notebook.errors() == []
     for index, text in enumerate(seen):
         assert [card in text for card in CARDS] == [index == number for number in range(3)]
+
+
+def test_a_reset_is_done_once_and_stays_done_when_all_runs_again(lab, root):
+    cells = {
+        "load": "import dplab, torch.nn.functional as F, torch.distributed as dist",
+        "answer": RIGHT,
+        "check": f'dplab.check("{EXERCISE}", loss_for_ddp)',
+        "spare": f'before = 1\ndplab.reset("{EXERCISE}")  # once more\nafter = before',
+        "kept": f"from dplab.desk import record\nrecord.entries('exercises').get('{EXERCISE}')"}
+    write_cells(root / "reset.ipynb", cells)
+    with lab.open("reset.ipynb") as notebook:
+        notebook.run_all()
+        assert "passed" in notebook.output_text("check")
+        assert "is kept as" in notebook.output_text("spare")
+        assert notebook.output_text("kept") == ""
+        after = notebook.cells()
+        assert [cell["id"] for cell in after] == list(cells)
+        first, *stub, last = after[3]["source"].split("\n")
+        assert (first, "\n".join(stub), last) == (
+            "before = 1", course.stub_of(2, EXERCISE), "after = before")
+        notebook.run_all()
+        assert "'passed'" in notebook.output_text("kept")
+        assert notebook.cells()[3]["source"] == after[3]["source"]
 
 
 def test_a_screen_reader_is_told_what_the_pictures_show(chapter):

@@ -110,7 +110,8 @@ def guesses_and_sees_the_result(notebook):
     for cell in ("load", "predict-the-counter"):
         notebook.run_cell(cell)
     notebook.output("predict-the-counter").get_by_role("radio", name="4").check()
-    notebook.output("predict-the-counter").get_by_text("Your guess: 4").wait_for()
+    notebook.output("predict-the-counter").get_by_role("status").get_by_text(
+        "Your guess: 4").wait_for()
     for cell in ("four-ranks-count", "the-counter-afterwards"):
         notebook.run_cell(cell)
     assert notebook.errors() == []

@@ -19,6 +19,7 @@ from nbformat.warnings import DuplicateCellId
 from sandbox import CHECK, ROOT, VERDICT
 
 from dplab.desk import course
+from dplab.desk.buttons import InPlace
 
 PATHS = sorted((ROOT / "chapters").glob("*.ipynb"))
 
@@ -357,6 +358,7 @@ def test_what_needs_a_kernel_is_not_kept():
     cell.outputs = [new_output("display_data", {**view, "text/plain": ""}),
                     new_output("display_data", {**view, "text/plain": "a guess"}),
                     new_output("display_data", {"text/plain": ""}),
+                    new_output("display_data", InPlace().bundle("in place of a widget")),
                     new_output("display_data", {
                         "text/html": f'{light}<style class="dplab-dark">.a\n{{}}</style> and'})]
     text = notebooks.normalise(new_notebook(cells=[cell]))

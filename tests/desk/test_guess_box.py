@@ -14,13 +14,21 @@ CELLS = {
     "share": f'share = dplab.guess("share", "{SHARE}", unit="%")\nshare',
     "results": 'way.reveal("a ring")\nshare.reveal(37)',
 }
+CHECK = 'dplab.check("global-mean", lambda values: values.mean())'
 
 
 @pytest.fixture(scope="module")
-def notebook(tmp_path_factory):
+def root_and_lab(tmp_path_factory):
     root = tmp_path_factory.mktemp("guesses")
+    with chromium_or_skip(), jupyter_lab(root) as lab:
+        yield root, lab
+
+
+@pytest.fixture(scope="module")
+def notebook(root_and_lab):
+    root, lab = root_and_lab
     write_cells(root / "guesses.ipynb", CELLS)
-    with chromium_or_skip(), jupyter_lab(root) as lab, lab.open("guesses.ipynb") as notebook:
+    with lab.open("guesses.ipynb") as notebook:
         notebook.run_all()
         yield notebook
 
@@ -62,7 +70,14 @@ def test_guesses_by_keyboard_alone_are_noted_revealed_and_kept(notebook):
     notebook.page.keyboard.type("25 %")
     press("Enter")
     noted(notebook, "share", "Your guess: 25 %")
-    assert controls_without_name(notebook, "way") == controls_without_name(notebook, "share") == []
+    for cell, result in (("way", "a ring"), ("share", "37 %")):  # was measured before the guess
+        assert controls_without_name(notebook, cell) == []
+        assert role(notebook, cell, "button", "Show the result").is_enabled()
+        assert f"Result: {result}" not in role(notebook, cell, "status").inner_text()
+    role(notebook, "share", "button", "Show the result").press("Enter")
+    noted(notebook, "share", "Result: 37 %")
+    assert role(notebook, "share", "textbox", SHARE).is_disabled()
+    assert notebook.output("share").get_by_role("button", name="Show the result").count() == 0
     with window(notebook, 700, 900):
         assert cut_off(notebook) == []
 
@@ -76,3 +91,30 @@ def test_guesses_by_keyboard_alone_are_noted_revealed_and_kept(notebook):
     assert role(notebook, "way", "radio", "a ring").is_disabled()
     assert role(notebook, "share", "textbox", SHARE).input_value() == "25 %"
     assert notebook.errors() == []
+
+
+@pytest.mark.parametrize("save_widgets", [False, True])
+def test_a_notebook_that_is_saved_after_a_restart_says_what_to_do(
+        root_and_lab, save_widgets):
+    root, lab = root_and_lab
+    name = f"saved-{save_widgets}.ipynb"
+    write_cells(root / name, {cell: source.replace('guess("', f'guess("{name}-')
+                              for cell, source in CELLS.items()} | {"check": CHECK})
+    lab.change_setting("@jupyter-widgets/jupyterlab-manager:plugin", saveState=save_widgets)
+    with lab.open(name) as notebook:
+        notebook.run_all()
+        role(notebook, "way", "radio", "a star").check()
+        noted(notebook, "way", "Your guess: a star")
+        assert not notebook.page.locator(".dplab-in-place").locator("visible=true").count()
+        notebook.restart()
+        notebook.save()
+    with lab.open(name) as notebook:
+        for cell, says in (("way", "Your guess: a star"), ("way", "Run this cell again"),
+                           ("share", SHARE), ("share", "Run this cell again to answer"),
+                           ("check", "Run this cell again for a hint")):
+            notebook.output(cell).get_by_text(says).locator("visible=true").wait_for()
+        assert not notebook.page.get_by_text("model not found").locator("visible=true").count()
+        notebook.run_cell("setup")
+        notebook.run_cell("share")
+        role(notebook, "share", "textbox", SHARE)
+        assert not notebook.output("share").locator(".dplab-in-place").is_visible()

@@ -39,13 +39,37 @@ def test_progress_of_the_first_edition_is_set_aside(home):
 
 
 @pytest.mark.parametrize("content", [
-    "", "{", "[]", "\0", '{"4.2": 3}', '{"edition": 2}', '{"edition": 2, "exercises": [1]}',
+    '{"4.2": 3}', '{"edition": 2}', '{"edition": 2, "exercises": [1]}',
     '{"edition": 2, "exercises": {"global-mean": "passed"}}'])
-def test_a_damaged_record_starts_over(home, content):
+def test_a_record_without_entries_starts_over(home, content):
     (home / "progress.json").write_text(content)
     assert record.entries("exercises") == {}
     assert record.update("exercises", "global-mean", lambda entry: entry.update(outcome="wrong"))
     assert record.entries("exercises") == {"global-mean": {"outcome": "wrong"}}
+
+
+@pytest.mark.parametrize("content", [
+    b"", b"\xff", b"[]", b'{"edition": 2, "exercises": {"global-me', b'{"edition": 3}'])
+@pytest.mark.parametrize("is_read_first", [True, False])
+def test_a_damaged_record_is_set_aside_and_said_to_be_so_once(
+        home, capsys, content, is_read_first):
+    (home / "progress-damaged-1.json").write_text("an earlier one")
+    (home / "progress.json").write_bytes(content)
+    if is_read_first:
+        assert record.entries("exercises") == {}
+    assert record.update("exercises", "global-mean", lambda entry: entry.update(outcome="wrong"))
+    assert record.entries("exercises") == {"global-mean": {"outcome": "wrong"}}
+    assert (home / "progress-damaged-1.json").read_text() == "an earlier one"
+    assert (home / "progress-damaged-2.json").read_bytes() == content
+    assert capsys.readouterr().out.count(str(home / "progress-damaged-2.json")) == 1
+    assert record.of_first_edition() == []
+
+
+def test_a_record_that_cannot_be_opened_is_not_overwritten(home):
+    (home / "progress.json").symlink_to("progress.json")  # opening it raises, replacing it does not
+    assert record.entries("exercises") == {}
+    assert not record.update("exercises", "global-mean", lambda entry: entry.update(tries=1))
+    assert (home / "progress.json").is_symlink()
 
 
 def test_a_record_that_cannot_be_written_is_no_error(home, monkeypatch):

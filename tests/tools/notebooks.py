@@ -41,6 +41,7 @@ CELL_METADATA = ("tags", "dplab")
 DIFFERS = "output-differs"  # a cell whose output is another each time by its nature: a drill
 FOLDED = "hide-input"  # the web book's tag, which goes with JupyterLab's own fold
 WIDGET = "application/vnd.jupyter.widget-view+json"  # refers to a state that is not kept
+IN_PLACE = 'class="dplab-in-place"'  # what JupyterLab shows where it does not find a widget
 DARK_PICTURE = re.compile(r'<style class="dplab-dark">.*?</style>', re.DOTALL)
 """A figure's second picture, for a dark theme; a fresh run brings it back."""
 CELL_TIMEOUT = 120  # seconds
@@ -87,6 +88,8 @@ def lasting(output):
     if output.output_type == "execute_result":
         output.execution_count = None
     data = output.get("data", {})
+    if IN_PLACE in data.get("text/html", ""):
+        return False
     live = data.pop(WIDGET, None)
     if "text/html" in data:
         data["text/html"] = DARK_PICTURE.sub("", data["text/html"])
