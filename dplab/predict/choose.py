@@ -213,7 +213,10 @@ class Recommendation:
 
     @cached_property
     def changes(self) -> list[Change]:
-        """One thing changed at a time, the largest gain first; empty where nothing fits now."""
+        """One thing changed at a time, the largest gain first; empty where nothing fits now.
+
+        None has a larger global batch than training can use.
+        """
         best = self.best
         if best is None:
             return []
@@ -230,6 +233,9 @@ class Recommendation:
                                          bandwidth=2 * cluster.between.bandwidth))))
         found, rate = [], job.tokens / best.seconds
         for what, batch, other in tried:
+            tokens = other.ranks * batch * job.sequence
+            if tokens > max(self.most_tokens, self.global_tokens):
+                continue
             instead = replace(self, options=_options(
                 job.model, other, batch, job.sequence, self.precision, self.recompute)).best
             gain = None if instead is None else (

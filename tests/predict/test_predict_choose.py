@@ -372,6 +372,12 @@ def test_the_margin_of_another_strategy_comes_after_all_about_the_best():
     assert recommend(LLAMA, NODE, sequence=8192).advice[0].startswith("FSDP is")  # the best's own
 
 
+def test_no_change_leads_to_a_batch_that_training_cannot_use():
+    for most, tried in ((64 * 2048, 1), (2 * 64 * 2048, 3), (1, 1)):
+        found = recommend(LLAMA, NODE.of(64), sequence=2048, most_tokens=most)
+        assert len(found.changes) == tried and "a network twice as fast" in said(found)
+
+
 def test_a_link_that_nobody_measured_is_said_to_be_ideal():
     mine = replace(NODE, between=Link("my fabric", 50e9, 14e-6)).of(64)
     assert "Nobody measured my fabric" in said(recommend(LLAMA, mine, sequence=2048))
