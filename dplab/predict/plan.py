@@ -51,10 +51,10 @@ STEP_NOTE = (
     f"Of {COMPARED['runs']} published runs, {COMPARED['inside']:.0%} lie in their range, and "
     f"{COMPARED['within_30_percent']:.0%} within 30% of the prediction.")
 SCALING_NOTE = (
-    f"Published runs lose more than this. Of {SCALED['pairs']} pairs with the same batch on few "
-    f"and on many GPUs, {SCALED['too_high']} lost more speed per GPU than predicted: the median "
-    f"pair lost {SCALED['lost']:.1%}, where {SCALED['predicted']:.1%} was predicted. None of them "
-    f"had more than {SCALED['most_gpus']} GPUs.")
+    f"Of {SCALED['pairs']} published pairs with the same batch on few and on many GPUs, "
+    f"{SCALED['too_high']} lost more speed per GPU than predicted: the median pair lost "
+    f"{SCALED['lost']:.1%}, where {SCALED['predicted']:.1%} was predicted. None of them had more "
+    f"than {SCALED['most_gpus']} GPUs.")
 
 
 def answer(query: str, part: str = "all") -> str:
@@ -291,9 +291,10 @@ def _fewer(planned, points):
             best["tokens_per_second"] <= planned.tokens_per_second):
         return []
     count = best["gpus"]
-    return [f"Use fewer GPUs. With {planned.strategy}, {count:,} GPU{'s' if count > 1 else ''} "
-            f"reach {best['tokens_per_second']:,.0f} tokens/s in all, and "
-            f"{planned.cluster.ranks:,} GPUs only {planned.tokens_per_second:,.0f}."]
+    more, less = map(_rounded, (best["tokens_per_second"], planned.tokens_per_second))
+    return [f"Use fewer GPUs. With {planned.strategy}, {count:,} "
+            f"{'GPUs reach' if count > 1 else 'GPU reaches'} {more:,.0f} tokens/s in all, and "
+            f"{planned.cluster.ranks:,} GPUs only {less:,.0f}."]
 
 
 def _whose(recommendation, planned):

@@ -196,8 +196,9 @@ def test_one_gpu_takes_fsdp_where_the_model_alone_does_not_fit():
     assert alone
 
 
-def test_fewer_gpus_are_advised_where_they_do_more():
-    found = asked(gpus=16, between="1 Gb/s")
+@pytest.mark.parametrize("model", ["Llama-3 8B", "Llama-2 7B"])  # the second is rounded twice
+def test_fewer_gpus_are_advised_where_they_do_more(model):
+    found = asked(gpus=16, between="1 Gb/s", model=model)
     rates = {point["gpus"]: point["tokens_per_second"]
              for point in found["plan"]["scaling"]["points"] if point["fits"]}
     assert rates[8] > rates[16]
@@ -321,7 +322,7 @@ WISHES = ({}, {"recompute": "full"}, {"recompute": "none", "strategy": "FSDP"}, 
           {"strategy": "DDP", "most_tokens": 1e6}, {"precision": "bf16", "nics": 1},
           {"strategy": "FSDP, kept"})
 JOBS = [model | on | wish for model, on, wish in itertools.product(
-    MODELS_ASKED, CLUSTERS, WISHES)][::4]  # each model with each cluster, each with most wishes
+    MODELS_ASKED, CLUSTERS, WISHES)][::4]  # each model on each cluster, with other wishes
 NAMES = r"(no wrapper|DDP|ZeRO-1|FSDP, kept|FSDP|HSDP)\b"
 
 
@@ -334,7 +335,7 @@ def number(text):
 @pytest.mark.parametrize("first", range(4))
 def test_every_plan_agrees_with_itself(first):
     for job in JOBS[first::4]:
-        found = asked(**{"sequence": 1024 if job["model"] == "GPT-2 XL" else 8192} | job)
+        found = asked(**job)
         agrees_in_numbers(found["fields"], found["plan"], found["recommendation"])
         agrees_in_advice(found["plan"], found["recommendation"])
 
@@ -386,11 +387,10 @@ def agrees_in_advice(shown, recommendation):
         if said := re.search(rf"{NAMES}.* is (\S+ \S+) (below|over) the limit", line):
             assert abs(rows[said[1]]["margin"]) == pytest.approx(number(said[2]), rel=1e-3)
             assert rows[said[1]]["fits"] is (said[3] == "below")
-        if said := re.search(r"Use fewer GPUs. With (.*), (\S+) GPUs? reach (\S+) tokens/s", line):
+        if said := re.search(r"Use fewer GPUs. With (.*), (\S+) GPUs? reach\w* (\S+) tokens", line):
             assert said[1] == shown["strategy"]
-            assert number(said[3]) == pytest.approx(dict(
-                (point["gpus"], point["tokens_per_second"]) for point in fitting)[number(said[2])],
-                rel=1e-3)
+            assert (said[2], said[3]) in {
+                (f"{point['gpus']:,}", f"{point['tokens_per_second']:,.0f}") for point in fitting}
         if "Tried: twice" in line:
             assert not any("exceed" in each for each in advice)
     about = [line for line in advice if not line.startswith(("You chose", "Use fewer"))]
