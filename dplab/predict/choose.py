@@ -270,10 +270,10 @@ class Recommendation:
                 ways.append(f"a loss in chunks (it takes {readable(loss)})")
             parts = ", ".join(f"{name} {readable(size)}" for name, size in held.parts.items()
                               if size)
-            return [f"No number of ranks is enough. FSDP, with its blocks recomputed, holds least "
-                    f"on {ranks:,} ranks, and still {readable(held.total)} there, at: "
-                    f"{held.moment} ({parts}). It takes {', '.join([*ways, 'smaller units'])} or "
-                    "offloading; what is left then asks for tensor or context parallelism."]
+            return [f"No number of ranks is enough. FSDP, with its blocks recomputed, needs least "
+                    f"on {ranks:,} ranks: {readable(held.total)} at its peak, {held.moment} "
+                    f"({parts}). It takes {', '.join([*ways, 'smaller units'])} or offloading; "
+                    "what is left then asks for tensor or context parallelism."]
         if least > ranks:
             return [f"The states need more ranks: FSDP, with its blocks recomputed, needs at least "
                     f"{least:,}."]

@@ -380,7 +380,7 @@ def agrees_in_advice(shown, recommendation):
             if (shown["strategy"], shown["recompute"]) == ("FSDP", "full"):
                 assert fitting[0]["gpus"] == number(said[1])
         if "No number of ranks" in line:
-            held, parts = re.search(r"still (\S+ \S+) there.*?\((.*?)\)", line).groups()
+            held, parts = re.search(r"ranks: (\S+ \S+) at.*?\((.*?)\)", line).groups()
             assert sum(number(" ".join(part.split()[-2:])) for part in parts.split(", ")) == (
                 pytest.approx(number(held), rel=1e-3))
             assert "FSDP" in line and not (shown["strategy"] == "FSDP" and fitting)

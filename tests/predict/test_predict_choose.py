@@ -301,11 +301,12 @@ def test_what_is_held_on_any_number_of_ranks_is_of_one_moment():
     """405B: on 8 ranks the peak is another moment's than on the number that holds least."""
     model = MODELS["Llama-3.1 405B"]
     [line] = recommend(model, NODE, sequence=8192).advice
-    held, moment, parts = re.search(r"still (.*?) there, at: (.*?) \((.*?)\)", line).groups()
+    ranks, held, moment, parts = re.search(
+        r"on ([\d,]+) ranks: (.*?) at its peak, (.*?) \((.*?)\)", line).groups()
     sizes = {name: float(size) * {"MB": 1e6, "GB": 1e9}[unit] for name, size, unit in
              (part.rsplit(maxsplit=2) for part in parts.split(", "))}
     assert sum(sizes.values()) == pytest.approx(float(held.removesuffix(" GB")) * 1e9, rel=1e-3)
-    ranks = int(re.search(r"on ([\d,]+) ranks", line)[1].replace(",", ""))
+    ranks = int(ranks.replace(",", ""))
     budget = choose.strategy_budget("FSDP", model, NODE.of(ranks), batch=1, sequence=8192,
                                     recompute="full")
     assert moment == budget.moment and sizes == pytest.approx(
