@@ -215,7 +215,7 @@ class Recommendation:
     def changes(self) -> list[Change]:
         """One thing changed at a time, the largest gain first; empty where nothing fits now.
 
-        None has a larger global batch than training can use.
+        None makes the global batch larger than training can use.
         """
         best = self.best
         if best is None:

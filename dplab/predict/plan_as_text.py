@@ -23,7 +23,7 @@ def page(answer: Mapping[str, Any]) -> str:
         [f"Memory of a GPU, at its highest: {plan['memory']['moment']}", *_memory(plan["memory"])],
         ["Sent by a GPU in a step", *_traffic(plan["traffic"])],
         ["Time of a step", *_step(plan["step"])],
-        [f"Scaling of {plan['name']}{recomputed}, with the same batch on each GPU",
+        [f"Scaling of {plan['strategy']}{recomputed}, with the same batch on each GPU",
          *_scaling(plan["scaling"])],
         ["Advice", *_listed(recommendation["advice"])],
         ["Start it", *_code(plan["launch"]["torchrun"]), *_listed(plan["launch"]["notes"])],

@@ -155,7 +155,8 @@ function scaling(plan, now) {
       count(found.points.at(-1).gpus)} GPUs.</p>`;
   }
   return html`
-    <p>Tokens/s of each GPU with ${called(plan)} and the same batch on it, relative to the fewest GPUs that fit. ${
+    <p>Tokens/s of each GPU with ${called({ ...plan, name: plan.strategy })} and the same
+      batch on it, relative to the fewest GPUs that fit. ${
       found.stops_paying ? html`From <strong>${count(found.stops_paying)} GPUs</strong> on, more do not pay.`
         : "More GPUs still pay where the curve ends."} ${
       found.points.some((point) => !point.fits) && "A cross: does not fit into memory."} ${
