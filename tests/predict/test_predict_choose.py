@@ -358,19 +358,21 @@ def test_what_avoids_recomputing_was_tried(name, ranks, batch, sequence, words):
 def test_what_avoids_recomputing_was_tried_on_as_many_ranks():
     """On 8 ranks one sequence each fits without recomputing, on 2 it does not."""
     for ranks, fits in ((2, False), (8, True)):
-        held = choose.strategy_budget("FSDP", LLAMA, NODE.of(ranks), batch=1, sequence=4096)
-        assert (held.total <= 72e9) is fits
+        kept = recommend(LLAMA, NODE.of(ranks), sequence=4096, recompute="none")
+        assert option(kept, "FSDP").fits is fits
     found = recommend(LLAMA, NODE.of(2), batch=2, sequence=4096)
     assert "With FSDP, more ranks would avoid that" in said(found)
 
 
 def test_the_margin_of_another_strategy_comes_after_all_about_the_best():
-    found = recommend(LLAMA, NODE.of(64), sequence=8192)
+    """HSDP on 64 ranks and FSDP on 8 hold 70.95 GB, 1 GB below the limit."""
+    node = replace(NODE, gpu=replace(GPUS["H100"], memory_bytes=80e9))
+    found = recommend(LLAMA, node.of(64), sequence=8192)
     assert found.best.strategy == "FSDP"
     *first, last = found.advice
     assert last.startswith("HSDP is") and "below the limit" in last
     assert not any("the limit" in line for line in first)
-    assert recommend(LLAMA, NODE, sequence=8192).advice[0].startswith("FSDP is")  # the best's own
+    assert recommend(LLAMA, node, sequence=8192).advice[0].startswith("FSDP is")  # the best's own
 
 
 def test_no_change_leads_to_a_batch_that_training_cannot_use():
