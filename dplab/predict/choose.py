@@ -176,32 +176,47 @@ class Recommendation:
         return next(option for option in self.options if option.strategy == "FSDP")
 
     @cached_property
-    def unsharded_bytes(self) -> float:
-        """The least that FSDP can hold on a rank, however many ranks there are."""
-        return min(map(self._leanest_on, _MANY_NODES))
-
-    @cached_property
     def least_ranks(self) -> int | None:
-        """Whole nodes on which FSDP fits, recomputing; None where more ranks do not help."""
-        option = self._leanest
-        most = next((nodes for nodes in _MANY_NODES if self._leanest_on(nodes) <= option.limit),
-                    None)
+        """The fewest ranks on which FSDP fits, recomputing, in part of a node or in whole nodes.
+
+        None where it fits on no number of ranks.
+        """
+        node, limit = self._leanest.cluster.node_size, self._leanest.limit
+
+        def fits(ranks):
+            return self._leanest_on(ranks).total <= limit
+
+        most = next((nodes for nodes in _MANY_NODES if fits(nodes * node)), None)
         if most is None:
             return None
-        nodes = bisect_left(range(most), True, lo=most // 2 + 1,
-                            key=lambda nodes: self._leanest_on(nodes) <= option.limit)
-        return nodes * option.cluster.node_size
+        if most == 1:
+            return next(ranks for ranks in range(1, node + 1) if fits(ranks))
+        return node * bisect_left(range(most), True, lo=most // 2 + 1,
+                                  key=lambda nodes: fits(nodes * node))
 
-    def _leanest_on(self, nodes, *, recompute="full", batch=None):
-        """What FSDP holds on so many whole nodes, with its blocks recomputed."""
+    @cached_property
+    def _least(self) -> tuple[Budget, int]:
+        """What FSDP holds at least, recomputing, and on how many ranks.
+
+        On more ranks than a tensor has rows, filling these up to whole shards takes more again.
+        """
+        node = self._leanest.cluster.node_size
+        return min(((self._leanest_on(nodes * node), nodes * node) for nodes in _MANY_NODES),
+                   key=lambda found: found[0].total)
+
+    def _leanest_on(self, ranks, *, recompute="full", batch=None):
+        """What FSDP holds on so many ranks, with its blocks recomputed."""
         job, cluster = self._leanest.job, self._leanest.cluster
-        return strategy_budget("FSDP", job.model, cluster.of(nodes * cluster.node_size),
-                               batch=batch or job.batch, sequence=job.sequence,
-                               recompute=recompute, precision=self.precision).total
+        return strategy_budget("FSDP", job.model, cluster.of(ranks), batch=batch or job.batch,
+                               sequence=job.sequence, recompute=recompute,
+                               precision=self.precision)
 
     @cached_property
     def changes(self) -> list[Change]:
-        """One thing changed at a time, the largest gain first; empty where nothing fits now."""
+        """One thing changed at a time, the largest gain first; empty where nothing fits now.
+
+        None makes the global batch larger than training can use.
+        """
         best = self.best
         if best is None:
             return []
@@ -218,6 +233,9 @@ class Recommendation:
                                          bandwidth=2 * cluster.between.bandwidth))))
         found, rate = [], job.tokens / best.seconds
         for what, batch, other in tried:
+            tokens = other.ranks * batch * job.sequence
+            if tokens > max(self.most_tokens, self.global_tokens):
+                continue
             instead = replace(self, options=_options(
                 job.model, other, batch, job.sequence, self.precision, self.recompute)).best
             gain = None if instead is None else (
@@ -228,9 +246,10 @@ class Recommendation:
 
     @property
     def advice(self) -> list[str]:
-        """What to change, in sentences."""
-        return [*self._about_memory(), *self._about_margins(), *self._about_ties(),
-                *self._about_the_bound(), *self._about_the_batch()]
+        """What to change, in sentences: first of the best option, then what is near of others."""
+        others = [option for option in self.options if option is not self.best]
+        return [*self._about_memory(), *self._about_margins(self.ties[:1]), *self._about_ties(),
+                *self._about_the_bound(), *self._about_the_batch(), *self._about_margins(others)]
 
     @property
     def unknown(self) -> tuple[str, ...]:
@@ -242,23 +261,28 @@ class Recommendation:
             return []
         if self._recomputing("full", self._leanest).fits:
             return ["With its blocks recomputed, FSDP fits: allow that."]
-        if self.least_ranks is None:
-            leanest, job = self._leanest, self._leanest.job
+        job, ranks, least = self._leanest.job, self._leanest.cluster.ranks, self.least_ranks
+        if least is None:
+            held, ranks = self._least
             loss = job.tokens * job.model.vocabulary * LOSS_BYTES
-            least = ["a smaller local batch"] if job.batch > 1 else []
-            if leanest.budget.moment == "loss":
-                least.append(f"a loss in chunks (it takes {readable(loss)})")
-            takes = ", ".join([*least, "smaller units"])
-            return [f"More ranks do not help: {readable(self.unsharded_bytes)} of activations, "
-                    "whole units and buffers stay on each. The peak is at: "
-                    f"{leanest.budget.moment}. It takes {takes} or offloading; what is left then "
-                    "asks for tensor or context parallelism."]
-        return [f"The states need more ranks: FSDP, with its blocks recomputed, fits from "
-                f"{self.least_ranks:,} ranks on."]
+            ways = ["a smaller local batch"] if job.batch > 1 else []
+            if held.moment == "loss":
+                ways.append(f"a loss in chunks (it takes {readable(loss)})")
+            parts = ", ".join(f"{name} {readable(size)}" for name, size in held.parts.items()
+                              if size)
+            return [f"No number of ranks is enough. FSDP, with its blocks recomputed, needs least "
+                    f"on {ranks:,} ranks: {readable(held.total)} at its peak, {held.moment} "
+                    f"({parts}). It takes {', '.join([*ways, 'smaller units'])} or offloading; "
+                    "what is left then asks for tensor or context parallelism."]
+        if least > ranks:
+            return [f"The states need more ranks: FSDP, with its blocks recomputed, needs at least "
+                    f"{least:,}."]
+        return [f"These are too many ranks: the rows of each tensor are filled up to whole shards. "
+                f"FSDP, with its blocks recomputed, fits on {least:,}."]
 
-    def _about_margins(self):
-        """What fits or not by less than the predicted memory may be off."""
-        close = [option for option in self.options
+    def _about_margins(self, options):
+        """Which of these fit or not by less than the predicted memory may be off."""
+        close = [option for option in options
                  if abs(option.margin) <= MEMORY_ERROR * option.budget.total]
         return [f"{option} is {readable(abs(option.margin))} "
                 f"{'below' if option.fits else 'over'} the limit. The prediction is within "
@@ -310,15 +334,15 @@ class Recommendation:
     def _instead_of_recomputing(self):
         """Which of two ways makes room to keep all activations."""
         option = self._leanest
-        nodes = option.cluster.nodes
-        more = min(self._leanest_on(count, recompute="none") for count in _MANY_NODES
-                   if count >= nodes) <= option.limit
+        node, ranks = option.cluster.node_size, option.cluster.ranks
+        more = any(self._leanest_on(nodes * node, recompute="none").total <= option.limit
+                   for nodes in _MANY_NODES if nodes * node > ranks)
         smaller = option.job.batch > 1 and (
-            self._leanest_on(nodes, recompute="none", batch=1) <= option.limit)
+            self._leanest_on(ranks, recompute="none", batch=1).total <= option.limit)
         ways = [way for way, avoids in (("more ranks", more), ("a smaller local batch", smaller))
                 if avoids]
         if not ways:
-            return "Neither more ranks nor a smaller local batch would avoid that."
+            return "Neither more ranks nor a smaller local batch alone would avoid that."
         return f"With FSDP, {' or '.join(ways)} would avoid that."
 
     def _about_the_batch(self):

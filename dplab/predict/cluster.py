@@ -417,13 +417,17 @@ def efficiency(curve: Sequence[tuple[int, float]]) -> list[float]:
 
 
 def stops_paying(curve: Sequence[tuple[int, float]]) -> int | None:
-    """The number of ranks from which adding ranks no longer pays, or None if it does to the end.
+    """The number of ranks from which adding ranks no longer pays, or None if it does at the end.
 
-    ``curve``: (ranks, rate), such as tokens per second, in rising ranks. Adding pays while each
-    rank that the next point adds brings half of what a rank brings at the first point.
+    ``curve``: (ranks, rate), such as tokens per second, in rising ranks. Adding pays where each
+    rank that the next point adds brings half of what a rank brings at the first point. A step that
+    does not pay, such as that from one node to two, is no end where a later one pays.
     """
     first_ranks, first_rate = curve[0]
+    stop = None
     for (ranks, rate), (more, higher) in itertools.pairwise(curve):
-        if (higher - rate) / (more - ranks) < first_rate / first_ranks / 2:
-            return ranks
-    return None
+        if (higher - rate) / (more - ranks) >= first_rate / first_ranks / 2:
+            stop = None
+        elif stop is None:
+            stop = ranks
+    return stop

@@ -21,8 +21,10 @@ between nodes it goes on as a tree. The overhead of a call and the share of the 
 come from published measurements in ``collectives.json``, each with its source; tables marked
 ``held_out`` there give no rate. `Cluster.pace` says which of the measured rates.
 
-`basis` says which measurements a cluster's times rest on. A network is taken for InfiniBand or
-RoCE unless its link's name begins with "EFA" or "TCPX", which were measured to have more overhead.
+`basis` says which measurements a cluster's times rest on. A network of 25 or 40 Gb/s is taken for
+Ethernet with TCP, which reached a smaller share of its line rate. Any other is taken for InfiniBand
+or RoCE, unless its link's name begins with "EFA" or "TCPX", which were measured to have more
+overhead; at 10 Gb/s, TCP fills the link as well (google/nccl-fastsocket, issue 2).
 Left out: SHARP in InfiniBand's switches, PAT, congestion by other jobs, and that computing slows
 sending (only the reverse was measured often enough: `computing_slowdown`).
 
@@ -212,11 +214,21 @@ def basis(cluster: Cluster, *, stand_ins: bool = False) -> tuple[str, ...]:
         measured = "NVLink 3" if family == "PCIe" else family
         rows = [row for row in _training() if (row["nodes"] > 1) == bool(place)
                 and measured in _families_of(row) and not (place and row["per_node"] > 8)]
+        gpus = ", ".join(sorted({row["gpu"] for row in rows}))
+        if measured == _ETHERNET:
+            shares = _network_shares(measured, "all-reduce")
+            rates = ", ".join(dict.fromkeys(row["between"] for row in rows))
+            said.append(
+                f"{link.name} is taken for {measured}: all-reduces of {gpus} reached "
+                f"{min(shares):.0%} to {max(shares):.0%} of the line rate ({rates}). Nobody "
+                "measured gathers or small tensors there: the same share, and the overhead of "
+                f"{_CLOUD}, stand in. What RoCE reaches at this speed is not known "
+                "(collectives.json)")
+            continue
         is_known = link.name.endswith(tuple({row["between" if place else "inside"]
                                              for row in rows}))
         if is_known and stand_ins:
             continue
-        gpus = ", ".join(sorted({row["gpu"] for row in rows}))
         said.append(f"{link.name}: what {gpus} reached over {measured} (collectives.json)"
                     if is_known else f"Nobody measured {link.name}: what {gpus} reached over "
                     f"{measured} stands in (collectives.json)")
@@ -301,11 +313,15 @@ def _tuned(cluster, collective, nbytes, nodes, local, families):
 _NEAREST = {"NVLink 2": "NVLink 3", "PCIe 4": "PCIe", "PCIe 5": "PCIe",
             **{f"NVLink {generation}": f"NVLink {generation}" for generation in (3, 4, 5)}}
 _CLOUD = "EFA or TCPX"
+_ETHERNET = "Ethernet with TCP"
 _FABRIC = "InfiniBand or RoCE"
+_ON_ETHERNET = ("25 Gb/s", "40 Gb/s")
 
 
 def _named(link):
     """The family that a link's name says it belongs to, measured or not."""
+    if link.name in _ON_ETHERNET:
+        return _ETHERNET
     if link.name.endswith("Gb/s"):
         return _CLOUD if link.name.startswith(("EFA", "TCPX")) else _FABRIC
     return link.name
@@ -314,7 +330,7 @@ def _named(link):
 def _family(link):
     """The measured family nearest to a link, or None."""
     named = _named(link)
-    return named if named in (_CLOUD, _FABRIC) else _NEAREST.get(named)
+    return named if named in (_CLOUD, _ETHERNET, _FABRIC) else _NEAREST.get(named)
 
 
 def _families(cluster, nodes):
@@ -378,6 +394,7 @@ def _training() -> list[dict]:
 def _families_of(row):
     between = row.get("network") if row["nodes"] > 1 else None
     return (row["inside"], between and (
+        _ETHERNET if between == "TCP" else
         _CLOUD if between.startswith(("EFA", "TCPX")) else _FABRIC))
 
 
@@ -406,14 +423,20 @@ def _network_shares(family: str, collective: str) -> list[float]:
 
     That is on up to 32 nodes, or 4 where the size is not told. An all-reduce that reached more than
     the network's bandwidth went as a tree on two nodes, and a forced algorithm tells nothing.
+    Where only all-reduces were measured, theirs is taken for each: a ring sends alike in all.
     """
-    shares = [row["bus"] * 1e9 / (row["nics"] * LINKS[row["between"]].bandwidth)
-              for row in _training()
-              if _families_of(row)[1] == family and row["per_node"] <= 8
-              and row["nodes"] <= (32 if row["inside"] else 4)
-              and (row["collective"] == "all-reduce") == (collective == "all-reduce")
-              and row.get("algorithm") in (None, "Ring")]
-    return [share for share in shares if share <= 1]
+    every = [(row["collective"] == "all-reduce", row["bus"] / (row["nics"] * _line_rate(row)))
+             for row in _training()
+             if _families_of(row)[1] == family and row["per_node"] <= 8
+             and row["nodes"] <= (32 if row["inside"] else 4)
+             and row.get("algorithm") in (None, "Ring")]
+    alike = [share for reduces, share in every if reduces == (collective == "all-reduce")]
+    return [share for share in alike or [share for _, share in every] if share <= 1]
+
+
+def _line_rate(row):
+    """GB/s of a link to the network, which its name gives in Gb/s."""
+    return float(row["between"].removesuffix(" Gb/s")) / 8
 
 
 def _left_beside_nccl() -> list[float]:
@@ -446,8 +469,11 @@ def _overheads(network: str) -> dict[str, list[float]]:
     """By protocol: seconds that whole nodes' collectives took beyond what the tuner reckons.
 
     Row by row up to 64 MiB, each under the protocol that the tuner takes for it. ``network``: the
-    family between the nodes, "" for one node.
+    family between the nodes, "" for one node. Ethernet has no such rows, and gets the larger of the
+    others: over TCP two V100s took 2 ms for 1 MiB (gist.github.com/cswinter/3bc2cbcc).
     """
+    if network == _ETHERNET:
+        return _overheads(_CLOUD)
     found: dict[str, list[float]] = {protocol: [] for protocol in PROTOCOLS}
     for table in _published()["tables"]:
         if table["held_out"] or table["per_node"] < 8 or (

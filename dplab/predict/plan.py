@@ -51,10 +51,10 @@ STEP_NOTE = (
     f"Of {COMPARED['runs']} published runs, {COMPARED['inside']:.0%} lie in their range, and "
     f"{COMPARED['within_30_percent']:.0%} within 30% of the prediction.")
 SCALING_NOTE = (
-    f"Published runs lose more than this. Of {SCALED['pairs']} pairs with the same batch on few "
-    f"and on many GPUs, {SCALED['too_high']} lost more speed per GPU than predicted: the median "
-    f"pair lost {SCALED['lost']:.1%}, where {SCALED['predicted']:.1%} was predicted. None of them "
-    f"had more than {SCALED['most_gpus']} GPUs.")
+    f"Of {SCALED['pairs']} published pairs with the same batch on few and on many GPUs, "
+    f"{SCALED['too_high']} lost more speed per GPU than predicted: the median pair lost "
+    f"{SCALED['lost']:.1%}, where {SCALED['predicted']:.1%} was predicted. None of them had more "
+    f"than {SCALED['most_gpus']} GPUs.")
 
 
 def answer(query: str, part: str = "all") -> str:
@@ -203,10 +203,11 @@ def _drawn(spans: Sequence[Span], strategy: str, on: Cluster) -> list[dict]:
 @lru_cache(maxsize=16)
 def _scaling(items: tuple) -> dict:
     """The same batch on each rank, at each number of ranks on which it fits."""
-    option = _chosen(items)
+    option, recommendation = _chosen(items), _recommendation(items)
     job = option.job
     points, curve = [], []
-    for ranks in _counts(option.cluster):
+    advised = None if recommendation.best else recommendation.least_ranks
+    for ranks in _counts(option.cluster, advised):
         there = option if ranks == option.cluster.ranks else choose.option_of(
             option.strategy, job.model, option.cluster.of(ranks), batch=job.batch,
             sequence=job.sequence, precision=option.precision, recompute=job.recompute)
@@ -229,10 +230,13 @@ def _most_gpus(most_tokens, job):
     return None if most_tokens is None else int(most_tokens // job.tokens)
 
 
-def _counts(on: Cluster) -> list[int]:
-    """Numbers of ranks: doubled from 1 to a node, then whole nodes, to 8 times as many as asked."""
+def _counts(on: Cluster, advised: int | None) -> list[int]:
+    """Numbers of ranks: doubled from 1 to a node, then whole nodes, to 8 times as many as asked.
+
+    With them the number asked for, and the one that the advice names where nothing fits.
+    """
     most = min(MOST_GPUS, max(1024, 8 * on.ranks))
-    counts = {on.ranks}
+    counts = {on.ranks, advised or on.ranks}
     counts.update(2**power for power in range(on.node_size.bit_length())
                   if 2**power <= on.node_size)
     counts.update(on.node_size * 2**power for power in range(18)
@@ -287,9 +291,10 @@ def _fewer(planned, points):
             best["tokens_per_second"] <= planned.tokens_per_second):
         return []
     count = best["gpus"]
-    return [f"Use fewer GPUs. With {planned.strategy}, {count:,} GPU{'s' if count > 1 else ''} "
-            f"reach {best['tokens_per_second']:,.0f} tokens/s in all, and "
-            f"{planned.cluster.ranks:,} GPUs only {planned.tokens_per_second:,.0f}."]
+    more, less = map(_rounded, (best["tokens_per_second"], planned.tokens_per_second))
+    return [f"Use fewer GPUs. With {planned.strategy}, {count:,} "
+            f"{'GPUs reach' if count > 1 else 'GPU reaches'} {more:,.0f} tokens/s in all, and "
+            f"{planned.cluster.ranks:,} GPUs only {less:,.0f}."]
 
 
 def _whose(recommendation, planned):

@@ -23,7 +23,8 @@ def page(answer: Mapping[str, Any]) -> str:
         [f"Memory of a GPU, at its highest: {plan['memory']['moment']}", *_memory(plan["memory"])],
         ["Sent by a GPU in a step", *_traffic(plan["traffic"])],
         ["Time of a step", *_step(plan["step"])],
-        ["Scaling, with the same batch on each GPU", *_scaling(plan["scaling"])],
+        [f"Scaling of {plan['strategy']}{recomputed}, with the same batch on each GPU",
+         *_scaling(plan["scaling"])],
         ["Advice", *_listed(recommendation["advice"])],
         ["Start it", *_code(plan["launch"]["torchrun"]), *_listed(plan["launch"]["notes"])],
         ["Settings for torch", *_code(plan["launch"]["torch"])]]
@@ -142,7 +143,8 @@ def _scaling(scaling):
         yield f"  The largest useful batch is enough for {scaling['most_gpus']:,} GPUs."
     elif scaling["most_gpus"] == 0:
         yield "  The largest useful batch is smaller than that of one GPU."
-    yield from _wrapped(scaling["note"])
+    if any(point["fits"] for point in scaling["points"]):
+        yield from _wrapped(scaling["note"])
 
 
 def _wrapped(text):

@@ -279,7 +279,8 @@ def test_a_tree_sends_to_the_network_once_on_two_nodes_and_nearly_twice_on_many(
 def test_no_ring_reaches_more_than_its_links():
     for shares in (*(network._ring_shares(f"NVLink {generation}") for generation in (3, 4, 5)),
                    *(network._network_shares(family, collective) for family in (
-                       "InfiniBand or RoCE", "EFA or TCPX") for collective in network.COLLECTIVES)):
+                       "InfiniBand or RoCE", "EFA or TCPX", "Ethernet with TCP")
+                     for collective in network.COLLECTIVES)):
         assert shares and all(0.3 < share <= 1 for share in shares)
 
 
@@ -322,6 +323,21 @@ def test_a_network_of_the_cloud_is_another_family():
     assert collective_seconds(cloud, "all-gather", 1e7) > 2 * collective_seconds(
         H100.of(16), "all-gather", 1e7)
     assert "over EFA or TCPX" in network.basis(cloud)[1]
+
+
+@pytest.mark.parametrize("collective", network.COLLECTIVES)
+def test_ethernet_reaches_what_was_reported_of_tcp_and_says_what_is_taken(collective):
+    reported = [row["bus"] / (row["nics"] * float(row["between"].split()[0]) / 8)
+                for row in PUBLISHED["unsized"] if row["network"] == "TCP"]
+    nodes = replace(H100, between=LINKS["25 Gb/s"], nics=1).of(64)
+    line = LINKS["25 Gb/s"].bandwidth
+    for pace in PACES:
+        seconds = collective_seconds(replace(nodes, pace=pace), collective, 1e12)
+        bus = cost.bus_bandwidth(collective.replace("-", "_"), 64, 1e12, seconds)
+        assert min(reported) < bus / line < max(reported)
+    [said] = network.basis(nodes, stand_ins=True)
+    assert "Ethernet with TCP" in said and "the overhead of EFA or TCPX, stand in" in said
+    assert f"{min(reported):.0%} to {max(reported):.0%} of the line rate" in said
 
 
 # Computing beside a collective

@@ -4,6 +4,7 @@
 import itertools
 import json
 import random
+import re
 import statistics
 import subprocess
 import sys
@@ -196,8 +197,9 @@ def test_one_gpu_takes_fsdp_where_the_model_alone_does_not_fit():
     assert alone
 
 
-def test_fewer_gpus_are_advised_where_they_do_more():
-    found = asked(gpus=16, between="1 Gb/s")
+@pytest.mark.parametrize("model", ["Llama-3 8B", "Llama-2 7B"])  # the second is rounded twice
+def test_fewer_gpus_are_advised_where_they_do_more(model):
+    found = asked(gpus=16, between="1 Gb/s", model=model)
     rates = {point["gpus"]: point["tokens_per_second"]
              for point in found["plan"]["scaling"]["points"] if point["fits"]}
     assert rates[8] > rates[16]
@@ -308,6 +310,96 @@ def test_the_drawn_spans_are_those_of_the_step_put_together(values):
         row = [span for span in drawn if span["lane"] == lane]
         assert all(one["end"] <= two["start"] for one, two in itertools.pairwise(row)), lane
     assert len(drawn) < 700
+
+
+# Against itself
+
+
+MODELS_ASKED = ({"model": "GPT-2 XL"}, {"model": "Llama-2 7B"}, {"model": "Llama-3 8B"},
+                {"model": "Llama-3 70B", "batch": 2}, {"model": "Llama-3.1 405B"})
+CLUSTERS = ({"gpus": 1}, {"gpus": 2, "gpu": "A100"}, {"gpus": 8, "gpu": "H200"}, {"gpus": 64},
+            {"gpus": 4, "per_node": 1, "between": "25 Gb/s"}, {"gpus": 1024, "gpu": "A100"})
+WISHES = ({}, {"recompute": "full"}, {"recompute": "none", "strategy": "FSDP"}, {"sequence": 1024},
+          {"strategy": "DDP", "most_tokens": 1e6}, {"precision": "bf16", "nics": 1},
+          {"strategy": "FSDP, kept"})
+JOBS = [model | on | wish for model, on, wish in itertools.product(
+    MODELS_ASKED, CLUSTERS, WISHES)][::4]  # each model on each cluster, with other wishes
+NAMES = r"(no wrapper|DDP|ZeRO-1|FSDP, kept|FSDP|HSDP)\b"
+
+
+def number(text):
+    """What a number stands for, with a comma for thousands, or with its unit of bytes."""
+    size, _, unit = text.replace(",", "").partition(" ")
+    return float(size) * {"": 1, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}[unit]
+
+
+@pytest.mark.parametrize("first", range(4))
+def test_every_plan_agrees_with_itself(first):
+    for job in JOBS[first::4]:
+        found = asked(**job)
+        agrees_in_numbers(found["fields"], found["plan"], found["recommendation"])
+        agrees_in_advice(found["plan"], found["recommendation"])
+
+
+def agrees_in_numbers(values, shown, recommendation):
+    memory, step, traffic = shown["memory"], shown["step"], shown["traffic"]
+    assert memory["total"] == near(sum(part["bytes"] for part in memory["parts"]))
+    assert memory["margin"] == pytest.approx(memory["limit"] - memory["total"],
+                                             abs=1e-5 * (memory["limit"] + memory["total"]))
+    assert traffic["sent_bytes"] == near(sum(part["bytes"] for part in traffic["parts"]))
+    [row] = [row for row in recommendation["options"] if row["planned"]]
+    assert (row["name"], row["recompute"]) == (shown["name"], shown["recompute"])
+    assert (row["bytes"], row["margin"], row["fits"]) == (
+        memory["total"], memory["margin"], memory["fits"])
+    [point] = [point for point in shown["scaling"]["points"] if point["gpus"] == values["gpus"]]
+    assert point["fits"] is memory["fits"] is (memory["margin"] >= 0) is (step is not None)
+    if step:
+        for name in ("seconds", "fast", "slow", "mfu", "bound"):
+            assert row[name] == step[name]
+        for name in ("seconds", "tokens_per_second"):
+            assert point[name] == step[name]
+        assert step["fast"] <= step["seconds"] <= step["slow"]
+        assert step["seconds"] == pytest.approx(step["compute_seconds"] + step["exposed_seconds"],
+                                                rel=1e-4)
+        savings = named(step["savings"], "seconds")
+        assert savings[step["bound"]] == max(savings.values()) < step["seconds"]
+        assert step["global_tokens"] == near(step["seconds"] * step["tokens_per_second"])
+
+
+def agrees_in_advice(shown, recommendation):
+    rows = {row["name"]: row for row in recommendation["options"]}
+    best = next((name for name, row in rows.items() if row["best"]), None)
+    fitting = [point for point in shown["scaling"]["points"] if point["fits"]]
+    stops, advice = shown["scaling"]["stops_paying"], recommendation["advice"]
+    first = fitting and fitting[0]["tokens_per_second"] / fitting[0]["gpus"]
+    for one, two in itertools.pairwise(fitting):
+        if stops is not None and one["gpus"] >= stops:
+            brings = two["tokens_per_second"] - one["tokens_per_second"]
+            assert brings < first * (two["gpus"] - one["gpus"]) / 2
+    for line in advice:
+        if said := re.search(r"needs at least ([\d,]+)", line):
+            assert "FSDP" in line and best is None
+            if (shown["strategy"], shown["recompute"]) == ("FSDP", "full"):
+                assert fitting[0]["gpus"] == number(said[1])
+        if "No number of ranks" in line:
+            held, parts = re.search(r"ranks: (\S+ \S+) at.*?\((.*?)\)", line).groups()
+            assert sum(number(" ".join(part.split()[-2:])) for part in parts.split(", ")) == (
+                pytest.approx(number(held), rel=1e-3))
+            assert "FSDP" in line and not (shown["strategy"] == "FSDP" and fitting)
+        if said := re.search(rf"{NAMES}.* is (\S+ \S+) (below|over) the limit", line):
+            assert abs(rows[said[1]]["margin"]) == pytest.approx(number(said[2]), rel=1e-3)
+            assert rows[said[1]]["fits"] is (said[3] == "below")
+        if said := re.search(r"Use fewer GPUs. With (.*), (\S+) GPUs? reach\w* (\S+) tokens", line):
+            assert said[1] == shown["strategy"]
+            assert (said[2], said[3]) in {
+                (f"{point['gpus']:,}", f"{point['tokens_per_second']:,.0f}") for point in fitting}
+        if "Tried: twice" in line:
+            assert not any("exceed" in each for each in advice)
+    about = [line for line in advice if not line.startswith(("You chose", "Use fewer"))]
+    named_first = [said[1] for line in about if (said := re.match(NAMES, line))]
+    assert named_first == sorted(named_first, key=lambda name: name != best)
+    others = [line for line in about if re.match(NAMES, line) and re.match(NAMES, line)[1] != best]
+    assert about[len(about) - len(others):] == others, "what is of others comes last, by its name"
 
 
 # Anything at all

@@ -63,6 +63,17 @@ def test_the_page_shows_the_numbers_of_the_plan(capsys):
     assert shown["launch"]["torchrun"] in out
 
 
+def test_the_page_says_what_it_scales_and_compares_only_what_it_predicts(capsys):
+    note = plan.SCALING_NOTE.split(":")[0]
+    for arguments, what, fits in (
+            (["--gpus", "8", "--sequence", "9216"], "FSDP, blocks recomputed", True),
+            (["--strategy", "DDP"], "DDP, blocks recomputed", False),
+            (["--model", "GPT-2", "--gpus", "1"], "DDP", True)):
+        out = printed(capsys, *arguments)
+        assert f"Scaling of {what}, with the same batch on each GPU" in out
+        assert (note in " ".join(out.split())) is fits
+
+
 def test_json_is_what_the_page_in_a_browser_gets(capsys):
     assert json.loads(printed(capsys, *GPT, "--json")) == json.loads(
         plan.answer("model=GPT-2&gpus=8"))

@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -115,7 +116,7 @@ def test_advice_where_only_one_way_to_recompute_is_allowed():
     assert fits_recomputed.best is None
     assert fits_recomputed.advice[0].startswith("With its blocks recomputed, FSDP fits")
     never = recommend(MODELS["Llama-2 70B"], NODE, recompute=("none",))
-    assert "fits from" in said(never) and "allow that" not in said(never)
+    assert "needs at least" in said(never) and "allow that" not in said(never)
     needless = recommend(LLAMA, NODE.of(64), sequence=8192, recompute=("full",))
     assert option(recommend(LLAMA, NODE.of(64), sequence=8192), needless.best.strategy).fits
     assert "fits without that too" in said(needless)
@@ -281,10 +282,46 @@ def test_least_ranks_is_where_it_begins_to_fit():
     found = recommend(MODELS["Llama-2 70B"], NODE, sequence=4096)
     assert found.best is None
     least = found.least_ranks
-    assert f"fits from {least} ranks" in said(found)
+    assert f"needs at least {least}" in said(found)
     for ranks, fits in ((least, True), (least - 8, False)):
         there = recommend(MODELS["Llama-2 70B"], NODE.of(ranks), sequence=4096)
         assert option(there, "FSDP").fits is fits
+
+
+@pytest.mark.parametrize("name", ["Llama-2 7B", "Llama-3 8B", "Llama-2 13B"])
+def test_least_ranks_may_be_a_part_of_a_node(name):
+    found = recommend(MODELS[name], NODE.of(1), sequence=2048)
+    fitting = [ranks for ranks in range(1, 9) if option(
+        recommend(MODELS[name], NODE.of(ranks), sequence=2048), "FSDP").fits]
+    assert 1 < fitting[0] < 8 and found.least_ranks == fitting[0]
+    assert f"needs at least {fitting[0]}." in said(found)
+
+
+def test_what_is_held_on_any_number_of_ranks_is_of_one_moment():
+    """405B: on 8 ranks the peak is another moment's than on the number that holds least."""
+    model = MODELS["Llama-3.1 405B"]
+    [line] = recommend(model, NODE, sequence=8192).advice
+    ranks, held, moment, parts = re.search(
+        r"on ([\d,]+) ranks: (.*?) at its peak, (.*?) \((.*?)\)", line).groups()
+    sizes = {name: float(size) * {"MB": 1e6, "GB": 1e9}[unit] for name, size, unit in
+             (part.rsplit(maxsplit=2) for part in parts.split(", "))}
+    assert sum(sizes.values()) == pytest.approx(float(held.removesuffix(" GB")) * 1e9, rel=1e-3)
+    ranks = int(ranks.replace(",", ""))
+    budget = choose.strategy_budget("FSDP", model, NODE.of(ranks), batch=1, sequence=8192,
+                                    recompute="full")
+    assert moment == budget.moment and sizes == pytest.approx(
+        {name: size for name, size in budget.parts.items() if size}, rel=1e-3)
+    for other in (ranks // 2, 2 * ranks):
+        assert choose.strategy_budget("FSDP", model, NODE.of(other), batch=1, sequence=8192,
+                                      recompute="full").total > budget.total
+
+
+def test_more_ranks_than_a_tensor_has_rows_are_too_many():
+    many = replace(NODE, gpu=GPUS["H200"]).of(131_072)
+    found = recommend(MODELS["Llama-3.1 405B"], many, sequence=8192)
+    assert found.best is None and found.least_ranks < 1024
+    assert "too many ranks" in said(found) and f"fits on {found.least_ranks}." in said(found)
+    assert "need more ranks" not in said(found)
 
 
 @pytest.mark.slow
@@ -316,6 +353,32 @@ def test_the_advice_names_no_strategy_but_those_of_the_table():
 def test_what_avoids_recomputing_was_tried(name, ranks, batch, sequence, words):
     found = recommend(MODELS[name], NODE.of(ranks), batch=batch, sequence=sequence)
     assert found.best.job.recompute == "full" and words in said(found)
+
+
+def test_what_avoids_recomputing_was_tried_on_as_many_ranks():
+    """On 8 ranks one sequence each fits without recomputing, on 2 it does not."""
+    for ranks, fits in ((2, False), (8, True)):
+        kept = recommend(LLAMA, NODE.of(ranks), sequence=4096, recompute="none")
+        assert option(kept, "FSDP").fits is fits
+    found = recommend(LLAMA, NODE.of(2), batch=2, sequence=4096)
+    assert "With FSDP, more ranks would avoid that" in said(found)
+
+
+def test_the_margin_of_another_strategy_comes_after_all_about_the_best():
+    """HSDP on 64 ranks and FSDP on 8 hold 70.95 GB, 1 GB below the limit."""
+    node = replace(NODE, gpu=replace(GPUS["H100"], memory_bytes=80e9))
+    found = recommend(LLAMA, node.of(64), sequence=8192)
+    assert found.best.strategy == "FSDP"
+    *first, last = found.advice
+    assert last.startswith("HSDP is") and "below the limit" in last
+    assert not any("the limit" in line for line in first)
+    assert recommend(LLAMA, node, sequence=8192).advice[0].startswith("FSDP is")  # the best's own
+
+
+def test_no_change_leads_to_a_batch_that_training_cannot_use():
+    for most, tried in ((64 * 2048, 1), (2 * 64 * 2048, 3), (1, 1)):
+        found = recommend(LLAMA, NODE.of(64), sequence=2048, most_tokens=most)
+        assert len(found.changes) == tried and "a network twice as fast" in said(found)
 
 
 def test_a_link_that_nobody_measured_is_said_to_be_ideal():

@@ -296,6 +296,14 @@ def test_efficiency_and_where_adding_ranks_stops_paying():
     assert cluster.stops_paying(curve[:3]) is None
 
 
+def test_a_step_that_does_not_pay_is_no_end_where_later_ones_pay():
+    """From one node to two each rank brings 3 of 10; then 6 of 10, and in the end 1 of 10."""
+    curve = [(8, 80.0), (16, 104.0), (32, 200.0), (64, 232.0)]
+    assert cluster.stops_paying(curve) == 32
+    assert cluster.stops_paying(curve[:3]) is None
+    assert cluster.stops_paying(curve[:2]) == 8
+
+
 def test_weak_scaling_ends_where_a_flat_ring_has_too_many_hops():
     counts = [8 * 4**power for power in range(7)]  # to 32,768
     job = Job(MODELS["Llama-3 8B"], 1, 8192)

@@ -28,7 +28,7 @@ export function planSections(answer) {
     memory: memory(plan.memory),
     step: step(plan.step),
     traffic: traffic(plan.traffic),
-    scaling: scaling(plan.scaling, Number(fields.gpus)),
+    scaling: scaling(plan, Number(fields.gpus)),
     launch: launch(plan),
     assumed: assumed(plan),
     basis: basis(plan),
@@ -148,14 +148,17 @@ function traffic(found) {
       </tbody></table></div>`;
 }
 
-function scaling(found, now) {
+function scaling(plan, now) {
+  const found = plan.scaling;
   if (!found.points.some((point) => point.fits)) {
-    return html`<p>The plan does not fit into memory on any number of GPUs.</p>`;
+    return html`<p>The plan does not fit into memory, on up to ${
+      count(found.points.at(-1).gpus)} GPUs.</p>`;
   }
   return html`
-    <p>Tokens/s of each GPU with the same batch on it, relative to the fewest GPUs that fit. ${
+    <p>Tokens/s of each GPU with ${called({ ...plan, name: plan.strategy })} and the same
+      batch on it, relative to the fewest GPUs that fit. ${
       found.stops_paying ? html`From <strong>${count(found.stops_paying)} GPUs</strong> on, more do not pay.`
-        : "More GPUs pay as far as the curve goes."} ${
+        : "More GPUs still pay where the curve ends."} ${
       found.points.some((point) => !point.fits) && "A cross: does not fit into memory."} ${
       found.most_gpus !== null && (found.most_gpus ? html`With this batch on each, ${
         count(found.most_gpus)} GPUs reach the largest useful global batch.`
