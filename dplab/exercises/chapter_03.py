@@ -5,6 +5,7 @@ The solutions of the first five stand in `dplab.exercises.stack.parts`, since la
 
 import math
 import time
+from functools import partial
 
 import numpy
 import torch
@@ -20,11 +21,12 @@ from dplab.exercises.stack.parts import (
     ring_reduce_scatter,
     ring_seconds,
 )
-from dplab.exercises.trials import of_cases
+from dplab.exercises.trials import of_cases, seeded, whole_numbers
 from dplab.measure import CallLog
 
-# Elements of a chunk, by dtype.
-CHUNKS = {"float32": (6, torch.float32), "float64": (2, torch.float64), "int64": (4, torch.int64)}
+# Elements of a chunk, by dtype. More than four ranks have chunks: a sum then tells its parts.
+CHUNKS = {"float32": (40, torch.float32), "float64": (24, torch.float64),
+          "int64": (32, torch.int64)}
 
 
 class Messages(Exercise):
@@ -95,7 +97,7 @@ class OnARing(Messages):
         if world_size == 4:
             for rank in every:
                 pair = _inputs("float32", [rank % 2, rank % 2 + 2], 2)
-                facts[rank] |= self._limits(_IN_A_PAIR, self.result_of(pair, rank // 2), 24, 2)
+                facts[rank] |= self._limits(_IN_A_PAIR, self.result_of(pair, rank // 2), 160, 2)
         return facts
 
     def given_to(self, name, rank, place, ranks):
@@ -137,13 +139,11 @@ _IN_A_PAIR = ", float32, in a group of two ranks"
 
 
 def _inputs(name, ranks, world_size=None):
-    """The whole tensors of these ranks, N equal chunks each; no two elements are equal."""
+    """The whole tensors of these ranks, N equal chunks each."""
     ranks = list(ranks)
     length, dtype = CHUNKS[name]
-    numbers = torch.arange(length * (world_size or len(ranks)), dtype=torch.float64)
-    if dtype == torch.int64:  # odd, and too large for a float32
-        return [(2**25 + 100 * numbers + 7**rank).to(dtype) for rank in ranks]
-    return [torch.sin(1.7 * numbers + 5 * rank + 1).to(dtype) for rank in ranks]
+    draw = partial(seeded, dtype=dtype) if dtype.is_floating_point else whole_numbers
+    return [draw(f"rank {rank}", length * (world_size or len(ranks))) for rank in ranks]
 
 
 def _ring(group):
@@ -391,8 +391,7 @@ def _exchange_facts(where, arrived, same):
 
 
 def _message(rank):
-    """Odd, and too large for a float32."""
-    return 2**25 + 1 + 10 * torch.arange(3) + 1000 * rank
+    return whole_numbers(f"message of rank {rank}", 5)
 
 
 # --- 3.2: the ring's first half ------------------------------------------------------------------

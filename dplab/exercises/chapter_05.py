@@ -29,7 +29,7 @@ from dplab.exercises.stack.parts import (
     ring_seconds,
     unpack,
 )
-from dplab.exercises.trials import gradients, of_cases
+from dplab.exercises.trials import gradients, of_cases, seeded
 from dplab.measure import CallLog
 from dplab.predict.step import Layer
 from dplab.spawn.rank import recording
@@ -458,15 +458,15 @@ def _all_reduces(calls, ranks):
 
 def _with_gradients(ranks):
     """Three buckets of parameters with the mean of these ranks' gradients, and their values."""
-    buckets = [[nn.Parameter(torch.arange(1.0, 1 + rows * columns, dtype=dtype).view(rows, columns))
-                for rows, columns in shapes]
+    buckets = [[nn.Parameter(seeded(f"{shape} of rank {ranks[0]} of {len(ranks)}", *shape,
+                                    dtype=dtype)) for shape in shapes]
                for shapes, dtype in ((((3, 5), (1, 4)), torch.float32),
                                      (((2, 2), (1, 1), (4, 3)), torch.float32),
                                      (((1, 7), (1, 3)), torch.float64))]
     for number, parameter in enumerate(each for bucket in buckets for each in bucket):
-        own = [torch.sin(1.7 * parameter.detach() + 5 * rank + number) for rank in ranks]
+        own = [seeded(f"gradient {number} of rank {rank}", *parameter.shape, dtype=parameter.dtype)
+               for rank in ranks]
         parameter.grad = sum(own) / len(own)
-        parameter.data += len(own) * ranks[0]  # so that it shows where a mean of these is taken
     return buckets, [[parameter.detach().clone() for parameter in bucket] for bucket in buckets]
 
 
@@ -1113,8 +1113,7 @@ class _Layers(nn.ModuleList):
         return [list(layer.parameters()) for layer in reversed(self)]
 
     def loss(self, step, ranks):
-        numbers = torch.arange(15.0).reshape(3, 5)
-        x = torch.cat([torch.sin(1.3 * numbers + 5 * rank + step) for rank in ranks])
+        x = torch.cat([seeded(f"samples of rank {rank} in step {step}", 3, 5) for rank in ranks])
         first = self[0](x)
         first.register_hook(lambda gradient: self.before_first_layer(gradient))
         return self[2](torch.tanh(self[1](torch.tanh(first)))).square().mean()
@@ -1132,8 +1131,7 @@ class _Branches(_Layers):
     turned = False
 
     def loss(self, step, ranks):
-        numbers = torch.arange(15.0).reshape(3, 5)
-        x = torch.cat([torch.sin(1.3 * numbers + 5 * rank + step) for rank in ranks])
+        x = torch.cat([seeded(f"samples of rank {rank} in step {step}", 3, 5) for rank in ranks])
         sides = [torch.tanh(self[index](x)) for index in ((1, 0) if self.turned else (0, 1))]
         return self[2](sides[0] + sides[1]).square().mean()
 
