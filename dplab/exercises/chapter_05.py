@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.distributed_c10d import _get_default_store
 
+from dplab.exercises.chapter_04 import AverageGradients
 from dplab.exercises.compare import BESIDE, AtMost
 from dplab.exercises.exercise import Calculation, Exercise, Mistake
 from dplab.exercises.stack import parts
@@ -359,6 +360,8 @@ class AverageInBuckets(Exercise):
     title = "The gradients of a bucket travel together"
     name = "average_in_buckets"
     minutes = 6
+    with_groups = True
+    too_long = AverageGradients.too_long
     world_sizes = (2, 3, 4, 1)  # one rank last: a ring of one sends nothing
     seconds = 8.0
     hints = (
@@ -403,7 +406,7 @@ class AverageInBuckets(Exercise):
     def trial(self, attempt):
         rank, ranks = dist.get_rank(), dist.get_world_size()
         facts = _averaged("", attempt, [rank], None)
-        if ranks == 4:
+        if ranks == 4 and self.with_groups:
             pair = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
             facts |= _averaged(_IN_A_PAIR, attempt, [rank], pair)
         return facts
@@ -1332,8 +1335,9 @@ class PredictStep(Calculation):
                 "it, too. Exposed is what is left when backward ends."),
         Mistake(a_ring_for_each_layer, "Each layer of your buckets has a ring of its own. A bucket "
                 "is one all-reduce: add up its bytes first."),
-        Mistake(after_backward, "Your buckets leave when backward is over. Each leaves as soon as "
-                "its own gradients are there and the link is free."),
+        Mistake(after_backward, "Your first bucket leaves when backward is over. Each leaves as "
+                "soon as its own gradients are there and the link is free; backward begins with "
+                "the last layer, whose gradients are there first."),
         Mistake(longer_of_the_two, "You took the longer one of backward and communication. But "
                 "nothing can be sent before the first bucket is ready, nor while the link waits "
                 "for the next one."),
