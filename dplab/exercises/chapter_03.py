@@ -24,7 +24,8 @@ from dplab.exercises.stack.parts import (
 from dplab.exercises.trials import of_cases, seeded, whole_numbers
 from dplab.measure import CallLog
 
-# Elements of a chunk, by dtype. More than four ranks have chunks: a sum then tells its parts.
+# Elements of a chunk, by dtype: more than the sixteen chunks that four ranks have, so that a sum of
+# some of them says which.
 CHUNKS = {"float32": (40, torch.float32), "float64": (24, torch.float64),
           "int64": (32, torch.int64)}
 
@@ -75,7 +76,8 @@ class OnARing(Exercise):
         if world_size == 4:
             for rank in every:
                 pair = _inputs("float32", [rank % 2, rank % 2 + 2], 2)
-                facts[rank] |= self._limits(_IN_A_PAIR, self.result_of(pair, rank // 2), 160, 2)
+                facts[rank] |= self._limits(_IN_A_PAIR, self.result_of(pair, rank // 2),
+                                             4 * CHUNKS["float32"][0], 2)
         return facts
 
     def given_to(self, name, rank, place, ranks):
