@@ -312,9 +312,11 @@ def waits_for_data(readings):
 
 def link_alone(readings):
     least = readings.least_unhidden  # with one bucket of six at the end, a sixth
-    return least > 0.45, (
-        f"At its own speed the link works for {ms(readings.link_seconds)} in a step. In each step, "
-        f"and on each rank, {100 * least:.0f} % of that time or more is beside no computing.")
+    link = f"At its own speed the link works for {ms(readings.link_seconds)} in each step."
+    if least > 0.45:
+        return True, (f"{link} In each step, and on each rank, {100 * least:.0f} % of that time or "
+                      "more is beside no computing.")
+    return False, f"{link} In one, a rank computes for {100 * (1 - least):.0f} % of that time."
 
 
 def all_compute_longer(readings):

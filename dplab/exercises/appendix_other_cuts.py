@@ -8,7 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from dplab.exercises.compare import AtMost
 from dplab.exercises.exercise import Calculation, Exercise, Mistake
-from dplab.exercises.trials import of_cases, reduced
+from dplab.exercises.trials import of_cases, reduced, seeded
 from dplab.measure import CallLog, sent_bytes
 
 # B.1
@@ -187,10 +187,8 @@ class SplitOverD(Exercise):
 
 
 def _layer():
-    """x (3, 26) and w (26, 5), all elements different. Only on 2 ranks the parts are equal."""
-    x = torch.sin(torch.arange(78.0) * 1.7).reshape(3, 26)
-    w = torch.cos(torch.arange(130.0) * 0.9 + 0.3).reshape(26, 5)
-    return x, w
+    """x (3, 26) and w (26, 5). Only 2 ranks get equally many of the 26."""
+    return seeded("x", 3, 26), seeded("w", 26, 5)
 
 
 def _block(rank, world_size):
@@ -495,11 +493,8 @@ class TwoLayers(Exercise):
 
 
 def _two_layers():
-    """x (3, 5), w (5, 26) and v (26, 5), all elements different. Only 2 ranks divide h evenly."""
-    x = torch.sin(torch.arange(15.0) * 1.7).reshape(3, 5)
-    w = torch.cos(torch.arange(130.0) * 0.9 + 0.3).reshape(5, 26)
-    v = torch.sin(torch.arange(130.0) * 1.1 + 0.2).reshape(26, 5)
-    return x, w, v
+    """x (3, 5), w (5, 26) and v (26, 5). Only 2 ranks divide h evenly."""
+    return seeded("x", 3, 5), seeded("w", 5, 26), seeded("v", 26, 5)
 
 
 # B.3
@@ -780,7 +775,7 @@ class TwoLayersBackward(Exercise):
 
 
 def _output_gradient():
-    return torch.cos(torch.arange(15.0) * 1.3 + 0.5).reshape(3, 5)
+    return seeded("gradient of the output", 3, 5)
 
 
 def _given(rank, world_size):

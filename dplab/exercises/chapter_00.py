@@ -17,6 +17,7 @@ import torch.distributed as dist
 from dplab import RankError
 from dplab.exercises.compare import AtMost, agree
 from dplab.exercises.exercise import AT_LEAST, Exercise, Mistake, used_result
+from dplab.exercises.trials import seeded, whole_numbers
 from dplab.measure import CallLog
 
 # 0.1: four puzzles, one call each
@@ -537,8 +538,8 @@ class GlobalMean(Exercise):
 
 
 def _values(rank):
-    """Two values on rank 0, one on rank 1, then four and three, all different."""
-    return torch.arange(1.0, (2, 1, 4, 3)[rank] + 1) ** 2 + 7 * rank
+    """Two values on rank 0, one on rank 1, then four and three."""
+    return seeded(f"values of rank {rank}", (2, 1, 4, 3)[rank])
 
 
 # 0.3: two ranks that wait for each other
@@ -805,7 +806,7 @@ class RepairDeadlock(Exercise):
     def trial(self, attempt):
         rank, facts = dist.get_rank(), {}
         with CallLog() as log, InFlight() as flight:
-            for swap_name, late, tensors in ((EVEN_LATE, 0, _squares), (ODD_LATE, 1, _whole)):
+            for swap_name, late, tensors in ((EVEN_LATE, 0, _floats), (ODD_LATE, 1, _integers)):
                 tensor = tensors(rank)
                 if rank % 2 == late:
                     time.sleep(_LATE)
@@ -826,7 +827,7 @@ class RepairDeadlock(Exercise):
                     RECEIVES_OPEN: AtMost(0, "the partner's numbers may not have come yet"),
                     SHARED: AtMost(0, "what arrives may overwrite what has yet to leave"),
                     CHANGED: AtMost(0, "some of the old numbers may not have left yet"),
-                    EVEN_LATE: _squares(partner), ODD_LATE: _whole(partner),
+                    EVEN_LATE: _floats(partner), ODD_LATE: _integers(partner),
                     **(of_all if world_size > 1 else {}),
                     BOTH_WAYS: 0 if partner == rank else 4}
 
@@ -834,7 +835,7 @@ class RepairDeadlock(Exercise):
 
     def described(self, difference, world_size):
         """Whose numbers a rank holds, instead of what can be said of any tensor."""
-        tensors = {EVEN_LATE: _squares, ODD_LATE: _whole}.get(difference.fact)
+        tensors = {EVEN_LATE: _floats, ODD_LATE: _integers}.get(difference.fact)
         if tensors is None:
             return super().described(difference, world_size)
         own = difference.rank
@@ -855,7 +856,7 @@ class RepairDeadlock(Exercise):
         own = all(agree(tensors(rank), found[fact], self.tolerance)
                   for rank, (right, found) in enumerate(
                       zip(self.expected_of_all(world_size), got, strict=True))
-                  for fact, tensors in ((EVEN_LATE, _squares), (ODD_LATE, _whole))
+                  for fact, tensors in ((EVEN_LATE, _floats), (ODD_LATE, _integers))
                   if not agree(right[fact], found[fact], self.tolerance))
         is_wrong = any(not agree(right[fact], found[fact], self.tolerance)
                        for right, found in zip(self.expected_of_all(world_size), got, strict=True)
@@ -878,7 +879,7 @@ def _of_the_receive(error):
     if into[1] == "float32" and into[2] == "2, 3":  # the tensors of this shape are whole numbers
         return _OTHER_DTYPE
     room = math.prod(int(length) for length in into[2].split(",") if length.strip())
-    return _TOO_SMALL if into[1] == "float32" and room < len(_squares(0)) else ""
+    return _TOO_SMALL if into[1] == "float32" and room < len(_floats(0)) else ""
 
 
 class InFlight:
@@ -979,12 +980,12 @@ _LATE = 0.05  # seconds: so that the other rank is already waiting
 _NO_PARTNER = timedelta(seconds=1)  # after which a call that is still open has none
 
 
-def _squares(rank):
-    return torch.arange(1.0, 6.0) ** 2 + 100 * rank
+def _floats(rank):
+    return seeded(f"tensor of rank {rank}", 5)
 
 
-def _whole(rank):
-    return torch.arange(6).reshape(2, 3) + 10 * rank
+def _integers(rank):
+    return whole_numbers(f"tensor of rank {rank}", 2, 3)
 
 
 EXERCISES = (OneCallEach, GlobalMean, RepairDeadlock)

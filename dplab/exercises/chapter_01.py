@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dplab.exercises.compare import AtMost
 from dplab.exercises.exercise import Calculation, Exercise, Mistake
-from dplab.exercises.trials import gradients, of_cases, reduced
+from dplab.exercises.trials import gradients, of_cases, reduced, seeded
 from dplab.measure import CallLog, sent_bytes
 
 # --- 1.1: the backward of two layers, on many ranks ----------------------------------------------
@@ -344,16 +344,15 @@ class DataParallelBackward(Exercise):
 
 def _weights():
     d, h, f = DataParallelBackward.sizes
-    w1 = torch.sin(torch.arange(float(d * h)) * 1.7).reshape(d, h)
-    return w1, torch.cos(torch.arange(float(h * f)) * 0.9).reshape(h, f)
+    return seeded("w1", d, h) / d**0.5, seeded("w2", h, f)
 
 
 def _layers(rank):
     """Rank r's x, hidden, w2 and to_logits."""
     rows, (d, _, f) = DataParallelBackward.rows, DataParallelBackward.sizes
     w1, w2 = _weights()
-    x = torch.sin(torch.arange(float(rows * d)) * 0.7 + 5 * rank + 1).reshape(rows, d)
-    to_logits = torch.cos(torch.arange(float(rows * f)) * (1.1 + rank)).reshape(rows, f) / rows
+    x = seeded(f"x of rank {rank}", rows, d)
+    to_logits = seeded(f"to_logits of rank {rank}", rows, f) / rows
     return x, torch.tanh(x @ w1), w2, to_logits
 
 
@@ -1310,8 +1309,8 @@ def _classifier():
 
 def _labelled(rank):
     """Rank r's thirteen samples of seven features, with a class for each."""
-    images = torch.sin(torch.arange(91.0) * 1.3 + 9 * rank).reshape(13, 7)
-    return images, (torch.arange(13) * (rank + 2)) % 3
+    return (seeded(f"images of rank {rank}", 13, 7),
+            seeded(f"labels of rank {rank}", 13, 3).argmax(dim=1))
 
 
 EXERCISES = (DataParallelBackward, RowsToHide, BytesPerParameter, AccumulateGradients)

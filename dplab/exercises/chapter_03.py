@@ -5,6 +5,7 @@ The solutions of the first five stand in `dplab.exercises.stack.parts`, since la
 
 import math
 import time
+from functools import partial
 
 import numpy
 import torch
@@ -12,7 +13,7 @@ import torch.distributed as dist
 
 from dplab import RankError, parallel
 from dplab.exercises.compare import AtMost
-from dplab.exercises.exercise import AT_LEAST, WRONG, Calculation, Exercise, Mistake
+from dplab.exercises.exercise import AT_LEAST, Calculation, Exercise, Mistake
 from dplab.exercises.stack.parts import (
     exchange,
     ring_all_gather,
@@ -20,53 +21,33 @@ from dplab.exercises.stack.parts import (
     ring_reduce_scatter,
     ring_seconds,
 )
-from dplab.exercises.trials import of_cases
+from dplab.exercises.trials import of_cases, seeded, whole_numbers
 from dplab.measure import CallLog
 
-# Elements of a chunk, by dtype.
-CHUNKS = {"float32": (6, torch.float32), "float64": (2, torch.float64), "int64": (4, torch.int64)}
+# Elements of a chunk, by dtype: more than the sixteen chunks that four ranks have, so that a sum of
+# some of them says which.
+CHUNKS = {"float32": (40, torch.float32), "float64": (24, torch.float64),
+          "int64": (32, torch.int64)}
 
 
-class Messages(Exercise):
-    """Base of what sends and receives: names a message too long, and a missing group."""
-
-    seconds = 5.0
-    too_long: str
-    with_groups = True  # whether four ranks call in groups of two as well
-
-    def judge(self, *objects, **options):
-        verdict = super().judge(*objects, **options)
-        if "(SIGABRT)" in verdict.detail and verdict.why != _WITHOUT_GROUP:  # gloo's way out
-            verdict.outcome, verdict.why = WRONG, self.too_long
-            # which a check does not show: they are gloo's
-            verdict.detail = verdict.detail.replace("; its last words stand in the output", "")
-        return verdict
-
-
-class OnARing(Messages):
+class OnARing(Exercise):
     """Base of the three rings: several dtypes, the input left alone, and every send counted.
 
     On four ranks, ranks 0 and 2 are also a group, and 1 and 3 another one, both at once.
     """
 
     world_sizes = (2, 3, 4, 1)  # one rank last: what fails there only is beside the idea
+    seconds = 5.0
+    with_groups = True
+    too_long = (f"{Exercise.too_long} On a ring, both are the chunk that your neighbour sends in "
+                "this step.")
     steps = 1  # times N−1
     fact: str
 
-    @property
-    def too_long(self):
-        return _TOO_LONG
-
     def explanation(self, attempt, got, world_size):
-        """What fails in a group only, and is right among all ranks, leaves out the group."""
-        if isinstance(got, RankError) and world_size == 4:
-            self.with_groups = False
-            try:
-                among_all = self._observe(attempt, 4, quiet=True)
-            finally:
-                self.with_groups = True
-            if not isinstance(among_all, RankError):
-                return _WITHOUT_GROUP
+        """What fails in a group only is not compared with what hangs among all ranks."""
+        if isinstance(got, RankError) and self._fails_in_a_group_only(attempt, world_size):
+            return _WITHOUT_GROUP
         return super().explanation(attempt, got, world_size)
 
     def parts(self, world_size, rank):
@@ -95,7 +76,8 @@ class OnARing(Messages):
         if world_size == 4:
             for rank in every:
                 pair = _inputs("float32", [rank % 2, rank % 2 + 2], 2)
-                facts[rank] |= self._limits(_IN_A_PAIR, self.result_of(pair, rank // 2), 24, 2)
+                facts[rank] |= self._limits(_IN_A_PAIR, self.result_of(pair, rank // 2),
+                                             4 * CHUNKS["float32"][0], 2)
         return facts
 
     def given_to(self, name, rank, place, ranks):
@@ -113,22 +95,23 @@ class OnARing(Messages):
             where, returned.clone() if is_tensor else returned, torch.equal(tensor, before),
             is_tensor and returned.untyped_storage().data_ptr()
             != tensor.untyped_storage().data_ptr(),
-            log.bytes("send"), len(sent), len({call.peer for call in sent}), others)
+            len(sent), log.bytes("send"), len({call.peer for call in sent}), others)
 
     def _limits(self, where, result, chunk_bytes, ranks):
         steps = self.steps * (ranks - 1)
         return self._named(
             where, result, True, True,
-            AtMost(steps * chunk_bytes, "you sent more than one chunk in each step"),
-            steps, AtMost(1, "on a ring, a rank sends to one neighbour only"),
+            AtMost(steps, "each half of a ring takes N-1 steps"),
+            AtMost(steps * chunk_bytes, "you sent more than one chunk in a step"),
+            AtMost(1, "on a ring, a rank sends to one neighbour only"),
             AtMost(0, "build it from send and receive"))
 
-    def _named(self, where, result, same, own, nbytes, messages, peers, others):
+    def _named(self, where, result, same, own, messages, nbytes, peers, others):
         return {f"{self.fact}{where}": result,
                 f"that the input is as it was{where}": same,
                 f"that the result has memory of its own{where}": own,
-                f"the number of bytes sent{where}": nbytes,
                 f"the number of messages sent{where}": messages,
+                f"the number of bytes sent{where}": nbytes,
                 f"the number of ranks sent to{where}": peers,
                 f"the number of collectives{where}": others}
 
@@ -137,13 +120,11 @@ _IN_A_PAIR = ", float32, in a group of two ranks"
 
 
 def _inputs(name, ranks, world_size=None):
-    """The whole tensors of these ranks, N equal chunks each; no two elements are equal."""
+    """The whole tensors of these ranks, N equal chunks each."""
     ranks = list(ranks)
     length, dtype = CHUNKS[name]
-    numbers = torch.arange(length * (world_size or len(ranks)), dtype=torch.float64)
-    if dtype == torch.int64:  # odd, and too large for a float32
-        return [(2**25 + 100 * numbers + 7**rank).to(dtype) for rank in ranks]
-    return [torch.sin(1.7 * numbers + 5 * rank + 1).to(dtype) for rank in ranks]
+    draw = partial(seeded, dtype=dtype) if dtype.is_floating_point else whole_numbers
+    return [draw(f"rank {rank}", length * (world_size or len(ranks))) for rank in ranks]
 
 
 def _ring(group):
@@ -158,9 +139,6 @@ _ONE_STEP_LESS = ("You stop one step too early: with N ranks, a chunk has to mak
                   "have been at every rank.")
 _NO_SUCH_RANK = ("There is no rank N, nor a rank -1: the neighbours are (rank + 1) % N and "
                  "(rank - 1) % N.")
-_TOO_LONG = ("A message is longer than the tensor that receives it, and gloo gives up. Both must "
-             "be the same chunk: receive into a tensor with the length and dtype of the chunk that "
-             "your neighbour sends in this step.")
 _CIRCLE = ("Every rank sends before it receives, and each send waits until its neighbour "
            "receives: all wait in a circle. `exchange` does both at once.")
 _EMPTY_CIRCLE = ("Every rank waits to receive before it sends, so nobody ever sends, around the "
@@ -296,13 +274,14 @@ _OVERWRITTEN = ("The caller's tensor is overwritten with what arrived. Leave `ou
                 "and receive into a new tensor: `torch.empty_like`.")
 
 
-class Exchange(Messages):
+class Exchange(Exercise):
     slug = "exchange"
     number = "3.1"
     title = "Send and receive at the same time"
     name = "exchange"
     minutes = 5
     world_sizes = (2, 3, 4)
+    seconds = 5.0
     too_long = ("The tensor that you receive into has less room than the message. It needs the "
                 "length and the dtype of `outgoing`: `torch.empty_like(outgoing)` has both.")
     hints = (
@@ -391,8 +370,7 @@ def _exchange_facts(where, arrived, same):
 
 
 def _message(rank):
-    """Odd, and too large for a float32."""
-    return 2**25 + 1 + 10 * torch.arange(3) + 1000 * rank
+    return whole_numbers(f"message of rank {rank}", 5)
 
 
 # --- 3.2: the ring's first half ------------------------------------------------------------------
@@ -432,12 +410,12 @@ def returns_its_own_chunk(flat, group=None):
     return chunks[rank]
 
 
-def _along_the_ring(flat, group, first, direction, to_the_right=True):
+def _along_the_ring(flat, group, first, direction, to_the_right=True, more=0):
     """All chunks after N-1 steps: in step s, chunk r+first+direction·s goes, and the next grows."""
     rank, ranks, right, left = _ring(group)
     to, source = (right, left) if to_the_right else (left, right)
     chunks = flat.clone().view(ranks, -1)
-    for step in range(ranks - 1):
+    for step in range(ranks - 1 + more):
         sent = rank + first + direction * step
         arriving = exchange(chunks[sent % ranks], to, source, group)
         chunks[(sent + direction) % ranks] += arriving
@@ -520,14 +498,21 @@ def sends_its_own_part_each_time(flat, group=None):
     return total
 
 
-def reduces_one_step_more(flat, group=None):
-    rank, ranks, right, left = _ring(group)
-    chunks = flat.view(ranks, -1)
-    total = chunks[rank].clone()
-    for step in range(1, ranks + 1):
-        total = exchange(total, right, left, group) if ranks > 1 else total
-        total = total + chunks[(rank - step) % ranks]
-    return total
+def _reduces_one_step_more(back):
+    """The chunk that starts is so many back from this rank's own."""
+    def attempt(flat, group=None):
+        rank, ranks, right, left = _ring(group)
+        chunks = flat.view(ranks, -1)
+        total = chunks[rank - back].clone()
+        for step in range(1, ranks + 1):
+            total = exchange(total, right, left, group) + chunks[(rank - back - step) % ranks]
+        return total
+
+    return attempt
+
+
+def sends_its_finished_chunk_on(flat, group=None):
+    return _along_the_ring(flat, group, -1, -1, more=1)[dist.get_rank(group)].clone()
 
 
 def reduces_one_step_less(flat, group=None):
@@ -714,7 +699,9 @@ class RingReduceScatter(OnARing):
         Mistake(sends_its_own_part_each_time, "You send your own parts, and not the sums: only "
                 "one other rank's part gets into your chunk. Send what has arrived, with your "
                 "part added."),
-        Mistake(reduces_one_step_more, _ONE_STEP_MORE + " Another step adds a part a second time."),
+        *(Mistake(_reduces_one_step_more(back),
+                  _ONE_STEP_MORE + " Another step adds a part a second time.") for back in (0, 1)),
+        Mistake(sends_its_finished_chunk_on, _ONE_STEP_MORE),
         Mistake(reduces_one_step_less, _ONE_STEP_LESS),
         Mistake(passes_the_whole_tensor, "You pass the whole tensor around. In each step, send "
                 "only one of the N chunks: that is where a ring saves its bytes."),

@@ -23,7 +23,7 @@ from dplab.exercises.stack.parts import (
     train_by_hand,
     unpack,
 )
-from dplab.exercises.trials import gradients, optimizer_for
+from dplab.exercises.trials import gradients, optimizer_for, seeded
 from dplab.measure import CallLog
 from dplab.workloads.digits import digits_classifier, load_digits
 
@@ -168,6 +168,7 @@ class BroadcastWeights(Exercise):
     title = "Broadcast the initial weights"
     name = "broadcast_weights"
     minutes = 5
+    with_groups = True
     hints = (
         "What does a forward pass read? Print the names in `model.named_parameters()`, and look "
         "for what is missing there.",
@@ -217,7 +218,7 @@ class BroadcastWeights(Exercise):
 
     def trial(self, attempt):
         facts = _broadcast_facts(attempt, None)
-        if dist.get_world_size() == 4:
+        if dist.get_world_size() == 4 and self.with_groups:
             facts |= named(_broadcast_facts(attempt, own_pair()), IN_A_PAIR)
         return facts
 
@@ -487,6 +488,10 @@ class AverageGradients(Exercise):
     title = "Average the gradients with your ring"
     name = "average_gradients"
     minutes = 10
+    with_groups = True
+    too_long = (f"{Exercise.too_long} On a ring, chunks differ in length where the number of its "
+                "ranks does not divide that of the elements: `pack` adds the zeros that are "
+                "missing, for as many ranks as you tell it.")
     hints = (
         "After `loss.backward()`, `parameter.grad` holds the gradient of this rank's part of the "
         "batch. By what does the sum over the ranks differ from their mean? And which of the "
@@ -546,7 +551,7 @@ class AverageGradients(Exercise):
 
     def trial(self, attempt):
         facts = _average_facts(attempt, None)
-        if dist.get_world_size() == 4:
+        if dist.get_world_size() == 4 and self.with_groups:
             facts |= named(_average_facts(attempt, own_pair()), IN_A_PAIR)
         return facts
 
@@ -594,8 +599,8 @@ def _average_names(model, untouched, in_place, digits, collectives, communicated
 
 
 def _part(rank):
-    """Rank r's three samples of seven features, different for each rank and element."""
-    return torch.sin(torch.arange(21.0) * 1.7 + 5 * rank).reshape(3, 7)
+    """Rank r's three samples of seven features."""
+    return seeded(f"samples of rank {rank}", 3, 7)
 
 
 class _TwoDtypes(nn.Module):
@@ -877,6 +882,7 @@ class TrainByHand(Exercise):
     name = "train_by_hand"
     minutes = 10
     seconds = 20.0
+    with_groups = True
     tolerance = 1e-4
     communicates = False  # DDP, in an attempt's place, does so unseen
     hints = (
@@ -946,7 +952,7 @@ class TrainByHand(Exercise):
 
     def trial(self, attempt):
         facts = self._trained(attempt, None)
-        if dist.get_world_size() == 4:
+        if dist.get_world_size() == 4 and self.with_groups:
             facts |= named(self._trained(attempt, own_pair()), IN_A_PAIR)
         return facts
 

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.distributed_c10d import _get_default_store
 
+from dplab.exercises.chapter_04 import AverageGradients
 from dplab.exercises.compare import BESIDE, AtMost
 from dplab.exercises.exercise import Calculation, Exercise, Mistake
 from dplab.exercises.stack import parts
@@ -29,7 +30,7 @@ from dplab.exercises.stack.parts import (
     ring_seconds,
     unpack,
 )
-from dplab.exercises.trials import gradients, of_cases
+from dplab.exercises.trials import gradients, of_cases, seeded
 from dplab.measure import CallLog
 from dplab.predict.step import Layer
 from dplab.spawn.rank import recording
@@ -359,6 +360,8 @@ class AverageInBuckets(Exercise):
     title = "The gradients of a bucket travel together"
     name = "average_in_buckets"
     minutes = 6
+    with_groups = True
+    too_long = AverageGradients.too_long
     world_sizes = (2, 3, 4, 1)  # one rank last: a ring of one sends nothing
     seconds = 8.0
     hints = (
@@ -403,7 +406,7 @@ class AverageInBuckets(Exercise):
     def trial(self, attempt):
         rank, ranks = dist.get_rank(), dist.get_world_size()
         facts = _averaged("", attempt, [rank], None)
-        if ranks == 4:
+        if ranks == 4 and self.with_groups:
             pair = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
             facts |= _averaged(_IN_A_PAIR, attempt, [rank], pair)
         return facts
@@ -458,15 +461,15 @@ def _all_reduces(calls, ranks):
 
 def _with_gradients(ranks):
     """Three buckets of parameters with the mean of these ranks' gradients, and their values."""
-    buckets = [[nn.Parameter(torch.arange(1.0, 1 + rows * columns, dtype=dtype).view(rows, columns))
-                for rows, columns in shapes]
+    buckets = [[nn.Parameter(seeded(f"{shape} of rank {ranks[0]} of {len(ranks)}", *shape,
+                                    dtype=dtype)) for shape in shapes]
                for shapes, dtype in ((((3, 5), (1, 4)), torch.float32),
                                      (((2, 2), (1, 1), (4, 3)), torch.float32),
                                      (((1, 7), (1, 3)), torch.float64))]
     for number, parameter in enumerate(each for bucket in buckets for each in bucket):
-        own = [torch.sin(1.7 * parameter.detach() + 5 * rank + number) for rank in ranks]
+        own = [seeded(f"gradient {number} of rank {rank}", *parameter.shape, dtype=parameter.dtype)
+               for rank in ranks]
         parameter.grad = sum(own) / len(own)
-        parameter.data += len(own) * ranks[0]  # so that it shows where a mean of these is taken
     return buckets, [[parameter.detach().clone() for parameter in bucket] for bucket in buckets]
 
 
@@ -1113,8 +1116,7 @@ class _Layers(nn.ModuleList):
         return [list(layer.parameters()) for layer in reversed(self)]
 
     def loss(self, step, ranks):
-        numbers = torch.arange(15.0).reshape(3, 5)
-        x = torch.cat([torch.sin(1.3 * numbers + 5 * rank + step) for rank in ranks])
+        x = torch.cat([seeded(f"samples of rank {rank} in step {step}", 3, 5) for rank in ranks])
         first = self[0](x)
         first.register_hook(lambda gradient: self.before_first_layer(gradient))
         return self[2](torch.tanh(self[1](torch.tanh(first)))).square().mean()
@@ -1132,8 +1134,7 @@ class _Branches(_Layers):
     turned = False
 
     def loss(self, step, ranks):
-        numbers = torch.arange(15.0).reshape(3, 5)
-        x = torch.cat([torch.sin(1.3 * numbers + 5 * rank + step) for rank in ranks])
+        x = torch.cat([seeded(f"samples of rank {rank} in step {step}", 3, 5) for rank in ranks])
         sides = [torch.tanh(self[index](x)) for index in ((1, 0) if self.turned else (0, 1))]
         return self[2](sides[0] + sides[1]).square().mean()
 
@@ -1334,8 +1335,9 @@ class PredictStep(Calculation):
                 "it, too. Exposed is what is left when backward ends."),
         Mistake(a_ring_for_each_layer, "Each layer of your buckets has a ring of its own. A bucket "
                 "is one all-reduce: add up its bytes first."),
-        Mistake(after_backward, "Your buckets leave when backward is over. Each leaves as soon as "
-                "its own gradients are there and the link is free."),
+        Mistake(after_backward, "Your first bucket leaves when backward is over. Each leaves as "
+                "soon as its own gradients are there and the link is free; backward begins with "
+                "the last layer, whose gradients are there first."),
         Mistake(longer_of_the_two, "You took the longer one of backward and communication. But "
                 "nothing can be sent before the first bucket is ready, nor while the link waits "
                 "for the next one."),

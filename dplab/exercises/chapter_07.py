@@ -5,7 +5,7 @@ import torch.distributed as dist
 
 from dplab.exercises.compare import AtMost
 from dplab.exercises.exercise import AT_LEAST, Exercise, Mistake
-from dplab.exercises.trials import reduced
+from dplab.exercises.trials import reduced, seeded
 from dplab.measure import CallLog
 
 # 7.1
@@ -399,7 +399,7 @@ class Normalize(Exercise):
 
 def _samples_of(rank):
     """Rank r's samples, (samples, 2, 5): each rank with its own mean; one channel hardly varies."""
-    x = torch.sin(2.1 * torch.arange(10.0 * SAMPLES[rank]) + rank).view(SAMPLES[rank], 2, 5)
+    x = seeded(f"samples of rank {rank}", SAMPLES[rank], 2, 5)
     return (x + rank) * torch.tensor([1.0, 0.003]).view(1, 2, 1)
 
 
@@ -555,7 +555,7 @@ class SignalAndNoise(Exercise):
 
 
 def _gradient(rank):
-    return 1 + torch.sin(1.3 * torch.arange(11.0) + 4 * rank)
+    return 1 + seeded(f"gradient of rank {rank}", 11)
 
 
 def _mean_gradient(ranks):
@@ -694,12 +694,13 @@ class OuterStep(Exercise):
 
 
 def _at_start():
-    return [torch.cos(torch.arange(6.0)).view(2, 3), torch.sin(torch.arange(3.0))]
+    return [seeded("weight", 2, 4), seeded("bias", 5)]
 
 
 def _inner(rank, number):
     """What the inner steps of a round change on rank r."""
-    return [0.1 + torch.sin(1.9 * each + 3 * rank + 5 * number) for each in _at_start()]
+    return [seeded(f"movement {place} of rank {rank} in round {number}", *start.shape)
+            for place, start in enumerate(_at_start())]
 
 
 def _of_round(number, parameters, anchor, sent):

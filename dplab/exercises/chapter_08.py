@@ -13,7 +13,7 @@ from torch import nn
 from dplab import parallel
 from dplab.exercises.compare import AtMost
 from dplab.exercises.exercise import Calculation, Exercise, Mistake
-from dplab.exercises.trials import reduced
+from dplab.exercises.trials import reduced, seeded
 from dplab.measure import CallLog, sent_bytes
 
 
@@ -302,7 +302,7 @@ class ShardTheOptimizer(Exercise):
                 made.append(weakref.ref(optimizer))
                 return optimizer
 
-            flat, after = torch.arange(float(size)).cos(), []
+            flat, after = seeded("parameters", size), []
             optimizer = attempt(flat, make_optimizer)
             for gradient in _mean_gradients(size):
                 with CallLog() as log:
@@ -316,7 +316,7 @@ class ShardTheOptimizer(Exercise):
     def expected(self, world_size):
         facts = {}
         for size in SIZES:
-            flat, after, chunk = torch.arange(float(size)).cos(), [], _chunk_size(size, world_size)
+            flat, after, chunk = seeded("parameters", size), [], _chunk_size(size, world_size)
             optimizer = _adam([flat])
             for flat.grad in _mean_gradients(size):
                 optimizer.step()
@@ -328,7 +328,7 @@ class ShardTheOptimizer(Exercise):
 
 
 def _mean_gradients(size):
-    return [torch.sin(1.7 * torch.arange(float(size)) + 2 * step) for step in range(3)]
+    return [seeded(f"gradient of step {step}", size) for step in range(3)]
 
 
 def _held_by(made):
@@ -484,10 +484,10 @@ class ScatterGradients(Exercise):
 
 def _with_gradients(shapes, ranks):
     """Parameters with the mean of these ranks' gradients."""
-    parameters = [nn.Parameter(torch.cos(torch.arange(float(math.prod(shape)))).view(shape))
-                  for shape in shapes]
+    parameters = [nn.Parameter(seeded(f"parameter {number}", *shape))
+                  for number, shape in enumerate(shapes)]
     for number, parameter in enumerate(parameters):
-        parts = [torch.sin(9 * parameter.detach() + 5 * rank + number) for rank in ranks]
+        parts = [seeded(f"gradient {number} of rank {rank}", *parameter.shape) for rank in ranks]
         parameter.grad = torch.stack(parts).mean(dim=0)
     return parameters
 

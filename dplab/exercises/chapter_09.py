@@ -10,7 +10,7 @@ from dplab import RankError
 from dplab.exercises import observe
 from dplab.exercises.compare import COMMUNICATED, AtMost, first_difference
 from dplab.exercises.exercise import Exercise, Mistake
-from dplab.exercises.trials import reduced
+from dplab.exercises.trials import reduced, seeded
 from dplab.measure import CallLog, MemoryTimeline
 from dplab.workloads.residual_network import BLOCKS, Network, bytes_beyond_shards, dry_run_of
 
@@ -226,7 +226,7 @@ def _shard_of(whole):
 
 
 def _input(rank):
-    return torch.randn(3, WIDTHS[0], generator=torch.Generator().manual_seed(rank))
+    return seeded(f"x of rank {rank}", 3, WIDTHS[0])
 
 
 # 9.2
@@ -410,8 +410,8 @@ def _of_case(name, norm, gradients, calls, nbytes):
 
 
 def _wholes(sizes, factor):
-    generator = torch.Generator().manual_seed(5)
-    return [factor * torch.randn(size, generator=generator) for size in sizes]
+    return [factor * seeded(f"gradient {number}, times {factor}", size)
+            for number, size in enumerate(sizes)]
 
 
 def _shards(sizes, factor, rank=None, world_size=None):

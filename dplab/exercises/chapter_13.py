@@ -7,6 +7,7 @@ import torch.distributed as dist
 
 from dplab.exercises.compare import AtMost
 from dplab.exercises.exercise import Exercise, Mistake
+from dplab.exercises.trials import seeded
 from dplab.measure import CallLog
 
 ELEMENTS, SENT, ROUNDS = 1000, 37, 4
@@ -155,9 +156,8 @@ def _of_round(number, mean, residual, nbytes):
 
 def _gradient(number, rank):
     """Partly common to all ranks, so that some choose the same elements."""
-    common, own = (torch.randn(ELEMENTS, generator=torch.Generator().manual_seed(seed))
-                   for seed in (number, 100 * number + rank))
-    return common + 0.6 * own
+    return (seeded(f"of all in step {number}", ELEMENTS)
+            + 0.6 * seeded(f"of rank {rank} in step {number}", ELEMENTS))
 
 
 EXERCISES = (SparseAverage,)

@@ -1,10 +1,26 @@
-"""What trials of several chapters are made of: facts of gradients and cases, and an optimizer."""
+"""What trials of several chapters are made of: data, facts of gradients and cases, an optimizer."""
 
+import zlib
 from collections.abc import Callable, Iterable
 
 import torch
 import torch.distributed as dist
 from torch import nn
+
+
+def seeded(name: str, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Normally distributed numbers, the same wherever and whenever they are drawn for this name.
+
+    What differs by rank has the rank in its name. No tensor is then a combination of others, as
+    sines of shifted angles are: what is in a result says which ranks' parts made it, and how often.
+    """
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    return torch.randn(shape, dtype=dtype, generator=generator)
+
+
+def whole_numbers(name: str, *shape: int) -> torch.Tensor:
+    """The same as odd integers, nearly all too large for a float32."""
+    return seeded(name, *shape, dtype=torch.float64).mul(2**30).long() * 2 + 1
 
 
 def gradients(model: nn.Module, when: str = "") -> dict[str, torch.Tensor | None]:

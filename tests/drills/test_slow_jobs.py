@@ -89,5 +89,15 @@ def test_threads_that_wake_late_change_nothing_on_the_link():
     assert on_time[1][1].seconds == pytest.approx(seconds)
 
 
+@pytest.mark.parametrize(("hidden", "fits", "share"), [(0.75, False, "75"), (0.25, True, "75")])
+def test_of_hidden_traffic_the_answer_says_how_much_is_hidden(hidden, fits, share):
+    seconds = slow_jobs.LINK.seconds("all_reduce", 2, 22_000)
+    step = [Span("backward", COMPUTE, 0, hidden * seconds),
+            Span("all_reduce", COMMUNICATION, 0, seconds, 22_000, 0)]
+    rank = slow_jobs.Recording([step] * (slow_jobs.SKIPPED + 1), [], 0, 0, True)
+    found, sentence = slow_jobs.link_alone(slow_jobs.Readings([rank, rank], rank))
+    assert (found, re.search(r"(\d+) %", sentence)[1]) == (fits, share), sentence
+
+
 def test_some_jobs_are_to_be_repaired():
     assert any(case.to_repair for case in CASES)

@@ -1674,6 +1674,112 @@ def test_an_index_slip_on_the_ring_is_named(answer, said):
     assert said in verdict.why
 
 
+def goes_round_once_more(flat, group=None):
+    """3.2: its chunk is complete before the last step, which changes another one."""
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    chunks = list(flat.clone().chunk(ranks))
+    for hop in range(ranks):
+        arriving = exchange(chunks[(rank - 1 - hop) % ranks], (rank + 1) % ranks,
+                            (rank - 1) % ranks, group)
+        chunks[(rank - 2 - hop) % ranks] += arriving
+    return chunks[rank]
+
+
+def goes_round_once_more_with_a_total(flat, group=None):
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    chunks = flat.view(ranks, -1)
+    total = chunks[(rank - 1) % ranks].clone()
+    for hop in range(ranks):
+        total = exchange(total, (rank + 1) % ranks, (rank - 1) % ranks, group)
+        total = total + chunks[(rank - 2 - hop) % ranks]
+    return total
+
+
+def gathers_once_more(chunk, group=None):
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    found = [chunk] * ranks
+    for hop in range(1, ranks + 1):
+        chunk = exchange(chunk, (rank + 1) % ranks, (rank - 1) % ranks, group)
+        found[(rank - hop) % ranks] = chunk
+    return torch.cat(found)
+
+
+@pytest.mark.parametrize(("number", "answer"), [
+    ("3.2", goes_round_once_more), ("3.2", goes_round_once_more_with_a_total),
+    ("3.3", gathers_once_more)])
+def test_a_step_too_many_on_the_ring_is_said_to_be_one(number, answer):
+    verdict = find(number).judge(answer)
+    assert verdict.outcome == WRONG
+    assert verdict.why.startswith("You go around once too often")
+    assert "whole" not in verdict.why and "more than one chunk" not in verdict.detail
+
+
+def ring_of_unequal_chunks(flat, group=None):
+    """3.4: right where N divides the length, as there; its chunks differ where N does not."""
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    right, left = (rank + 1) % ranks, (rank - 1) % ranks
+    chunks = [chunk.clone() for chunk in flat.tensor_split(ranks)]
+    for hop in range(2 * (ranks - 1)):
+        arriving = exchange(chunks[(rank - 1 - hop) % ranks], right, left, group)
+        finished = hop >= ranks - 1
+        chunks[(rank - 2 - hop) % ranks] = (
+            arriving if finished else arriving + chunks[(rank - 2 - hop) % ranks])
+    return torch.cat(chunks)
+
+
+def averaging(ring, *, packed=True, grouped=True):
+    """4.2 and 5.2, with a ring of one's own."""
+    def average(gradients, group):
+        ranks = dist.get_world_size(group)
+        flat = torch.cat([gradient.flatten() for gradient in gradients])
+        flat = pack(gradients, ranks) if packed else flat
+        mean = (ring(flat, group) if grouped else ring(flat)) / ranks
+        for gradient, part in zip(gradients, unpack(mean, gradients), strict=True):
+            gradient.copy_(part)
+
+    def of_model(model, group=None):
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                average([parameter.grad], group)
+
+    def of_buckets(buckets, group=None):
+        for bucket in buckets:
+            average([parameter.grad for parameter in bucket], group)
+
+    return {"4.2": of_model, "5.2": of_buckets}
+
+
+@pytest.mark.parametrize("number", ["4.2", "5.2"])
+@pytest.mark.parametrize(("ring", "missing", "said"), [
+    (ring_of_unequal_chunks, "packed", "`pack` adds the zeros"),
+    (ring_of_unequal_chunks, "grouped", "Pass `group` on"),
+    (ring_all_reduce, "grouped", "Pass `group` on")])
+def test_what_a_ring_was_not_given_is_named_though_the_process_dies(number, ring, missing, said):
+    verdict = find(number).judge(averaging(ring, **{missing: False})[number])
+    assert verdict.outcome == WRONG
+    assert said in verdict.why, verdict
+    assert "last words" not in verdict.detail
+
+
+def ready_in_the_order_of_forward(layers, bucket_bytes, ranks, bandwidth, latency):
+    """5.4: the last layer, which is in the first bucket, is the last to be ready."""
+    ready = list(itertools.accumulate(
+        (layer.backward_seconds for layer in layers),
+        initial=sum(layer.forward_seconds for layer in layers)))
+    free = 0.0
+    for bucket in make_buckets([layer.gradient_bytes for layer in layers], bucket_bytes):
+        nbytes = sum(layers[index].gradient_bytes for index in bucket)
+        free = max(free, *(ready[index + 1] for index in bucket)) + ring_seconds(
+            nbytes, ranks, bandwidth, latency)
+    return free, free - ready[-1]
+
+
+def test_what_waits_for_backward_hears_of_the_order_of_backward_too():
+    verdict = find("predict-step").judge(ready_in_the_order_of_forward)
+    assert verdict.outcome == WRONG
+    assert "backward begins with the last layer" in verdict.why
+
+
 def bus_bandwidth(**factors):
     def bus_bandwidth(collective, nbytes, ranks, seconds):
         factor = {"all_reduce": 2 * (ranks - 1) / ranks, "reduce_scatter": (ranks - 1) / ranks,

@@ -152,6 +152,19 @@ def test_an_attempt_that_fails_only_at_a_larger_world_size_is_still_judged():
     assert "it is 2 times the reference" in verdict.detail
 
 
+def divides_by_one_rank_more(model, group=None):
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            dist.all_reduce(parameter.grad, group=group)
+            parameter.grad /= dist.get_world_size(group) + 1
+
+
+def test_a_mistake_with_the_same_numbers_at_one_world_size_alone_is_not_named():
+    """On one rank, two is a constant and one rank more."""
+    verdict = find("4.2").judge(divides_by_one_rank_more)
+    assert (verdict.outcome, verdict.why) == (WRONG, ""), verdict
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("id", "attempt", "said"), [
     ("4.1", does_nothing, "Nothing was communicated"),
