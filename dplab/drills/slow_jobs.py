@@ -243,7 +243,7 @@ class Readings:
     @property
     def link_seconds(self) -> float:
         """How long the link works in a step, at its own speed."""
-        return sum(span.seconds for span in on_the_link(self.steps[0])[0]
+        return sum(span.seconds for span in LINK.carried(self.steps[0])[0]
                    if span.lane == "communication")
 
     @property
@@ -252,7 +252,7 @@ class Readings:
         the least. On a busy machine threads wake late; the link's own times do not depend on it.
         """
         return min(kinds["exposed"] / self.link_seconds
-                   for step in self.steps for kinds in split_time(on_the_link(step)))
+                   for step in self.steps for kinds in split_time(LINK.carried(step)))
 
     @property
     def differing(self) -> int | None:
@@ -266,21 +266,6 @@ class Readings:
     def _medians(self, of_spans, steps):
         return [statistics.median(of_spans(step[rank]) for step in steps)
                 for rank in range(len(steps[0]))]
-
-
-def on_the_link(ranks):
-    """The spans of a step, with each collective from when the link begins it until it is through.
-
-    The link's queue and its speed say both, and not the moment at which a rank's thread wakes.
-    """
-    def carried(span):
-        if span.lane != "communication":
-            return span
-        begin = span.start + span.queued
-        seconds = LINK.seconds(span.name, len(ranks), span.nbytes)
-        return replace(span, start=begin, end=begin + seconds)
-
-    return [[carried(span) for span in spans] for spans in ranks]
 
 
 def length(step):

@@ -13,6 +13,7 @@ import os
 import struct
 import threading
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -21,6 +22,7 @@ import torch.distributed as dist
 
 from dplab.predict import catalogue, cost
 from dplab.predict.checks import one_of
+from dplab.predict.step import COMMUNICATION, Span
 from dplab.spawn.between import calls
 from dplab.spawn.rank import recording
 
@@ -61,6 +63,18 @@ class EmulatedLink:
             return link.seconds(nbytes)
         whole = cost.whole_bytes(operation, world_size, nbytes)
         return cost.seconds(cost.USUAL[operation], world_size, whole, link)
+
+    def carried(self, ranks: Sequence[Sequence[Span]]) -> list[list[Span]]:
+        """The spans of a step, with each collective from when the link begins it until it is
+        through: by the link's queue and speed, and not by when a rank's thread wakes.
+        """
+        def on_the_link(span):
+            if span.lane != COMMUNICATION:
+                return span
+            begin = span.start + span.queued
+            return span.cut(begin, begin + self.seconds(span.name, len(ranks), span.nbytes))
+
+        return [[on_the_link(span) for span in spans] for spans in ranks]
 
     def install(self, backend: str) -> str:
         """Registers the emulation on this rank; returns its backend's name, for the launcher."""

@@ -46,7 +46,7 @@ def from_last_launch(ranks):
                 parts.append(span)
                 continue
             start, end = next(times)
-            parts += [replace(span, lane="stalled", end=start), replace(span, start=start, end=end)]
+            parts += [replace(span, lane="stalled", end=start), span.cut(start, end)]
             if end < span.end:
                 parts.append(replace(span, lane="stalled", start=end))
         found.append(sorted(parts, key=lambda span: (span.start, span.end)))

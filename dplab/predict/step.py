@@ -13,7 +13,7 @@ import functools
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dplab.predict import cost
 
@@ -53,6 +53,13 @@ class Span:
     @property
     def seconds(self) -> float:
         return self.end - self.start
+
+    def cut(self, start: float, end: float) -> "Span":
+        """The part from ``start`` to ``end``, in which it is ``queued`` only as far as it still is
+        there.
+        """
+        began = min(max(start, self.start + self.queued), end)
+        return replace(self, start=start, end=end, queued=began - start)
 
 
 def bucket_layers(layers: Sequence[Layer], bucket_bytes: float) -> list[list[int]]:

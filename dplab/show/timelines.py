@@ -228,9 +228,13 @@ def _without(intervals, holes):
 
 
 def _tracks(spans):
-    """For each span, in order of start, the first track where those before it have ended."""
+    """For each span, in order of start, the first track where those before it have ended.
+
+    An end that is later by a rounding alone is no overlap.
+    """
     ends, tracks = [], []
     for _, start, end in spans:
-        tracks.append(next((i for i, last in enumerate(ends) if last <= start), len(ends)))
+        tracks.append(next((i for i, last in enumerate(ends)
+                            if last <= start or math.isclose(last, start)), len(ends)))
         ends[tracks[-1]:tracks[-1] + 1] = [end]
     return tracks

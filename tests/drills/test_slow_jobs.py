@@ -7,7 +7,7 @@ from drill_jobs import first_job_of, fitting, seeds_of
 
 from dplab.drills import slow_jobs
 from dplab.drills.slow_jobs import CASES, SlowJob
-from dplab.predict.step import COMMUNICATION, COMPUTE, Span
+from dplab.measure.trace import COMMUNICATION, COMPUTE, Span
 from dplab.workloads import slept_steps
 
 FAULTS = [pytest.param(case, fault, id=f"{case.slug}-{number}")
@@ -73,20 +73,6 @@ def test_where_all_ranks_wait_for_data_the_answer_says_all():
                            for fault in case.faults)
     assert all_wait.startswith("Each rank waits")
     assert re.match(r"Rank \d waits", one_waits)
-
-
-def test_threads_that_wake_late_change_nothing_on_the_link():
-    def step(late):
-        nbytes = 22_000
-        return [[Span("backward", COMPUTE, 0, 0.014),
-                 Span("all_reduce", COMMUNICATION, 0.014, 0.03 + late * rank, nbytes, 0.002 * rank),
-                 Span("optimizer", COMPUTE, 0.05, 0.054)] for rank in range(2)]
-
-    on_time, late = (slow_jobs.on_the_link(step(late)) for late in (0, 0.011))
-    assert on_time == late
-    seconds = slow_jobs.LINK.seconds("all_reduce", 2, 22_000)
-    assert on_time[1][1].start == pytest.approx(0.016)
-    assert on_time[1][1].seconds == pytest.approx(seconds)
 
 
 @pytest.mark.parametrize(("hidden", "fits", "share"), [(0.75, False, "75"), (0.25, True, "75")])

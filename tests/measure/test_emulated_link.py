@@ -11,14 +11,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from failing import failure
+from timelines import bars_of
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from dplab import run
-from dplab.measure import CallLog, EmulatedLink
+from dplab import run, show
+from dplab.measure import CallLog, EmulatedLink, Trace, aligned
 from dplab.parallel import ring_all_reduce, ring_reduce_scatter, tree_all_reduce
 from dplab.predict import catalogue, cost
+from dplab.predict.step import COMMUNICATION, COMPUTE, Span
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -325,6 +327,37 @@ def test_failures_are_reported_as_without_it(function, kind, said):
     error = failure(function, 2, link=FAST)
     assert error.kind == kind
     assert said in str(error)
+
+
+def test_threads_that_wake_late_change_nothing_of_what_the_link_carries():
+    def step(late):
+        return [[Span("backward", COMPUTE, 0, 0.014),
+                 Span("all_reduce", COMMUNICATION, 0.014, 0.5 + late * rank, 22_000, 0.002 * rank),
+                 Span("optimizer", COMPUTE, 0.6, 0.7)] for rank in range(2)]
+
+    on_time, late = (SLOW.carried(step(late)) for late in (0, 0.011))
+    assert on_time == late
+    assert on_time[1][1].start == pytest.approx(0.016)
+    assert on_time[1][1].seconds == pytest.approx(SLOW.seconds("all_reduce", 2, 22_000))
+
+
+def two_at_once():
+    dist.barrier()
+    with Trace() as trace:
+        for work in [dist.all_reduce(numbers(), async_op=True) for _ in range(2)]:
+            work.wait()
+    return trace.spans
+
+
+def test_a_link_carries_one_message_after_another_and_none_of_them_waits_then():
+    launched = aligned(run(two_at_once, 2, link=SLOW, backend="gloo"))
+    for before, carried in zip(launched, SLOW.carried(launched), strict=True):
+        first, second = carried
+        assert before[1].queued > 0
+        assert second.start == pytest.approx(first.end)
+        assert first.queued == second.queued == 0
+        assert not [bar for bar in bars_of(show.timeline([carried], title=""))
+                    if bar.get_label().endswith("queued")]
 
 
 def test_presets_carry_published_numbers():

@@ -34,6 +34,17 @@ def test_before_the_last_launch_a_rank_waits():
         kinds["exposed"] for kinds in split_time(RANKS)]
 
 
+def test_from_the_last_launch_on_only_the_wait_for_the_link_is_queued():
+    # The first all-reduce keeps the link until 7, so the second one, launched by 6, waits.
+    ranks = [[Span("all_reduce", COMMUNICATION, 3, 7, queued=2),
+              Span("all_reduce", COMMUNICATION, 5.5, 10, queued=1.5)],
+             [Span("all_reduce", COMMUNICATION, 5, 7),
+              Span("all_reduce", COMMUNICATION, 6, 10, queued=1)]]
+    for spans in from_last_launch(ranks):
+        assert [(span.start, span.queued) for span in spans if span.lane == COMMUNICATION] == [
+            (5, 0), (6, 1)]
+
+
 def test_after_the_first_end_a_rank_waits():
     late = [RANKS[0], [*RANKS[1][:2], Span("all_reduce", COMMUNICATION, 8, 10.5), RANKS[1][3]]]
     _, second = from_last_launch(late)

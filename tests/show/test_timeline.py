@@ -120,6 +120,15 @@ def test_what_waits_for_the_link_is_hollow():
     assert (solid.get_x(), solid.get_width()) == (4, 2)
 
 
+def test_messages_that_touch_share_a_line_though_their_times_are_rounded():
+    spans = [Span("backward", COMPUTE, 0, 1), Span("all-reduce 0", COMMUNICATION, 0.1, 0.1 + 0.2),
+             Span("all-reduce 1", COMMUNICATION, 0.3, 0.5)]
+    assert spans[1].end > spans[2].start
+    [first, second] = [bar for bar in bars_of(show.timeline([spans], title=""))
+                       if bar.get_label().startswith("all-reduce")]
+    assert first.get_y() == second.get_y()
+
+
 def test_no_bar_covers_another(case):
     _, figure = case
     bars = [bar for bar in bars_of(figure) if bar.get_label() != "exposed" and bar.get_width()]
