@@ -7,7 +7,7 @@ from drill_jobs import first_job_of, fitting, seeds_of
 
 from dplab.drills import slow_jobs
 from dplab.drills.slow_jobs import CASES, SlowJob
-from dplab.measure.trace import COMMUNICATION, COMPUTE, Span
+from dplab.predict.step import COMMUNICATION, COMPUTE, Span
 from dplab.workloads import slept_steps
 
 FAULTS = [pytest.param(case, fault, id=f"{case.slug}-{number}")
