@@ -3,6 +3,7 @@
 The solutions of 4.1 to 4.3 stand in `dplab.exercises.stack.parts`, since later parts call them.
 """
 
+import copy
 import os
 import tempfile
 import time
@@ -14,6 +15,7 @@ from torch import nn
 from torch.nn.utils import parameters_to_vector
 
 from dplab.exercises.compare import AtMost
+from dplab.exercises.composition import Held, made_of
 from dplab.exercises.exercise import Exercise, Mistake
 from dplab.exercises.stack.parts import (
     average_gradients,
@@ -867,6 +869,7 @@ def both_cuts(attempt):
     return attempt, in_pieces
 
 
+TAKEN = "the gradient of step 1", "the gradient of step 2"
 SAMPLES = "the number of samples that this rank computed"
 OF_ALL = "the number of different samples that all ranks together computed"
 EVERY_STEP = "that you call a collective yourself in every step"
@@ -958,31 +961,73 @@ class TrainByHand(Exercise):
 
     def _trained(self, attempt, group):
         model, seen = digits_classifier(seed=dist.get_rank()), []  # each pair has its own model
-        model.register_forward_pre_hook(lambda _, inputs: seen.extend(inputs[0].detach().clone()))
+        models, taken, optimizer = [], [], optimizer_for(model)
+        looking = model.register_forward_pre_hook(
+            lambda _, inputs: seen.extend(inputs[0].detach().clone()))
+        # A closure computes the gradient within the step, from the weights before it.
+        optimizer.register_step_pre_hook(
+            lambda *_: models.append(copy.deepcopy(model)) if len(models) < 2 else None)
+        optimizer.register_step_post_hook(
+            lambda *_: taken.append(_gradient_of(model)) if len(taken) < 2 else None)
         with CallLog() as log:
-            attempt(model, optimizer_for(model), *self.given, group)
+            attempt(model, optimizer, *self.given, group)
+        looking.remove()
         rank, ranks = dist.get_rank(group), dist.get_world_size(group)
         everybodys = [None] * ranks
         dist.all_gather_object(everybodys, _distinct(seen), group)
         images, _, batches = self.given
         asked = _distinct(images[torch.cat([batch[rank::ranks] for batch in batches])])
-        return {SAMPLES: len(seen), OF_ALL: len(set.union(*everybodys)), **_weights_of(model),
+        return {SAMPLES: len(seen), OF_ALL: len(set.union(*everybodys)),
+                **self._made_of_samples(models, taken), **_weights_of(model),
                 OWN_SAMPLES: everybodys[rank] == asked,
                 EVERY_STEP: dist.get_world_size() == 1 or log.count() >= STEPS}
 
+    def _made_of_samples(self, models, taken):
+        """How often the gradient of each sample is in what the first two steps are taken with.
+
+        Gradients are those of the weights that this rank has in that step, right or wrong.
+        """
+        images, labels, batches = self.given
+        facts, before = {}, {}
+        for fact, model, gradient, batch in zip(TAKEN, models, taken, batches, strict=False):
+            parts = dict(before)
+            for number, index in enumerate(batch):
+                model.zero_grad()
+                F.cross_entropy(model(images[index, None]), labels[index, None]).backward()
+                parts[_sample(number)] = _gradient_of(model)
+            facts[fact] = made_of(gradient, parts)
+            before = {"the gradient of step 1": gradient}
+        return facts
+
     def expected(self, world_size):
-        facts = self._right(0, SAMPLES_OF_ALL // world_size)
+        facts = self._right(0, world_size)
         if world_size < 4:
             return facts
-        pairs = [named(self._right(seed, SAMPLES_OF_ALL // 2), IN_A_PAIR) for seed in (0, 1)]
+        pairs = [named(self._right(seed, 2), IN_A_PAIR) for seed in (0, 1)]
         return [facts | pairs[rank % 2] for rank in range(4)]
 
-    def _right(self, seed, samples):
+    def _right(self, seed, ranks):
         images, _, batches = self.given
         model = digits_classifier(seed=seed)
         one_device(model, optimizer_for(model), *self.given)
-        return {SAMPLES: samples, OF_ALL: len(images[torch.cat(batches)].unique(dim=0)),
-                **_weights_of(model), OWN_SAMPLES: True, EVERY_STEP: True}
+        samples = [_sample(number) for number in range(GLOBAL_BATCH)]
+        held = Held(dict.fromkeys(samples, 1 / GLOBAL_BATCH), {
+            "each of the batch's samples": samples,
+            **{f"each of rank {rank}'s samples": samples[rank::ranks] for rank in range(ranks)}})
+        return {SAMPLES: SAMPLES_OF_ALL // ranks,
+                OF_ALL: len(images[torch.cat(batches)].unique(dim=0)),
+                **dict.fromkeys(TAKEN, held), **_weights_of(model), OWN_SAMPLES: True,
+                EVERY_STEP: True}
+
+
+def _sample(number):
+    return f"sample {number} of the batch"
+
+
+def _gradient_of(model):
+    """All gradients in one tensor; zeros where there is none."""
+    return torch.cat([torch.zeros_like(each).flatten() if each.grad is None
+                      else each.grad.flatten() for each in model.parameters()])
 
 
 def _distinct(images):

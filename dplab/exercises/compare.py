@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from dplab import RankError
+from dplab.exercises.composition import NEAR, Held, made_of, said
 
 _NONE = "it is None"
 COMMUNICATED = "a collective was called"  # a fact of every attempt, known by its call log
@@ -45,6 +46,8 @@ class Difference:
         head = f"{self.fact} is not as expected"
         if self.note:
             head += f": {self.note}"
+        if isinstance(self.expected, Held):
+            return head
         if isinstance(self.expected, AtMost):
             got = f"{self.got:,.10g}" if isinstance(self.got, int | float) else _words(self.got)
             return f"{head}\n  at most   {self.expected.limit:,.10g}\n  got       {got}"
@@ -76,6 +79,10 @@ def first_difference(expected, got, tolerance) -> Difference | None:
 def agree(expected, got, tolerance) -> bool:
     if isinstance(expected, AtMost):
         return isinstance(got, int | float) and got <= expected.limit
+    if isinstance(expected, Held):  # what cannot be known is not held against anybody
+        return not said(got, expected.times)
+    if isinstance(expected, dict) and isinstance(got, dict):  # both of attempts
+        return all(abs(got[name] - times) <= NEAR for name, times in expected.items())
     if isinstance(expected, torch.Tensor):
         if not isinstance(got, torch.Tensor) or got.shape != expected.shape:
             return False
@@ -143,6 +150,13 @@ def overlap(expected, mine, theirs, tolerance, *, communicates=False) -> Overlap
     return Overlap(bool(wrong) and wrong[0], sum(wrong), wrong.count(False) + silent, contradicted)
 
 
+def wrong_facts(expected, got, tolerance) -> set[tuple[int, str]]:
+    """Which facts are not as expected, each with its rank."""
+    return {(rank, fact) for rank, (right, found) in enumerate(zip(expected, got, strict=True))
+            for fact, value in right.items()
+            if fact not in found or not agree(value, found[fact], tolerance)}
+
+
 def _same_failure(mine, theirs):
     return ((mine.kind, mine.error) == (theirs.kind, theirs.error)
             and (mine.rank == theirs.rank or mine.kind == "raised")
@@ -167,6 +181,8 @@ def _note(expected, got):
         expected, got = (torch.tensor([_number(each)]).double() for each in (expected, got))
     if got is None:
         return _NONE, None
+    if isinstance(expected, Held):
+        return said(got, expected.times, expected.groups), None
     if not isinstance(expected, torch.Tensor):
         return expected.why if isinstance(expected, AtMost) else "", None
     if not isinstance(got, torch.Tensor):
@@ -262,7 +278,8 @@ def explained(difference: Difference, alone, quantities, parts, tolerance) -> Di
     if difference.factor is not None and (made := _made_of(difference.factor, quantities)):
         notes[0] += f" ({made})"
     of_one = alone.get(difference.fact)
-    if sum_of := _sum_of(difference, parts.get(difference.fact, ()), tolerance):
+    if difference.factor is None and (
+            sum_of := _sum_of(difference, parts.get(difference.fact, ()))):
         notes.append(sum_of)
     elif (difference.factor is None and isinstance(of_one, torch.Tensor)
           and agree(of_one, difference.got, tolerance)
@@ -288,31 +305,26 @@ def _made_of(factor, quantities):
     return ""
 
 
-def _sum_of(difference, parts, tolerance):
-    """"rank 1's part is missing": how often each rank's part is in the tensor, if that is all."""
+def _sum_of(difference, parts):
+    """What is in the tensor and what should be, as "rank 1's part is missing"; "" if unknown.
+
+    Where that is not known of the whole, it may be known of a chunk.
+    """
     got, right = difference.got, difference.expected
     if not parts or not isinstance(got, torch.Tensor) or got.shape != right.shape:
         return ""
-    if words := _times_in(got, parts, tolerance):
+    if not isinstance(parts, dict):
+        parts = {f"rank {rank}'s part": part for rank, part in enumerate(parts)}
+    if words := _held(got, right, parts):
         return words
-    chunks = [tensor.tensor_split(len(parts)) for tensor in (got, *parts)]
-    said = [_times_in(mine, of_ranks, tolerance)
-            for mine, *of_ranks in zip(*chunks, strict=True) if len(mine)]
-    wrong = [f"in chunk {chunk}, {words}" for chunk, words in enumerate(said) if words != _ONCE]
-    return wrong[0] if wrong and all(said) else ""
-
-
-_ONCE = "each rank's part is in it once"
-
-
-def _times_in(got, parts, tolerance):
-    every = itertools.product((1, 0, 2), repeat=len(parts))
-    for times in sorted(every, key=lambda times: sum(number != 1 for number in times)):
-        total = sum(number * part for number, part in zip(times, parts, strict=True))
-        if agree(total, got, tolerance):
-            if sum(times) == 1 and len(times) > 1:
-                return f"it holds rank {times.index(1)}'s part alone"
-            said = [f"rank {rank}'s part is {'missing' if number == 0 else 'in it twice'}"
-                    for rank, number in enumerate(times) if number != 1]
-            return " and ".join(said) or _ONCE
+    ranks = len(parts)
+    chunks = [tensor.flatten().tensor_split(ranks) for tensor in (got, right, *parts.values())]
+    for chunk, (mine, its, *of_parts) in enumerate(zip(*chunks, strict=True)):
+        if words := _held(mine, its, dict(zip(parts, of_parts, strict=True))):
+            return f"in chunk {chunk}, {words}"
     return ""
+
+
+def _held(got, right, parts):
+    times = made_of(right, parts)
+    return said(made_of(got, parts), times) if times else ""

@@ -15,6 +15,8 @@ from dplab.exercises.compare import (
     first_difference,
     overlap,
 )
+from dplab.exercises.composition import made_of, said
+from dplab.exercises.trials import seeded
 
 
 def facts(count, weights=1.0):
@@ -137,7 +139,7 @@ def test_what_is_said_of_a_difference(expected, got, said):
 
 
 QUANTITIES = {"the ranks": 2, "the slices": 5, "own": 3, "all": 7}
-PARTS = [torch.tensor([1.0, 2.0, 5.0]), torch.tensor([10.0, 30.0, 90.0])]
+ALONE, *PARTS = (seeded(name, 8) for name in ("alone", "part of rank 0", "part of rank 1"))
 SUM = PARTS[0] + PARTS[1]
 
 
@@ -151,14 +153,53 @@ SUM = PARTS[0] + PARTS[1]
     (SUM * 1.234, "it is 1.234 times the reference"),
     (SUM + PARTS[0], "rank 0's part is in it twice"),
     (PARTS[1], "it holds rank 1's part alone"),
-    (torch.cat([SUM[:2], PARTS[0][2:]]), "in chunk 1, it holds rank 0's part alone"),
+    (PARTS[0] + PARTS[1] / 3, "rank 1's part is in it 1/3 times"),
+    (torch.cat([SUM[:4], PARTS[0][4:]]), "in chunk 1, it holds rank 0's part alone"),
     (SUM + 0.5, ""),
-    (torch.tensor([7.0, 8.0, 9.0]), "it is what rank 0 alone would have"),
+    (ALONE, "it is what rank 0 alone would have"),
 ])
 def test_what_a_wrong_tensor_is_made_of(got, said):
     difference = first_difference([{"it": SUM}], [{"it": got}], 1e-5)
-    alone = {"it": torch.tensor([7.0, 8.0, 9.0])}
-    assert explained(difference, alone, QUANTITIES, {"it": PARTS}, 1e-5).note == said
+    assert explained(difference, {"it": ALONE}, QUANTITIES, {"it": PARTS}, 1e-5).note == said
+
+
+CHUNKS = {f"rank {rank}'s chunk {chunk}": seeded(f"chunk {chunk} of rank {rank}", 10)
+          for rank in range(3) for chunk in range(3)}
+WHOLE = dict.fromkeys(["rank 0's chunk 1", "rank 1's chunk 1", "rank 2's chunk 1"], 1.0)
+
+
+@pytest.mark.parametrize(("got", "words"), [
+    (WHOLE, ""),
+    ({**WHOLE, "rank 2's chunk 1": 0.0}, "rank 2's chunk 1 is missing"),
+    ({**WHOLE, "rank 1's chunk 1": 0.0, "rank 1's chunk 2": 1.0},
+     "it holds rank 0's chunk 1, rank 1's chunk 2 and rank 2's chunk 1, and should hold "
+     "rank 0's chunk 1, rank 1's chunk 1 and rank 2's chunk 1"),
+    (dict.fromkeys(WHOLE, 1 / 3),
+     "it holds 1/3 of rank 0's chunk 1, rank 1's chunk 1 and rank 2's chunk 1, and should hold "
+     "rank 0's chunk 1, rank 1's chunk 1 and rank 2's chunk 1"),
+    ({"rank 0's chunk 0": 0.0}, "none of the parts is in it"),
+])
+def test_what_a_value_holds_is_solved_for(got, words):
+    value = sum((times * CHUNKS[name] for name, times in got.items()), torch.zeros(10))
+    found = made_of(value, CHUNKS)
+    assert all(abs(found[name] - got.get(name, 0)) < 1e-4 for name in CHUNKS)
+    assert said(found, WHOLE) == words
+
+
+def test_nothing_is_said_where_another_composition_would_do():
+    names = list(CHUNKS)
+    one, two = CHUNKS[names[0]], CHUNKS[names[1]]
+    assert made_of(one + two, {"a": one, "b": two, "both": one + two}) is None  # a sum of others
+    assert made_of(one + two, {"a": one}) is None  # no sum of these
+    assert made_of((one + two)[:2], {"a": one[:2], "b": two[:2]}) is None  # anything is
+
+
+def test_a_group_stands_for_its_parts():
+    groups = {"each of rank 0's": list(CHUNKS)[:3], "each of rank 1's": list(CHUNKS)[3:6]}
+    own, all_of_two = dict.fromkeys(list(CHUNKS)[:3], 1 / 3), dict.fromkeys(list(CHUNKS)[:6], 1 / 6)
+    assert said(own, all_of_two, groups) == (
+        "it holds 1/3 of each of rank 0's, and should hold 1/6 of each of rank 0's and each of "
+        "rank 1's")
 
 
 def test_digits_of_a_narrow_dtype_are_seen():
