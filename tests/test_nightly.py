@@ -29,7 +29,7 @@ def test_the_launcher_under_fire():
 
 @pytest.mark.parametrize(("exercise", "mistake"), [
     pytest.param(exercise, mistake, id=f"{exercise.slug}-{index}")
-    for exercise in every_exercise() for index, mistake in enumerate(exercise.mistakes)])
+    for exercise in every_exercise() for index, mistake in enumerate(exercise.known)])
 def test_a_known_mistake_is_named_in_a_fresh_check(exercise, mistake):
     """As a reader's first check finds it: no run is shared with another mistake's test."""
     verdict = type(exercise)().judge(mistake.attempt)
@@ -40,7 +40,7 @@ def test_a_known_mistake_is_named_in_a_fresh_check(exercise, mistake):
 def test_of_two_known_mistakes_in_one_answer_no_third_is_named(exercise, monkeypatch):
     """Rarely, two mistakes together begin as a third one does, and nothing speaks against that."""
     pairs = [(first.why, second.why, both) for first, second in itertools.combinations(
-        [mistake for mistake in exercise.mistakes if not mistake.hangs], 2)
+        [mistake for mistake in exercise.known if not mistake.hangs], 2)
         if first.why != second.why and (both := with_both(first.attempt, second.attempt))]
     if not pairs:
         pytest.skip("its mistakes are not made by one function")

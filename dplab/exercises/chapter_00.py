@@ -17,6 +17,7 @@ import torch.distributed as dist
 from dplab import RankError
 from dplab.exercises.compare import AtMost, agree
 from dplab.exercises.exercise import AT_LEAST, Exercise, Mistake, used_result
+from dplab.exercises.mistakes import Slip
 from dplab.exercises.trials import seeded, whole_numbers
 from dplab.measure import CallLog
 
@@ -49,123 +50,119 @@ def one_call_each_stub(puzzle, x, y):
         return None
 
 
-def otherwise(wrong, call):
-    """The solution, with another call for one of the puzzles."""
-    def attempt(puzzle, x, y):
-        return call(x, y) if puzzle == wrong else one_call_each(puzzle, x, y)
-
-    return attempt
+_RIGHT = {"A": "dist.broadcast(x, src=2)\n        return x",
+         "B": "dist.all_gather_single(y, x)\n        return y",
+         "C": "dist.reduce_scatter_single(y, x)\n        return y",
+         "D": "dist.all_to_all_single(y, x)\n        return y"}
 
 
-def nothing(x, y):
-    return x
+def _said(puzzle, why, *calls):
+    """Each of ``calls`` in place of the right one, and the tensor that is returned below it."""
+    ways = ({_RIGHT[puzzle]: call.replace("; ", "\n").replace(" > ", "\nreturn ")}
+            for call in calls)
+    return Slip(f"Puzzle {puzzle}: {why}", *ways)
 
 
-def unfilled(x, y):
-    dist.broadcast(x, src=2)
-    return y
-
-
-def broadcast_from(rank):
-    def call(x, y):
-        dist.broadcast(x, src=rank)
-        return x
-
-    return call
-
-
-def summed(x, y):
-    dist.all_reduce(x)
-    return x
-
-
-def summed_and_returned_y(x, y):
-    dist.all_reduce(x)
-    return y
-
-
-def gathered(x, y):
-    dist.all_gather_single(y, x)
-    return y
-
-
-def summed_and_dealt(x, y):
-    dist.reduce_scatter_single(y, x)
-    return y
-
-
-def dealt_by_all(x, y):
-    dist.all_to_all_single(y, x)
-    return y
-
-
-def gathered_on_rank_0(x, y):
-    parts = list(y.split(1)) if dist.get_rank() == 0 else None
-    dist.gather(x, parts, dst=0)
-    return y
-
-
-def gathered_the_wrong_way_round(x, y):
-    dist.all_gather_single(x, y)
-    return x
-
-
-def gathered_and_returned_x(x, y):
-    dist.all_gather_single(y, x)
-    return x
-
-
-def dealt_by_rank_0(x, y):
-    dist.scatter(y, list(x.split(1)) if dist.get_rank() == 0 else None, src=0)
-    return y
-
-
-def dealt_by_all_and_returned_x(x, y):
-    dist.all_to_all_single(y, x)
-    return x
-
-
-def summed_and_dealt_and_returned_x(x, y):
-    dist.reduce_scatter_single(y, x)
-    return x
-
-
-def summed_and_cut(x, y):
-    dist.all_reduce(x)
-    rank = dist.get_rank()
-    return x[rank : rank + 1]
-
-
-def summed_on_rank_0(x, y):
-    dist.reduce(x, dst=0)
-    return x
-
-
-def reduced_the_wrong_way_round(x, y):
-    dist.reduce_scatter_single(x, y)
-    return y
-
-
-def gathered_and_cut(x, y):
-    everything = torch.empty(16, dtype=x.dtype)
-    dist.all_gather_single(everything, x)
-    return everything.view(4, 4)[:, dist.get_rank()]
-
-
-def received_into_x(x, y):
-    dist.all_to_all_single(x, y)
-    return x
-
-
-_OTHER_SOURCE = ("Puzzle A: you sent rank {}'s numbers to everyone. The numbers on the right are "
-                 "tens. Whose are those? `src` names that rank.")
-_UNFILLED = ("Puzzle {}: `y` is still all zeros, so your call did not fill it. A call with one "
+_UNFILLED = ("`y` is still all zeros, so your call did not fill it. A call with one "
              "tensor overwrites that tensor; a call with two fills the first.")
-
-_RETURNED_NOTHING = ("Puzzle {}: you make a call, and return nothing. Below the call, return `x` "
-                     "or `y`, whichever the call has filled.")
-_RETURNED_X = ("Puzzle {}: you returned `x`, which still holds this rank's own numbers. The call "
+_RETURNED_X = ("you returned `x`, which still holds this rank's own numbers. The call "
                "has filled `y`.")
+_SWAPPED = ("the tensor to be filled comes first, and the tensor that this rank gives comes "
+            "second.")
+_NONE = ("you make a call, and return nothing. Below the call, return `x` or `y`, whichever the "
+         "call has filled.")
+
+
+_INSTEAD = (
+    *(_said("A", f"you sent rank {rank}'s numbers to everyone. The numbers on the right are tens. "
+                 "Whose are those? `src` names that rank.", f"dist.broadcast(x, src={rank}) > x")
+      for rank in (0, 1, 3)),
+    _said("A", "you added the numbers of all ranks. On the right stand the numbers of one rank "
+               "alone.", "dist.all_reduce(x) > x"),
+    _said("A", "each rank has one number of every rank. On the right stand four numbers of one "
+               "rank.", "dist.all_to_all_single(y, x) > y"),
+    _said("A", "an all-gather puts the numbers of all ranks side by side, and that is sixteen. On "
+               "the right stand four numbers of one rank.",
+          "dist.all_gather_single(y, x) > y", "dist.all_gather_single(y, x) > x",
+          "dist.all_gather_single(x, y) > x"),
+    _said("A", "a reduce-scatter adds numbers up. On the right stand the numbers of one rank "
+               "alone.", "dist.reduce_scatter_single(y, x) > y",
+          "dist.reduce_scatter_single(y, x) > x", "dist.reduce_scatter_single(x, y) > x"),
+    _said("A", "you returned zeros. A call with one tensor overwrites that tensor, `x`, and leaves "
+               "`y` as it is.", "dist.broadcast(x, src=2) > y", "dist.all_reduce(x) > y"),
+    _said("A", "each rank still has its own numbers. Nothing was sent.", "pass > x"),
+    _said("A", "you make a call, and return this rank's own numbers: the call has not changed `x`. "
+               "One with a single tensor overwrites that tensor.",
+          "dist.all_to_all_single(y, x) > x", "dist.broadcast(y, src=2) > x"),
+    *(_said("A", f"you put a sum on rank {rank} alone. On the right every rank has the numbers of "
+                 "one rank.", f"dist.reduce(x, dst={rank}) > x") for rank in range(4)),
+
+    _said("B", "you added the four numbers. On the right they stand side by side.",
+          "dist.all_reduce(x) > x"),
+    *(_said("B", f"every rank has rank {rank}'s number. On the right every rank has the numbers of "
+                 "all four.", f"dist.broadcast(x, src={rank}) > x") for rank in range(4)),
+    _said("B", "a reduce-scatter adds tensors up and cuts the sum into parts. On the right nothing "
+               "is added and nothing is cut.", "dist.reduce_scatter_single(y, x) > y"),
+    _said("B", "an all-to-all cuts each rank's tensor into four parts, one for each rank. Here a "
+               "rank has one number, and all ranks get it.", "dist.all_to_all_single(y, x) > y"),
+    _said("B", "only rank 0 has all four numbers. On the right every rank has them.",
+          "dist.gather(x, list(y.split(1)) if dist.get_rank() == 0 else None, dst=0) > y"),
+    _said("B", _SWAPPED, "dist.all_gather_single(x, y) > x", "dist.all_gather_single(x, y) > y"),
+    _said("B", "you returned `x`, which still holds this rank's own number. The call fills `y`.",
+          "dist.all_gather_single(y, x) > x"),
+    _said("B", _UNFILLED, "dist.all_reduce(x) > y", "dist.broadcast(x, src=0) > y"),
+    _said("B", "you returned this rank's own number. Nothing was sent.", "pass > x"),
+    *(_said("B", f"you put a sum on rank {rank} alone. On the right nothing is added, and every "
+                 "rank has all four numbers.", f"dist.reduce(x, dst={rank}) > x")
+      for rank in range(4)),
+
+    _said("C", "every rank has all four sums. On the right each rank has one of them.",
+          "dist.all_reduce(x) > x"),
+    _said("C", "the number is right. But you gave every rank all four sums, and each rank threw "
+               "three of them away. One call leaves only the one sum, in `y`.",
+          "dist.all_reduce(x); rank = dist.get_rank() > x[rank : rank + 1]"),
+    _said("C", "the number is right, though not as a tensor of one element. And you gave every "
+               "rank all four sums, of which each threw three away. One call leaves only the one "
+               "sum, in `y`.", "dist.all_reduce(x) > x[dist.get_rank()]"),
+    _said("C", "these are rank 0's numbers alone. On the right each number is a sum over all "
+               "ranks.",
+          "dist.scatter(y, list(x.split(1)) if dist.get_rank() == 0 else None, src=0) > y"),
+    *(_said("C", f"you put all four sums on rank {rank}. On the right each rank has one of them.",
+            f"dist.reduce(x, dst={rank}) > x") for rank in range(4)),
+    _said("C", _SWAPPED, "dist.reduce_scatter_single(x, y) > y",
+          "dist.reduce_scatter_single(x, y) > x"),
+    _said("C", "an all-gather adds nothing. On the right each number is a sum over all ranks.",
+          "dist.all_gather_single(y, x) > y"),
+    _said("C", "an all-to-all adds nothing. On the right each number is a sum over all ranks.",
+          "dist.all_to_all_single(y, x) > y"),
+    _said("C", _UNFILLED, "dist.all_reduce(x) > y", "dist.reduce(x, dst=0) > y"),
+    _said("C", "you returned `x`, which still holds this rank's own numbers.", "pass > x"),
+    _said("C", _RETURNED_X, "dist.reduce_scatter_single(y, x) > x"),
+    *(_said("C", f"every rank has rank {rank}'s four numbers. On the right each rank has one "
+                 "number, a sum over all ranks.", f"dist.broadcast(x, src={rank}) > x")
+      for rank in range(4)),
+
+    _said("D", "you returned this rank's own numbers. Nothing was sent.", "pass > x"),
+    _said("D", _RETURNED_X, "dist.all_to_all_single(y, x) > x"),
+    _said("D", "the numbers are right. But you gave every rank all sixteen numbers, and each rank "
+               "threw twelve of them away. One call leaves only the four, in `y`.",
+          "everything = torch.empty(16, dtype=x.dtype); dist.all_gather_single(everything, x)"
+          " > everything.view(4, 4)[:, dist.get_rank()]"),
+    _said("D", "you returned zeros. Either your call did not fill `y`, or it sent `y`. The tensor "
+               "to be filled comes first, and the tensor that this rank gives second.",
+          "dist.all_to_all_single(x, y) > x", "dist.all_to_all_single(x, y) > y",
+          "dist.all_reduce(x) > y"),
+    _said("D", "you added the numbers. On the right no number is a sum.", "dist.all_reduce(x) > x"),
+    _said("D", "an all-gather gives every rank the same sixteen numbers. On the right each rank "
+               "has four, and no two ranks have the same four.", "dist.all_gather_single(y, x) > y",
+          "dist.all_gather_single(x, y) > x"),
+    _said("D", "a reduce-scatter adds numbers up. On the right no number is a sum.",
+          "dist.reduce_scatter_single(y, x) > y", "dist.reduce_scatter_single(x, y) > x"),
+    *(_said("D", f"every rank has rank {rank}'s four numbers. On the right no two ranks have the "
+                 "same.", f"dist.broadcast(x, src={rank}) > x") for rank in range(4)),
+    *(_said("D", f"you put a sum on rank {rank} alone. On the right no number is a sum.",
+            f"dist.reduce(x, dst={rank}) > x") for rank in range(4)),
+)
 
 
 class OneCallEach(Exercise):
@@ -185,74 +182,7 @@ class OneCallEach(Exercise):
     )
     solution = staticmethod(one_call_each)
     stub = staticmethod(one_call_each_stub)
-    mistakes = (
-        Mistake(otherwise("A", broadcast_from(0)), _OTHER_SOURCE.format(0)),
-        Mistake(otherwise("A", broadcast_from(1)), _OTHER_SOURCE.format(1)),
-        Mistake(otherwise("A", broadcast_from(3)), _OTHER_SOURCE.format(3)),
-        Mistake(otherwise("A", summed), "Puzzle A: you added the numbers of all ranks. On the "
-                "right stand the numbers of one rank alone."),
-        Mistake(otherwise("A", dealt_by_all), "Puzzle A: each rank has one number of every rank. "
-                "On the right stand four numbers of one rank."),
-        Mistake(otherwise("A", gathered), "Puzzle A: an all-gather puts the numbers of all ranks "
-                "side by side, and that is sixteen. On the right stand four numbers of one rank."),
-        Mistake(otherwise("A", summed_and_dealt), "Puzzle A: a reduce-scatter adds numbers up. On "
-                "the right stand the numbers of one rank alone."),
-        Mistake(otherwise("A", unfilled), "Puzzle A: you returned zeros. A call with one tensor "
-                "overwrites that tensor, `x`, and leaves `y` as it is."),
-        Mistake(otherwise("A", nothing), "Puzzle A: each rank still has its own numbers. Nothing "
-                "was sent."),
-        Mistake(otherwise("B", summed), "Puzzle B: you added the four numbers. On the right they "
-                "stand side by side."),
-        Mistake(otherwise("B", broadcast_from(0)), "Puzzle B: every rank has rank 0's number. On "
-                "the right every rank has the numbers of all four."),
-        Mistake(otherwise("B", summed_and_dealt), "Puzzle B: a reduce-scatter adds tensors up and "
-                "cuts the sum into parts. On the right nothing is added and nothing is cut."),
-        Mistake(otherwise("B", dealt_by_all), "Puzzle B: an all-to-all cuts each rank's tensor "
-                "into four parts, one for each rank. Here a rank has one number, and all ranks "
-                "get it."),
-        Mistake(otherwise("B", gathered_on_rank_0), "Puzzle B: only rank 0 has all four numbers. "
-                "On the right every rank has them."),
-        Mistake(otherwise("B", gathered_the_wrong_way_round), "Puzzle B: the tensor to be filled "
-                "comes first, and the tensor that this rank gives comes second."),
-        Mistake(otherwise("B", gathered_and_returned_x), "Puzzle B: you returned `x`, which still "
-                "holds this rank's own number. The call fills `y`."),
-        Mistake(otherwise("B", summed_and_returned_y), _UNFILLED.format("B")),
-        Mistake(otherwise("C", summed), "Puzzle C: every rank has all four sums. On the right each "
-                "rank has one of them."),
-        Mistake(otherwise("C", summed_and_cut), "Puzzle C: the number is right. But you gave every "
-                "rank all four sums, and each rank threw three of them away. One call leaves only "
-                "the one sum, in `y`."),
-        Mistake(otherwise("C", dealt_by_rank_0), "Puzzle C: these are rank 0's numbers alone. On "
-                "the right each number is a sum over all ranks."),
-        Mistake(otherwise("C", summed_on_rank_0), "Puzzle C: you put all four sums on rank 0. On "
-                "the right each rank has one of them."),
-        Mistake(otherwise("C", reduced_the_wrong_way_round), "Puzzle C: the tensor to be filled "
-                "comes first, and the tensor that this rank gives comes second."),
-        Mistake(otherwise("C", gathered), "Puzzle C: an all-gather adds nothing. On the right each "
-                "number is a sum over all ranks."),
-        Mistake(otherwise("C", dealt_by_all), "Puzzle C: an all-to-all adds nothing. On the right "
-                "each number is a sum over all ranks."),
-        Mistake(otherwise("C", summed_and_returned_y), _UNFILLED.format("C")),
-        Mistake(otherwise("C", nothing), "Puzzle C: you returned `x`, which still holds this "
-                "rank's own numbers."),
-        Mistake(otherwise("C", summed_and_dealt_and_returned_x), _RETURNED_X.format("C")),
-        Mistake(otherwise("D", nothing), "Puzzle D: you returned this rank's own numbers. Nothing "
-                "was sent."),
-        Mistake(otherwise("D", dealt_by_all_and_returned_x), _RETURNED_X.format("D")),
-        Mistake(otherwise("D", gathered_and_cut), "Puzzle D: the numbers are right. But you gave "
-                "every rank all sixteen numbers, and each rank threw twelve of them away. One call "
-                "leaves only the four, in `y`."),
-        Mistake(otherwise("D", received_into_x), "Puzzle D: you returned zeros. Either your call "
-                "did not fill `y`, or it sent `y`. The tensor to be filled comes first, and the "
-                "tensor that this rank gives second."),
-        Mistake(otherwise("D", summed), "Puzzle D: you added the numbers. On the right no number "
-                "is a sum."),
-        Mistake(otherwise("D", gathered), "Puzzle D: an all-gather gives every rank the same "
-                "sixteen numbers. On the right each rank has four, and no two ranks have the same "
-                "four."),
-        Mistake(otherwise("D", summed_and_dealt), "Puzzle D: a reduce-scatter adds numbers up. On "
-                "the right no number is a sum."),
-    )
+    slips = _INSTEAD
 
     def trial(self, attempt):
         facts = {}
@@ -295,7 +225,7 @@ class OneCallEach(Exercise):
         if not still_open or still_open[0] != wrong[0]:
             if (all(facts[f"what puzzle {wrong[0]} leaves"] is None for facts in got)
                     and not used_result(attempt)):
-                why = _RETURNED_NOTHING.format(wrong[0])
+                why = f"Puzzle {wrong[0]}: {_NONE}"
                 return why + _not_right_either(wrong[1:]) if wrong[1:] else why
             if not wrong[1:]:
                 return super().explanation(attempt, got, world_size)

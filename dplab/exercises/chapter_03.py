@@ -14,6 +14,7 @@ import torch.distributed as dist
 from dplab import RankError, parallel
 from dplab.exercises.compare import AtMost
 from dplab.exercises.exercise import AT_LEAST, Calculation, Exercise, Mistake
+from dplab.exercises.mistakes import Slip
 from dplab.exercises.stack.parts import (
     exchange,
     ring_all_gather,
@@ -375,258 +376,17 @@ def _message(rank):
 
 # --- 3.2: the ring's first half ------------------------------------------------------------------
 
-def starts_with_its_own_chunk(flat, group=None):
-    rank, ranks, right, left = _ring(group)
-    chunks = flat.view(ranks, -1)
-    total = chunks[rank].clone()
-    for step in range(1, ranks):
-        total = exchange(total, right, left, group) + chunks[(rank - step) % ranks]
-    return total
-
-
-def starts_two_chunks_back(flat, group=None):
-    rank, ranks, right, left = _ring(group)
-    chunks = flat.view(ranks, -1)
-    total = chunks[rank - 2].clone() if ranks > 1 else flat.clone()
-    for step in range(1, ranks):
-        total = exchange(total, right, left, group) + chunks[(rank - 2 - step) % ranks]
-    return total
-
-
-def passes_on_without_adding(flat, group=None):
-    _, ranks, right, left = _ring(group)
-    total = flat.view(ranks, -1)[left].clone()
-    for _ in range(ranks - 1):
-        total = exchange(total, right, left, group)
-    return total
-
-
-def returns_its_own_chunk(flat, group=None):
-    rank, ranks, right, left = _ring(group)
-    chunks = flat.clone().view(ranks, -1)
-    for step in range(ranks - 1):
-        arriving = exchange(chunks[(rank - 1 - step) % ranks], right, left, group)
-        arriving += chunks[(rank - 2 - step) % ranks]
-    return chunks[rank]
-
-
-def _along_the_ring(flat, group, first, direction, to_the_right=True, more=0):
-    """All chunks after N-1 steps: in step s, chunk r+first+direction·s goes, and the next grows."""
-    rank, ranks, right, left = _ring(group)
-    to, source = (right, left) if to_the_right else (left, right)
-    chunks = flat.clone().view(ranks, -1)
-    for step in range(ranks - 1 + more):
-        sent = rank + first + direction * step
-        arriving = exchange(chunks[sent % ranks], to, source, group)
-        chunks[(sent + direction) % ranks] += arriving
-    return chunks
-
-
-def completes_a_neighbours_chunk(flat, group=None):
-    return _along_the_ring(flat, group, 0, -1)[dist.get_rank(group)]
-
-
-def completes_the_other_neighbours_chunk(flat, group=None):
-    return _along_the_ring(flat, group, 0, 1, to_the_right=False)[dist.get_rank(group)]
-
-
-def counts_up_to_the_right(flat, group=None):
-    return _along_the_ring(flat, group, 0, 1)[dist.get_rank(group)]
-
-
-def counts_back_to_the_left(flat, group=None):
-    return _along_the_ring(flat, group, 0, -1, to_the_right=False)[dist.get_rank(group)]
-
-
-def counts_up_from_the_next(flat, group=None):
-    return _along_the_ring(flat, group, 1, 1)[dist.get_rank(group)].clone()
-
-
-def counts_back_from_the_last(flat, group=None):
-    return _along_the_ring(flat, group, -1, -1, to_the_right=False)[dist.get_rank(group)].clone()
-
-
-def counts_up_to_its_right_neighbours(flat, group=None):
-    _, ranks, right, _ = _ring(group)
-    return _along_the_ring(flat, group, 0, 1)[right].clone() if ranks > 1 else flat.clone()
-
-
-def adds_the_same_chunk_each_time(flat, group=None):
-    rank, ranks, right, left = _ring(group)
-    chunks = flat.view(ranks, -1)
-    total = chunks[left].clone()
-    for _ in range(ranks - 1):
-        total = exchange(total, right, left, group) + chunks[rank]
-    return total
-
-
-def counts_the_chunks_upwards(flat, group=None):
-    rank, ranks, right, left = _ring(group)
-    chunks = flat.view(ranks, -1)
-    total = chunks[left].clone()
-    for step in range(1, ranks):
-        total = exchange(total, right, left, group) + chunks[(rank - 1 + step) % ranks]
-    return total
-
-
-def adds_the_chunk_that_it_has_sent(flat, group=None):
-    rank, ranks, right, left = _ring(group)
-    chunks = flat.view(ranks, -1)
-    total = chunks[left].clone()
-    for step in range(ranks - 1):
-        total = exchange(total, right, left, group) + chunks[(rank - 1 - step) % ranks]
-    return total
-
-
-def adds_all_that_arrives_to_its_own(flat, group=None):
-    rank, ranks, right, left = _ring(group)
-    chunks = flat.view(ranks, -1)
-    total = chunks[rank].clone()
-    for step in range(ranks - 1):
-        total += exchange(chunks[(rank - 1 - step) % ranks], right, left, group)
-    return total
-
-
-def sends_its_own_part_each_time(flat, group=None):
-    rank, ranks, right, left = _ring(group)
-    chunks = flat.view(ranks, -1)
-    total = chunks[rank].clone()
-    for step in range(1, ranks):
-        arriving = exchange(chunks[(rank - step) % ranks], right, left, group)
-        if step == ranks - 1:
-            total = total + arriving
-    return total
-
-
-def _reduces_one_step_more(back):
-    """The chunk that starts is so many back from this rank's own."""
-    def attempt(flat, group=None):
-        rank, ranks, right, left = _ring(group)
-        chunks = flat.view(ranks, -1)
-        total = chunks[rank - back].clone()
-        for step in range(1, ranks + 1):
-            total = exchange(total, right, left, group) + chunks[(rank - back - step) % ranks]
-        return total
-
-    return attempt
-
-
-def sends_its_finished_chunk_on(flat, group=None):
-    return _along_the_ring(flat, group, -1, -1, more=1)[dist.get_rank(group)].clone()
-
-
-def reduces_one_step_less(flat, group=None):
-    rank, ranks, right, left = _ring(group)
-    chunks = flat.view(ranks, -1)
-    total = chunks[left].clone()
-    for step in range(1, ranks - 1):
-        total = exchange(total, right, left, group) + chunks[(rank - 1 - step) % ranks]
-    return total
-
-
-def passes_the_whole_tensor(flat, group=None):
-    rank, ranks, right, left = _ring(group)
-    total, passing = flat.clone(), flat
-    for _ in range(ranks - 1):
-        passing = exchange(passing, right, left, group)
-        total += passing
-    return total.view(ranks, -1)[rank].clone()
-
-
-def passes_its_whole_sum(flat, group=None):
-    rank, ranks, right, left = _ring(group)
-    total = flat.clone()
-    for _ in range(ranks - 1):
-        total = total + exchange(total, right, left, group)
-    return total.view(ranks, -1)[rank].clone()
-
-
-def adds_in_place(flat, group=None):
-    rank, ranks, right, left = _ring(group)
-    chunks = flat.view(ranks, -1)
-    for step in range(ranks - 1):
-        arriving = exchange(chunks[(rank - 1 - step) % ranks], right, left, group)
-        chunks[(rank - 2 - step) % ranks] += arriving
-    return chunks[rank].clone()
-
-
-def does_not_copy_the_first_chunk(flat, group=None):
-    rank, ranks, right, left = _ring(group)
-    chunks = flat.view(ranks, -1)
-    total = chunks[left]
-    for step in range(1, ranks):
-        total = exchange(total, right, left, group) + chunks[(rank - 1 - step) % ranks]
-    return total
-
-
-def sends_each_chunk_to_its_rank(flat, group=None):
-    rank, ranks, *_ = _ring(group)
-    chunks = flat.view(ranks, -1)
-    total = chunks[rank].clone()
-    for distance in range(1, ranks):
-        to, source = (rank + distance) % ranks, (rank - distance) % ranks
-        total += exchange(chunks[to], to, source, group)
-    return total
-
-
-def calls_the_collective(flat, group=None):
-    total = flat.clone()
-    dist.all_reduce(total, group=group)
-    return total.chunk(dist.get_world_size(group))[dist.get_rank(group)].clone()
-
-
-def _reduce_scatter_of(rank, ranks, flat, group):
-    chunks = flat.view(ranks, -1)
-    total = chunks[(rank - 1) % ranks].clone()
-    for step in range(1, ranks):
-        arriving = exchange(total, (rank + 1) % ranks, (rank - 1) % ranks, group)
-        total = arriving + chunks[(rank - 1 - step) % ranks]
-    return total
-
-
-def takes_its_rank_among_all(flat, group=None):
-    return _reduce_scatter_of(dist.get_rank(), dist.get_world_size(group), flat, group)
-
-
-def counts_all_ranks(flat, group=None):
-    return _reduce_scatter_of(dist.get_rank(group), dist.get_world_size(), flat, group)
-
-
-def exchanges_without_the_group(flat, group=None):
-    return _reduce_scatter_of(dist.get_rank(group), dist.get_world_size(group), flat, None)
-
-
-def uses_the_group_in_exchange_only(flat, group=None):
-    return _reduce_scatter_of(dist.get_rank(), dist.get_world_size(), flat, group)
-
-
-def _by(swap):
-    """The first half, by another exchange."""
-    def attempt(flat, group=None):
-        rank, ranks, right, left = _ring(group)
-        chunks = flat.view(ranks, -1)
-        total = chunks[left].clone()
-        for step in range(1, ranks):
-            total = swap(total, right, left, group) + chunks[(rank - 1 - step) % ranks]
-        return total
-
-    return attempt
-
-
-def reduces_without_modulo(flat, group=None):
+def with_all_chunks(flat, group=None):
+    """The same, with a copy of all chunks to add into."""
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
-    chunks = flat.view(ranks, -1)
-    total = chunks[rank - 1].clone()
-    for step in range(1, ranks):
-        total = exchange(total, rank + 1, rank - 1, group) + chunks[rank - 1 - step]
-    return total
-
-
-def returns_all_chunks(flat, group=None):
-    rank = dist.get_rank(group)
-    whole = flat.clone()
-    whole.view(dist.get_world_size(group), -1)[rank] = ring_reduce_scatter(flat, group)
-    return whole
+    right, left = (rank + 1) % ranks, (rank - 1) % ranks
+    chunks = flat.clone().view(ranks, -1)
+    for step in range(ranks - 1):
+        sent = (rank - 1 - step) % ranks
+        arriving = exchange(chunks[sent], right, left, group)
+        mine = (rank - 2 - step) % ranks
+        chunks[mine] += arriving
+    return chunks[rank].clone()
 
 
 _NOT_SENT_ON = ("You return chunk r as it was. What arrives is added to a tensor that you do not "
@@ -637,6 +397,12 @@ _ENDS_ELSEWHERE = ("The sums travel as they should, but they end elsewhere: the 
 _MIXED = ("Parts of different chunks come together, and you return chunk r as it was. What arrives "
           "belongs to your own part of the same chunk: if you send to the right, the chunk that "
           "you send is one further back in each step; to the left, one further on.")
+_SEND_FIRST = """arriving = torch.empty_like(total)
+dist.send(total, group_dst=right, group=group)
+dist.recv(arriving, group_src=left, group=group)"""
+_RECEIVE_FIRST = """arriving = torch.empty_like(total)
+dist.recv(arriving, group_src=left, group=group)
+dist.send(total, group_dst=right, group=group)"""
 _AS_IT_WAS = {"its own part": _NOT_SENT_ON, "a sum": _ENDS_ELSEWHERE, "a mixture": _MIXED}
 _SENT_ON = "what it sends in the second step"
 
@@ -670,61 +436,112 @@ class RingReduceScatter(OnARing):
         "left, group)` brings a partial sum of chunk (r-1-s) mod N: add your own part of it.",
     )
     solution = staticmethod(ring_reduce_scatter)
-    mistakes = (
-        Mistake(starts_with_its_own_chunk, "The chunk is complete, but it is a neighbour's. Rank r "
-                "has to end with chunk r: start with another chunk, so that its way ends there."),
-        Mistake(starts_two_chunks_back, "The chunk is complete, but it is a neighbour's. Rank r "
-                "has to end with chunk r: you start one chunk too far back."),
-        Mistake(passes_on_without_adding, "The chunk that arrives overwrites yours. It holds the "
-                "sum of the ranks that it has passed: add it to your own part."),
-        Mistake(returns_its_own_chunk, _NOT_SENT_ON),
-        *(Mistake(attempt, _ENDS_ELSEWHERE) for attempt in (
-            completes_a_neighbours_chunk, completes_the_other_neighbours_chunk)),
-        *(Mistake(attempt, _MIXED) for attempt in (
-            counts_up_to_the_right, counts_back_to_the_left)),
-        Mistake(adds_the_same_chunk_each_time, "You add the same chunk in every step, so parts of "
-                "different chunks come together. Another chunk arrives each time: add your own "
-                "part of that one."),
-        *(Mistake(attempt, "You add a part of the wrong chunk. What arrives from the left is one "
-                  "chunk further back in each step, not one further on; from the right, one "
-                  "further on.") for attempt in (
-            counts_the_chunks_upwards, counts_up_from_the_next, counts_back_from_the_last,
-            counts_up_to_its_right_neighbours)),
-        Mistake(adds_the_chunk_that_it_has_sent, "You add your own part of the chunk that you have "
-                "just sent. What arrives from the left is one chunk further back: add your own "
-                "part of that one."),
-        Mistake(adds_all_that_arrives_to_its_own, "All that arrives is added to your chunk r, and "
-                "it holds the left neighbour's parts of other chunks. Add it to your own part of "
-                "the same chunk, and send that sum on."),
-        Mistake(sends_its_own_part_each_time, "You send your own parts, and not the sums: only "
-                "one other rank's part gets into your chunk. Send what has arrived, with your "
-                "part added."),
-        *(Mistake(_reduces_one_step_more(back),
-                  _ONE_STEP_MORE + " Another step adds a part a second time.") for back in (0, 1)),
-        Mistake(sends_its_finished_chunk_on, _ONE_STEP_MORE),
-        Mistake(reduces_one_step_less, _ONE_STEP_LESS),
-        Mistake(passes_the_whole_tensor, "You pass the whole tensor around. In each step, send "
-                "only one of the N chunks: that is where a ring saves its bytes."),
-        Mistake(passes_its_whole_sum, "You send your sum so far, whole, and add the sum that "
-                "arrives: parts are added more than once. Send one chunk in each step, another "
-                "one each time."),
-        Mistake(adds_in_place, "The sum is right, and the caller's tensor is changed: its chunks "
-                "hold partial sums now. Add into a tensor of your own."),
-        Mistake(does_not_copy_the_first_chunk, _SHARES_MEMORY),
-        Mistake(_in_float32(ring_reduce_scatter), _FLOAT32),
-        Mistake(sends_each_chunk_to_its_rank, _STRAIGHT),
-        Mistake(calls_the_collective, _FINISHED),
-        *(Mistake(attempt, _WITHOUT_GROUP) for attempt in (
-            _among_all(ring_reduce_scatter), takes_its_rank_among_all, counts_all_ranks,
-            exchanges_without_the_group, uses_the_group_in_exchange_only)),
-        Mistake(_by(send_first), _CIRCLE, hangs=True),
-        Mistake(_by(receive_first), _EMPTY_CIRCLE, hangs=True),
-        Mistake(_by(receives_from_where_it_sends), _WRONG_SIDE, hangs=True),
-        Mistake(reduces_without_modulo, _NO_SUCH_RANK),
-        Mistake(_divided(ring_reduce_scatter), _DIVIDED),
-        Mistake(returns_all_chunks, "You return the whole tensor, and only chunk r of it is "
-                "complete on rank r: return that one."),
-        Mistake(_returning_nothing(ring_reduce_scatter), _NOTHING),
+    also_right = (with_all_chunks,)
+    slips = (
+        Slip("The chunk is complete, but it is a neighbour's. Rank r has to end with chunk r: "
+             "start "
+             "with another chunk, so that its way ends there.",
+             {"chunks[left]": "chunks[rank]", "rank - 1 - step": "rank - step"},
+             {"rank - 1 - step": "rank - step", "rank - 2 - step": "rank - 1 - step",
+              "chunks[rank].clone()": "chunks[right].clone()"}),
+        Slip("The chunk is complete, but it is a neighbour's. Rank r has to end with chunk r: you "
+             "start one chunk too far back.",
+             {"chunks[left]": "chunks[(rank - 2) % ranks]", "rank - 1 - step": "rank - 2 - step"}),
+        Slip("The chunk that arrives overwrites yours. It holds the sum of the ranks that it has "
+             "passed: add it to your own part.",
+             {"arriving + chunks[(rank - 1 - step) % ranks]": "arriving"},
+             {"+= arriving": "= arriving"}),
+        Slip(_NOT_SENT_ON, {"chunks[mine] += arriving": "arriving += chunks[mine]"}),
+        Slip(_ENDS_ELSEWHERE,
+             {"rank - 1 - step": "rank - step", "rank - 2 - step": "rank - 1 - step"},
+             {"rank - 1 - step": "rank + step", "rank - 2 - step": "rank + 1 + step",
+              "], right, left,": "], left, right,"}),
+        Slip(_MIXED,
+             {"rank - 1 - step": "rank + step", "rank - 2 - step": "rank + 1 + step"},
+             {"rank - 1 - step": "rank - step", "rank - 2 - step": "rank - 1 - step",
+              "], right, left,": "], left, right,"}),
+        Slip("You add the same chunk in every step, so parts of different chunks come together. "
+             "Another chunk arrives each time: add your own part of that one.",
+             {"chunks[(rank - 1 - step) % ranks]": "chunks[rank]"}),
+        Slip("You add a part of the wrong chunk. What arrives from the left is one chunk further "
+             "back in each step, not one further on; from the right, one further on.",
+             {"+ chunks[(rank - 1 - step) % ranks]": "+ chunks[(rank - 1 + step) % ranks]"},
+             {"right, left, group)": "left, right, group)"},
+             {"rank - 1 - step": "rank + step", "rank - 2 - step": "rank + 1 + step",
+              "return chunks[rank]": "return chunks[right]"},
+             {"chunks[left]": "chunks[right]", "rank - 1 - step": "rank + 1 + step"}),
+        Slip("You add your own part of the chunk that you have just sent. What arrives from the "
+             "left "
+             "is one chunk further back: add your own part of that one.",
+             {"+ chunks[(rank - 1 - step) % ranks]": "+ chunks[(rank - step) % ranks]"}),
+        Slip("All that arrives is added to your chunk r, and it holds the left neighbour's parts "
+             "of "
+             "other chunks. Add it to your own part of the same chunk, and send that sum on.",
+             {"chunks[mine] += arriving": "chunks[rank] += arriving"}),
+        Slip("You send your own parts, and not the sums: only one other rank's part gets into your "
+             "chunk. Send what has arrived, with your part added.",
+             {"exchange(total,": "exchange(chunks[(rank - step) % ranks],"},
+             {"exchange(chunks[sent],": "exchange(flat.view(ranks, -1)[sent],"}),
+        Slip(_ONE_STEP_MORE + " Another step adds a part a second time.",
+             {"range(1, ranks)": "range(1, ranks + 1)"},
+             {"chunks[left]": "chunks[rank]", "rank - 1 - step": "rank - step",
+              "range(1, ranks)": "range(1, ranks + 1)"}),
+        Slip(_ONE_STEP_MORE, {"range(ranks - 1)": "range(ranks)"}),
+        Slip(_ONE_STEP_LESS, {"range(1, ranks)": "range(1, ranks - 1)"},
+             {"range(ranks - 1)": "range(ranks - 2)"}),
+        Slip("You pass the whole tensor around. In each step, send only one of the N chunks: that "
+             "is "
+             "where a ring saves its bytes.",
+             {"chunks = flat.view(ranks, -1)": "passing = flat",
+              "chunks[left].clone()": "flat.view(ranks, -1)[rank].clone()",
+              "arriving = exchange(total,": "passing = exchange(passing,",
+              "arriving + chunks[(rank - 1 - step) % ranks]":
+                  "total + passing.view(ranks, -1)[rank]"}),
+        Slip("You send your sum so far, whole, and add the sum that arrives: parts are added more "
+             "than once. Send one chunk in each step, another one each time.",
+             {"chunks[left].clone()": "flat.clone()",
+              "arriving + chunks[(rank - 1 - step) % ranks]": "total + arriving",
+              "return total": "return total.view(ranks, -1)[rank].clone()"}),
+        Slip("The caller's tensor is changed: its chunks hold partial sums now. Add into a tensor "
+             "of "
+             "your own.",
+             {"flat.clone()": "flat"}),
+        Slip(_SHARES_MEMORY, {"chunks[left].clone()": "chunks[left]"}),
+        Slip(_FLOAT32, {"flat.view(": "flat.float().view(",
+                        "return total": "return total.to(flat.dtype)"},
+             {"flat.clone()": "flat.clone().float()", "return chunks[rank].clone()":
+                  "return chunks[rank].to(flat.dtype)"}),
+        Slip("What you return is float32. A result keeps the dtype of `flat`, and so does what "
+             "travels: float32 rounds large integers and float64.",
+             {"flat.view(": "flat.float().view("}, {"flat.clone()": "flat.clone().float()"}),
+        Slip(_STRAIGHT,
+             {"total = chunks[left].clone()": "total = chunks[rank].clone()",
+              "exchange(total, right, left,": "exchange(chunks[(rank + step) % ranks], "
+                                              "(rank + step) % ranks, (rank - step) % ranks,",
+              "arriving + chunks[(rank - 1 - step) % ranks]": "total + arriving"}),
+        Slip(_FINISHED, {"for step in range(1, ranks):": "dist.all_reduce(flat.clone(), "
+                                                         "group=group)\n"
+                                                       "for step in range(1, ranks):"},
+             {"for step in range(ranks - 1):": "dist.all_reduce(chunks, group=group)\n"
+                                               "for step in []:"}),
+        Slip(_WITHOUT_GROUP, {"left, group)": "left)"}, {"get_rank(group)": "get_rank()"},
+             {"get_world_size(group)": "get_world_size()"}, {"(group)": "()"},
+             {"(group)": "()", "left, group)": "left)"}),
+        Slip(_CIRCLE, {"arriving = exchange(total, right, left, group)": _SEND_FIRST}, hangs=True),
+        Slip(_EMPTY_CIRCLE, {"arriving = exchange(total, right, left, group)": _RECEIVE_FIRST},
+             hangs=True),
+        Slip(_WRONG_SIDE, {"right, left, group": "right, right, group"}, hangs=True),
+        Slip(_NO_SUCH_RANK, {"(rank + 1) % ranks, (rank - 1) % ranks": "rank + 1, rank - 1",
+                             "[left]": "[rank - 1]", "[(rank - 1 - step) % ranks]":
+                             "[rank - 1 - step]"}),
+        Slip(_DIVIDED, {"return total": "return total / ranks"},
+             {"chunks[rank].clone()": "chunks[rank] / ranks"}),
+        Slip("You return the whole tensor, and only chunk r of it is complete on rank r: return "
+             "that "
+             "one.",
+             {"return total": "whole = flat.clone()\nwhole.view(ranks, -1)[rank] = total\n"
+                              "return whole"}),
+        Slip(_NOTHING, {"return total": ""}, {"return chunks[rank].clone()": ""}),
     )
 
     def explanation(self, attempt, got, world_size):
@@ -754,10 +571,11 @@ class RingReduceScatter(OnARing):
         return facts
 
     def parts_of(self, tensors, rank):
-        return [tensor.chunk(len(tensors))[rank] for tensor in tensors]
+        return {f"rank {other}'s chunk {chunk}": part for other, tensor in enumerate(tensors)
+                for chunk, part in enumerate(tensor.chunk(len(tensors)))}
 
     def result_of(self, tensors, rank):
-        return torch.stack(self.parts_of(tensors, rank)).sum(dim=0)
+        return torch.stack([tensor.chunk(len(tensors))[rank] for tensor in tensors]).sum(dim=0)
 
 
 # --- 3.3: the ring's second half -----------------------------------------------------------------

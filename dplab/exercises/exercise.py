@@ -9,7 +9,9 @@ them, and that no other fact speaks against.
 
 import ast
 import dis
+import functools
 import inspect
+import itertools
 import re
 import textwrap
 import time
@@ -17,6 +19,7 @@ import traceback
 import types
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -24,11 +27,19 @@ import torch
 from dplab import RankError
 from dplab.desk import course
 from dplab.exercises import observe
-from dplab.exercises.compare import COMMUNICATED, explained, first_difference, overlap
+from dplab.exercises.compare import (
+    COMMUNICATED,
+    explained,
+    first_difference,
+    overlap,
+    wrong_facts,
+)
+from dplab.exercises.mistakes import Mistake, Slip, both
 from dplab.spawn.parent.output import headed
 from dplab.spawn.parent.report import PAIRS
 
 NOT_ATTEMPTED, PASSED, WRONG, CRASHED = "not attempted", "passed", "wrong", "crashed"
+SECONDS_FOR_TWO, MOST_PAIRS = 5.0, 600  # to try two mistakes at once
 AT_LEAST = "First: "  # before a mistake that explains the first wrong fact, and not all
 
 
@@ -39,19 +50,6 @@ RETURN_NOTHING = {
     "all_gather", "all_gather_into_tensor", "all_gather_single", "all_reduce", "all_to_all",
     "all_to_all_single", "broadcast", "gather", "reduce", "reduce_scatter", "reduce_scatter_single",
     "reduce_scatter_tensor", "scatter"}
-
-
-@dataclass(frozen=True, eq=False)
-class Mistake:
-    """A short wrong implementation, and the sentence that explains it to who wrote the same.
-
-    One that ``hangs`` where it first fails is compared with attempts that are stuck there, and
-    with no others: it takes a while to be found stuck.
-    """
-
-    attempt: Callable
-    why: str
-    hangs: bool = False
 
 
 @dataclass
@@ -82,7 +80,9 @@ class Exercise:
     minutes: int
     hints: tuple[str, ...]
     solution: Callable
-    mistakes: tuple[Mistake, ...]
+    mistakes: tuple[Mistake, ...] = ()
+    slips: tuple[Slip, ...] = ()
+    also_right: tuple[Callable, ...] = ()  # in which the slips can be made, beside the solution
     short: Callable | None = None  # the idea of the solution alone, where that is another
     stub: Callable | None = None  # where the reader repairs code: that code
     world_sizes: tuple[int, ...] = (1, 2, 3, 4)
@@ -103,7 +103,17 @@ class Exercise:
 
     def __getstate__(self):
         """What a rank gets: not what is known of other attempts."""
-        return vars(self) | {"_expectations": {}, "_outcomes": {}}
+        return vars(self) | {"_expectations": {}, "_outcomes": {}, "known": ()}
+
+    @cached_property
+    def known(self) -> tuple[Mistake, ...]:
+        """Every known mistake: those written out, and the slips made in the right answers."""
+        return (*self.mistakes, *(
+            made for slip in self.slips for made in slip.made_in(self._right_answers)))
+
+    @property
+    def _right_answers(self):
+        return (self.solution, *self.also_right)
 
     @property
     def chapter(self) -> course.Key:
@@ -304,10 +314,12 @@ class Exercise:
         """
         crashed = isinstance(got, RankError)
         stuck = crashed and got.kind == "stuck"
-        scores = {mistake: 0 for mistake in self.mistakes if mistake.hangs == stuck}
+        scores = {mistake: 0 for mistake in self.known if mistake.hangs == stuck}
         explains_all = set(scores)
+        mine_at = functools.cache(lambda size: got if size == world_size else self._observe(
+            attempt, size, quiet=True))
         for size in [each for each in self.world_sizes if each >= world_size]:
-            mine = got if size == world_size else self._observe(attempt, size, quiet=True)
+            mine = mine_at(size)
             expected = self.expected_of_all(size)
             for mistake, theirs in self._outcomes_of(scores, size, mine).items():
                 shared = overlap(expected, mine, theirs, self.tolerance,
@@ -323,25 +335,62 @@ class Exercise:
             if crashed or not scores:
                 break
         scores = self._right_before(scores, world_size)
+        whole = [mistake.why for mistake in scores if mistake in explains_all]
+        if not whole and not crashed and (two := self._two_at_once(mine_at, world_size)):
+            return two
         if not scores:
             return ""
-        whole = [mistake.why for mistake in scores if mistake in explains_all]
         best = max(scores.values())
         partly = {mistake.why for mistake, score in scores.items() if score == best}
         if whole or len(partly) > 1:  # where several explain as much, there is no telling
             return whole[0] if whole else ""
         return AT_LEAST + partly.pop()
 
+    def _two_at_once(self, mine_at, world_size):
+        """The sentences of two slips that together do what the attempt does; "" if none do.
+
+        ``mine_at`` gives the attempt's outcome at a world size. Those two are tried first which
+        get wrong what the attempt gets wrong.
+        """
+        expected, until = self.expected_of_all(world_size), time.monotonic() + SECONDS_FOR_TWO
+        wrong = wrong_facts(expected, mine_at(world_size), self.tolerance)
+        wrong_in = {mistake: wrong_facts(expected, facts, self.tolerance)
+                    for mistake in self.known if mistake.edits and isinstance(
+                        facts := self._outcomes.get((mistake, world_size)), list)}
+        pairs = sorted(itertools.combinations(wrong_in, 2), key=lambda pair: len(
+            (wrong_in[pair[0]] | wrong_in[pair[1]]) ^ wrong))
+        left = [(pair, attempt) for pair in pairs[:MOST_PAIRS]
+                for attempt in both(*pair, self._right_answers)]
+        before = self.world_sizes[:self.world_sizes.index(world_size)]
+        for size in [*(each for each in self.world_sizes if each >= world_size), *before]:
+            if not left:
+                break
+            found = observe.in_turn(self.trial, [attempt for _, attempt in left], size,
+                                    seconds=3 * self._limit, until=until)
+            left = [each for each, theirs in zip(left, found, strict=True) if (
+                self._is_right(theirs, size) if size in before
+                else self._do_the_same(mine_at(size), theirs, size))]
+        whys = list(dict.fromkeys(f"{one.why} And: {other.why}" for (one, other), _ in left))
+        return whys[0] if len(whys) == 1 else ""
+
+    def _do_the_same(self, mine, theirs, world_size):
+        """Whether two outcomes are alike; theirs is None where its ranks fail."""
+        if isinstance(mine, RankError) or theirs is None:
+            return isinstance(mine, RankError) and theirs is None
+        shared = overlap(self.expected_of_all(world_size), mine, theirs, self.tolerance)
+        return not shared.unexplained and not shared.contradicted
+
     def _right_before(self, scores, world_size):
         """The known mistakes that are right, as the attempt is, at the world sizes before this."""
         for size in self.world_sizes[:self.world_sizes.index(world_size)]:
-            expected = self.expected_of_all(size)
             for mistake, theirs in self._outcomes_of(scores, size, []).items():
-                is_right = isinstance(theirs, list) and not first_difference(
-                    expected, theirs, self.tolerance)
-                if not (is_right or mistake.hangs):
+                if not (mistake.hangs or self._is_right(theirs, size)):
                     del scores[mistake]
         return scores
+
+    def _is_right(self, outcome, world_size):
+        return isinstance(outcome, list) and not first_difference(
+            self.expected_of_all(world_size), outcome, self.tolerance)
 
     def _observe(self, attempt, world_size, *, quiet=False):
         """The ranks' facts, or the RankError in place of them."""

@@ -1,10 +1,12 @@
 """What attempts do on ranks: one attempt by itself, or many known mistakes in turn."""
 
 import contextlib
+import math
 import os
 import pickle
 import random
 import tempfile
+import time
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -32,16 +34,18 @@ def alone(task: Callable[[object], dict], attempt, world_size: int, *, seconds: 
 
 
 def in_turn(task: Callable[[object], dict], attempts: Sequence, world_size: int, *,
-            seconds: float) -> list[list[dict] | None]:
-    """The ranks' facts of each attempt, quietly; None for an attempt that its ranks do not survive.
+            seconds: float, until: float = math.inf) -> list[list[dict] | None]:
+    """The ranks' facts of each attempt, quietly; None for an attempt that its ranks do not survive,
+    and for those that are left at the time ``until``.
 
     One set of ranks tries as many attempts as it can: fresh ranks for each would take most of a
     check's time.
     """
     outcomes: list[list[dict] | None] = []
-    while len(outcomes) < len(attempts):
-        outcomes += _until_one_fails(task, attempts[len(outcomes):], world_size, seconds)
-    return outcomes
+    while len(outcomes) < len(attempts) and (left := until - time.monotonic()) > 0:
+        outcomes += _until_one_fails(task, attempts[len(outcomes):], world_size,
+                                     min(seconds, left))
+    return outcomes + [None] * (len(attempts) - len(outcomes))
 
 
 def _until_one_fails(task, attempts, world_size, seconds):

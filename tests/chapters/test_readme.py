@@ -194,7 +194,7 @@ def test_the_exercises_to_copy_are_short():
     for name, module in copied:
         [exercise] = [each for each in every_exercise() if type(each).__name__ == name]
         assert type(exercise).__module__ == f"dplab.exercises.{module}"
-        assert len(exercise.mistakes) <= 16
+        assert len(exercise.known) <= 16
 
 
 def test_contributing_is_one_page():

@@ -13,7 +13,7 @@ from dplab.exercises.exercise import PASSED, WRONG, Exercise
 
 EXERCISES = every_exercise()
 MISTAKES = [pytest.param(exercise, mistake, id=f"{exercise.slug}-{index}")
-            for exercise in EXERCISES for index, mistake in enumerate(exercise.mistakes)]
+            for exercise in EXERCISES for index, mistake in enumerate(exercise.known)]
 
 
 @pytest.mark.parametrize("exercise", EXERCISES, ids=lambda exercise: exercise.slug)
@@ -40,7 +40,7 @@ SHARED: dict[type, Callable] = {}
 @pytest.mark.slow
 @pytest.mark.parametrize(("exercise", "mistake"), [
     pytest.param(exercise, mistake, id=exercise.slug) for exercise in EXERCISES
-    for mistake in exercise.mistakes[-1:]])
+    for mistake in exercise.known[-1:]])
 def test_a_known_mistake_is_named_by_a_run_of_its_own(exercise, mistake):
     names_it(exercise, mistake)
 
@@ -56,7 +56,7 @@ def test_an_exercise_is_complete(exercise):
     assert re.fullmatch(r"(\d+|[A-Z])\.\d+", exercise.number)
     assert re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", exercise.slug)
     assert len(exercise.hints) == 3
-    assert len({mistake.why for mistake in exercise.mistakes}) >= 3
+    assert len({mistake.why for mistake in exercise.known}) >= 3
     source = exercise.solution_source()
     assert source.startswith((f"def {exercise.name}(", f"class {exercise.name}"))
     names = {node.id for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Name)}

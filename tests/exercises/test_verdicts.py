@@ -140,7 +140,7 @@ def leaves_it_to_ddp(model, optimizer, images, labels, batches, group=None):
 
 def hangs_on_more_than_two(model, group=None):
     if dist.get_world_size() < 3:
-        find("4.2").mistakes[0].attempt(model, group)
+        find("4.2").known[0].attempt(model, group)
     elif dist.get_rank() == 0:
         dist.barrier()
 
@@ -148,7 +148,7 @@ def hangs_on_more_than_two(model, group=None):
 @pytest.mark.slow
 def test_an_attempt_that_fails_only_at_a_larger_world_size_is_still_judged():
     verdict = find("4.2").judge(hangs_on_more_than_two)
-    assert (verdict.outcome, verdict.why) == (WRONG, AT_LEAST + find("4.2").mistakes[0].why)
+    assert (verdict.outcome, verdict.why) == (WRONG, AT_LEAST + find("4.2").known[0].why)
     assert "it is 2 times the reference" in verdict.detail
 
 

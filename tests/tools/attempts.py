@@ -23,10 +23,10 @@ def from_shared_ranks(observe: Callable) -> Callable:
     failed, under_way = {}, set()
 
     def shared(exercise, attempt, world_size, *, quiet=False):
-        mistakes = [each for each in exercise.mistakes if each.attempt is attempt]
+        mistakes = [each for each in exercise.known if each.attempt is attempt]
         if mistakes and not mistakes[0].hangs and exercise.slug not in under_way:
             under_way.add(exercise.slug)
-            found = exercise._outcomes_of(exercise.mistakes, world_size, [])[mistakes[0]]
+            found = exercise._outcomes_of(exercise.known, world_size, [])[mistakes[0]]
             under_way.remove(exercise.slug)
             if isinstance(found, list):
                 return found
