@@ -81,6 +81,8 @@ class Guess:
         a number in the unit, and ``when``; once revealed, ``measured`` and whether it was ``good``.
         """
         entry = record.entries("guesses").get(self.slug, {})
+        if self._choices is None and isinstance(entry.get("measured"), str):
+            return {}  # of a time when the question had choices
         with contextlib.suppress(NotUnderstood, KeyError):
             return entry | {"value": self._understood(str(entry["answer"]))}
         return {}

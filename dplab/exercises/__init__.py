@@ -99,12 +99,13 @@ def reset(id: str) -> None:
         return
     record.forget("exercises", exercise.slug)
     aside = kept.set_aside(exercise.slug)
-    words = f"The answer with which you passed is kept as `{aside}`. " * bool(aside)
+    words = f"The answer with which you passed is kept as `{aside}`. " if aside else ""
     stub = course.stub_of(exercise.chapter, exercise.slug)
-    cell = _with_stubs(_cell_that_runs())
+    as_it_ran = _cell_that_runs()
+    cell = _with_stubs(as_it_ran)
     if stub is None:
         words += "The course's notebooks are not beside the package, so its stub is not at hand."
-    elif stub in cell:
+    elif cell != as_it_ran:
         ipython().set_next_input(cell, replace=True)
         stub = ""
         words += ("The stub is in this cell now, in place of the call, so that Run All does not "

@@ -62,11 +62,12 @@ def _check(exercise: Exercise, file: Path) -> int:
 def attempt_in(file: Path, name: str):
     """What the file defines as ``name``. Raises `NoAttempt`, or `kept.Broken` where that fails."""
     text = "\n".join(_until_defined(_cells(file), file, name))
-    statements = [(node, *_names(node)) for node in ast.parse(text).body]
+    statements = [(node, *_names(node)) for node in ast.parse(text).body
+                  if not _is_of_a_script(node)]
     needed = {name}
     for _ in statements:  # what they use may use more
         needed.update(*(uses for _, binds, uses in statements if binds & needed))
-    wanted = {number for node, binds, _ in statements if binds & needed
+    wanted = {number for node, binds, _ in statements if binds & needed or _is_of_all(node, file)
               for number in range(_first_line(node), node.end_lineno + 1)}
     # The others are left empty, so that an error names the right line of a Python file.
     lines = [line if number in wanted else "" for number, line in enumerate(text.split("\n"), 1)]
@@ -79,13 +80,20 @@ def _cells(file):
         text = file.read_text(encoding="utf-8")
         if file.suffix != ".ipynb":
             return [text]
-        to_python = TransformerManager().transform_cell
-        return [to_python("".join(cell["source"])) for cell in json.loads(text)["cells"]
+        return [_as_python("".join(cell["source"])) for cell in json.loads(text)["cells"]
                 if cell["cell_type"] == "code"]
     except OSError as error:
         raise NoAttempt(f"{file}: {error.strerror}") from None
     except (ValueError, KeyError, TypeError) as error:
         raise NoAttempt(f"{file} cannot be read ({error})") from None
+
+
+def _as_python(cell):
+    """A notebook's cell without magics; as it stands where it is no Python."""
+    try:
+        return TransformerManager().transform_cell(cell)
+    except SyntaxError:  # `_until_defined` says so, where it matters
+        return cell
 
 
 def _until_defined(cells, file, name):
@@ -97,6 +105,7 @@ def _until_defined(cells, file, name):
     for cell in cells:
         try:
             tree = ast.parse(cell)
+            symtable.symtable(cell, str(file), "exec")  # refuses what the parser lets pass
         except SyntaxError as error:
             if name in cell:
                 raise NoAttempt(f"{file} is no Python where it has `{name}`: {error}") from None
@@ -120,6 +129,20 @@ def _names(node):
         inner += scope.get_children()
         uses |= {each.get_name() for each in scope.get_symbols() if each.is_global()}
     return binds, uses
+
+
+def _is_of_a_script(node):
+    """Whether it runs only where the file is run: ``if __name__ == "__main__"``."""
+    return isinstance(node, ast.If) and "__name__" in ast.unparse(node.test)
+
+
+def _is_of_all(node, file):
+    """Whether it is an import that serves what does not name it.
+
+    In a notebook, whose cells are joined, one from ``__future__`` would not stand first.
+    """
+    return isinstance(node, ast.ImportFrom) and (
+        node.names[0].name == "*" or (node.module == "__future__" and file.suffix != ".ipynb"))
 
 
 def _first_line(node):

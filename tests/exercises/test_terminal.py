@@ -128,3 +128,23 @@ def test_progress_names_the_next_exercise(capsys, outcomes, following):
 def test_the_version_is_that_of_the_project(capsys):
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     assert said_by(capsys, "--version").split() == ["dplab", project["version"]]
+
+
+@pytest.mark.parametrize("more", [
+    "from torch.distributed import *\n", "from __future__ import annotations\n",
+    "if __name__ == '__main__':\n    dist = None\n    raise SystemExit('training starts')\n"])
+def test_what_serves_the_whole_file_is_kept_and_a_script_does_not_start(more, tmp_path, capsys):
+    file = tmp_path / "mine.py"
+    text = RIGHT.replace("dist.all_reduce", "all_reduce") if "*" in more else RIGHT
+    file.write_text(more + text, encoding="utf-8")
+    assert main(["check", "global-mean", str(file)]) == 0, capsys.readouterr().out
+
+
+@pytest.mark.parametrize("cell", ["    dedented = 1\n  again = 2", "def twice(x, x): pass"])
+def test_a_cell_that_is_no_python_does_not_matter_elsewhere(cell, tmp_path, capsys):
+    file = tmp_path / "mine.ipynb"
+    right = RIGHT.split("raise SystemExit")[0].replace("unused = 1 / 0", "")
+    file.write_text(json.dumps({"nbformat": 4, "nbformat_minor": 5, "metadata": {}, "cells": [
+        {"cell_type": "code", "metadata": {}, "outputs": [], "execution_count": None, "id": name,
+         "source": source} for name, source in (("a", cell), ("b", right))]}), encoding="utf-8")
+    assert main(["check", "global-mean", str(file)]) == 0, capsys.readouterr().out
