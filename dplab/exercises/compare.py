@@ -82,7 +82,8 @@ def agree(expected, got, tolerance) -> bool:
     if isinstance(expected, Held):  # what cannot be known is not held against anybody
         return not said(got, expected.times)
     if isinstance(expected, dict) and isinstance(got, dict):  # both of attempts
-        return all(abs(got[name] - times) <= NEAR for name, times in expected.items())
+        return expected.keys() == got.keys() and all(
+            abs(got[name] - times) <= NEAR for name, times in expected.items())
     if isinstance(expected, torch.Tensor):
         if not isinstance(got, torch.Tensor) or got.shape != expected.shape:
             return False
@@ -317,8 +318,8 @@ def _sum_of(difference, parts):
         parts = {f"rank {rank}'s part": part for rank, part in enumerate(parts)}
     if words := _held(got, right, parts):
         return words
-    ranks = len(parts)
-    chunks = [tensor.flatten().tensor_split(ranks) for tensor in (got, right, *parts.values())]
+    chunks = [tensor.flatten().tensor_split(len(parts))
+              for tensor in (got, right, *parts.values())]
     for chunk, (mine, its, *of_parts) in enumerate(zip(*chunks, strict=True)):
         if words := _held(mine, its, dict(zip(parts, of_parts, strict=True))):
             return f"in chunk {chunk}, {words}"

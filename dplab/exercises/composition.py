@@ -65,7 +65,8 @@ def said(found: Times | None, right: Times, groups: Mapping[str, Iterable[str]] 
     unequal = [name for name in held if name in right and abs(held[name] - right[name]) > near]
     if not (missing or strange or unequal):
         return ""
-    if strange or len(missing + unequal) > len(right) / 2 > 1:
+    most_differ = len(right) > 2 and len(missing + unequal) > len(right) / 2
+    if strange or most_differ:
         return f"it holds {_listed(held, groups)}, and should hold {_listed(right, groups)}"
     if len(held) == 1 and not unequal:
         return f"it holds {_and(held)} alone"

@@ -133,8 +133,10 @@ class Exercise:
         """Numbers of this rank's data, by name, of which a wrong factor may be made."""
         return {}
 
-    def parts(self, world_size: int, rank: int) -> dict[str, list]:
-        """By fact, where it is a sum over the ranks: what each rank contributes to this rank's."""
+    def parts(self, world_size: int, rank: int) -> dict[str, list | dict]:
+        """By fact, where it is a sum: what each rank contributes to this rank's, in their order; or
+        whatever may be in it, by name, such as "rank 1's chunk 2".
+        """
         return {}
 
     def judge(self, *objects, tell: Callable[[int | None], object] = lambda step: None) -> Verdict:
@@ -318,7 +320,7 @@ class Exercise:
         explains_all = set(scores)
         mine_at = functools.cache(lambda size: got if size == world_size else self._observe(
             attempt, size, quiet=True))
-        for size in [each for each in self.world_sizes if each >= world_size]:
+        for size in self._around(world_size)[1]:
             mine = mine_at(size)
             expected = self.expected_of_all(size)
             for mistake, theirs in self._outcomes_of(scores, size, mine).items():
@@ -361,17 +363,23 @@ class Exercise:
             (wrong_in[pair[0]] | wrong_in[pair[1]]) ^ wrong))
         left = [(pair, attempt) for pair in pairs[:MOST_PAIRS]
                 for attempt in both(*pair, self._right_answers)]
-        before = self.world_sizes[:self.world_sizes.index(world_size)]
-        for size in [*(each for each in self.world_sizes if each >= world_size), *before]:
-            if not left:
-                break
+        before, onward = self._around(world_size)
+        for size in (*onward, *before):
             found = observe.in_turn(self.trial, [attempt for _, attempt in left], size,
                                     seconds=3 * self._limit, until=until)
+            if len(found) < len(left):  # the time is over: others might do the same
+                return ""
             left = [each for each, theirs in zip(left, found, strict=True) if (
                 self._is_right(theirs, size) if size in before
                 else self._do_the_same(mine_at(size), theirs, size))]
         whys = list(dict.fromkeys(f"{one.why} And: {other.why}" for (one, other), _ in left))
         return whys[0] if len(whys) == 1 else ""
+
+    def _around(self, world_size):
+        """The world sizes tried before this one; then this one, and the larger ones after it."""
+        place = self.world_sizes.index(world_size)
+        return self.world_sizes[:place], [
+            size for size in self.world_sizes[place:] if size >= world_size]
 
     def _do_the_same(self, mine, theirs, world_size):
         """Whether two outcomes are alike; theirs is None where its ranks fail."""
@@ -382,7 +390,7 @@ class Exercise:
 
     def _right_before(self, scores, world_size):
         """The known mistakes that are right, as the attempt is, at the world sizes before this."""
-        for size in self.world_sizes[:self.world_sizes.index(world_size)]:
+        for size in self._around(world_size)[0]:
             for mistake, theirs in self._outcomes_of(scores, size, []).items():
                 if not (mistake.hangs or self._is_right(theirs, size)):
                     del scores[mistake]

@@ -3,6 +3,7 @@
 Edits that lie on different lines can be made together, so two mistakes at once are found as well.
 """
 
+import functools
 import inspect
 import itertools
 import linecache
@@ -45,7 +46,7 @@ class Slip:
         Raises ValueError for edits that none has a place for: the answer has changed.
         """
         for edits in self.ways:
-            made = [source.compiled(text) for source in map(Source, answers)
+            made = [source.compiled(text) for source in map(_source_of, answers)
                     if (text := source.edited(edits)) is not None]
             if not made:
                 raise ValueError(f"no right answer has a place for {edits}")
@@ -55,7 +56,7 @@ class Slip:
 def both(one: Mistake, other: Mistake, answers: Iterable[Callable]) -> Iterator[Callable]:
     """The two at once, in each right answer in which their edits lie on different lines."""
     if one.why != other.why and one.edits and other.edits:
-        for source in map(Source, answers):
+        for source in map(_source_of, answers):
             if (text := source.edited_twice(one.edits, other.edits)) is not None:
                 yield source.compiled(text)
 
@@ -78,9 +79,12 @@ class Source:
         for old, new in edits.items():
             if old not in text:
                 return None
-            line = text[text.rfind("\n", 0, text.index(old)) + 1 :]
-            indent = line[: len(line) - len(line.lstrip())]
-            text = text.replace(old, new.replace("\n", f"\n{indent}"))
+            edited, *others = text.split(old)
+            for rest in others:
+                line = edited[edited.rfind("\n") + 1 :] + old
+                indent = line[: len(line) - len(line.lstrip())]
+                edited += new.replace("\n", f"\n{indent}") + rest
+            text = edited
         return text
 
     def edited_twice(self, one: dict[str, str], other: dict[str, str]) -> str | None:
@@ -113,3 +117,6 @@ class Source:
         names = {**names, "__name__": "__main__"}  # so that it travels to ranks by value
         exec(compile(text, file, "exec"), names)
         return names[self.answer.__name__]
+
+
+_source_of = functools.cache(Source)

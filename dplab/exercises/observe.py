@@ -35,17 +35,16 @@ def alone(task: Callable[[object], dict], attempt, world_size: int, *, seconds: 
 
 def in_turn(task: Callable[[object], dict], attempts: Sequence, world_size: int, *,
             seconds: float, until: float = math.inf) -> list[list[dict] | None]:
-    """The ranks' facts of each attempt, quietly; None for an attempt that its ranks do not survive,
-    and for those that are left at the time ``until``.
+    """The ranks' facts of each attempt, quietly; None for an attempt that its ranks do not survive.
 
-    One set of ranks tries as many attempts as it can: fresh ranks for each would take most of a
-    check's time.
+    They are fewer than the attempts where the time ``until`` comes first. One set of ranks tries as
+    many attempts as it can: fresh ranks for each would take most of a check's time.
     """
     outcomes: list[list[dict] | None] = []
     while len(outcomes) < len(attempts) and (left := until - time.monotonic()) > 0:
         outcomes += _until_one_fails(task, attempts[len(outcomes):], world_size,
                                      min(seconds, left))
-    return outcomes + [None] * (len(attempts) - len(outcomes))
+    return outcomes if time.monotonic() < until else outcomes[:-1]  # the last one may be cut off
 
 
 def _until_one_fails(task, attempts, world_size, seconds):

@@ -116,3 +116,38 @@ def test_a_check_names_one_mistake_or_two(attempt, whys):
     verdict = ScaledMean().judge(attempt)
     assert verdict.outcome == WRONG
     assert {slip.why for slip in ScaledMean.slips if slip.why in verdict.why} == whys, verdict.why
+
+
+class OneRankLast(ScaledMean):
+    world_sizes = (2, 3, 1)
+    slips = (Slip("On one rank it is too much.", {"mean = total / dist.get_world_size()": (
+        "mean = total / dist.get_world_size()\nmean += dist.get_world_size() == 1")}),)
+
+
+def fails_on_one_rank(values, weight):
+    if dist.get_world_size() == 1:
+        raise ValueError("no other rank")
+    return scaled_mean(values, weight)
+
+
+def adds_one_on_one_rank(values, weight):
+    return scaled_mean(values, weight) + max(weight, 1) * (dist.get_world_size() == 1)
+
+
+@pytest.mark.parametrize(("attempt", "is_named"), [
+    (fails_on_one_rank, False), (adds_one_on_one_rank, True)])
+def test_what_fails_at_the_last_size_is_compared_there(attempt, is_named):
+    verdict = OneRankLast().judge(attempt)
+    assert (OneRankLast.slips[0].why in verdict.why) == is_named, verdict
+
+
+def test_each_place_of_an_edit_has_its_own_depth():
+    [made] = Slip("It adds.", {"pass": "number += 1\nnumber += 1"}).made_in([at_two_depths])
+    assert made.attempt(0) == 2
+
+
+def at_two_depths(number):
+    pass
+    if number > 9:
+        pass
+    return number
