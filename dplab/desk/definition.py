@@ -330,19 +330,20 @@ def _defining(name, tree, line) -> ast.stmt | None:
         is_lambda = (isinstance(node, ast.Assign) and isinstance(node.value, ast.Lambda)
                      and [_chain(each) for each in node.targets] == [name])
         is_named = isinstance(node, _Definition) and node.name == name
-        if (is_lambda or is_named) and _first_line(node) <= line <= (node.end_lineno or 0):
+        if (is_lambda or is_named) and first_line(node) <= line <= (node.end_lineno or 0):
             inside = isinstance(node, ast.ClassDef) or is_lambda
-            if inside or _first_line(node) == line:
+            if inside or first_line(node) == line:
                 return node
     return None
 
 
-def _first_line(node):
+def first_line(node: ast.stmt) -> int:
+    """The line where a definition begins, its decorators with it."""
     return min([node.lineno, *(each.lineno for each in getattr(node, "decorator_list", ()))])
 
 
 def _text(text, node):
-    lines = text.split("\n")[_first_line(node) - 1:node.end_lineno]
+    lines = text.split("\n")[first_line(node) - 1:node.end_lineno]
     return textwrap.dedent("\n".join(lines)).rstrip()
 
 

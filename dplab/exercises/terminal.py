@@ -14,6 +14,7 @@ from IPython.core.inputtransformer2 import TransformerManager
 
 from dplab import exercises
 from dplab.desk import kept
+from dplab.desk.definition import first_line
 from dplab.exercises.exercise import PASSED, Exercise
 
 TELLS = {"progress": "Shows how far you are, and which exercise comes next.",
@@ -68,7 +69,7 @@ def attempt_in(file: Path, name: str):
     for _ in statements:  # what they use may use more
         needed.update(*(uses for _, binds, uses in statements if binds & needed))
     wanted = {number for node, binds, _ in statements if binds & needed or _is_of_all(node, file)
-              for number in range(_first_line(node), node.end_lineno + 1)}
+              for number in range(first_line(node), node.end_lineno + 1)}
     # The others are left empty, so that an error names the right line of a Python file.
     lines = [line if number in wanted else "" for number, line in enumerate(text.split("\n"), 1)]
     return kept.define("\n".join(lines), name, file)
@@ -143,7 +144,3 @@ def _is_of_all(node, file):
     """
     return isinstance(node, ast.ImportFrom) and (
         node.names[0].name == "*" or (node.module == "__future__" and file.suffix != ".ipynb"))
-
-
-def _first_line(node):
-    return min([node.lineno, *(each.lineno for each in getattr(node, "decorator_list", ()))])
