@@ -16,21 +16,21 @@ _MODULE_OF = {
     "RankError": "spawn",
     "expect_failure": "spawn",
     "warm_up": "spawn",
-    "check": "exercises",
-    "hint": "exercises",
-    "solution": "exercises",
-    "mine": "exercises",
-    "reset": "exercises",
-    "progress": "exercises",
+    "check": "checks",
+    "hint": "checks",
+    "solution": "checks",
+    "mine": "checks",
+    "reset": "checks",
+    "progress": "checks",
     "guess": "desk.guesses",
     "drill": "drills",
 }
-_PACKAGES = {"bench", "demos", "desk", "drills", "dryrun", "exercises", "measure", "parallel",
-             "predict", "show", "spawn", "workloads"}
+_PACKAGES = {"bench", "checks", "demos", "desk", "drills", "dryrun", "exercises", "measure",
+             "parallel", "predict", "show", "spawn", "workloads"}
 
 _PRELOAD = (  # what ranks of the course ask for: small each, and as long as their start together
     "dplab.measure", "dplab.parallel", "dplab.predict.memory", "dplab.workloads.digits",
-    "dplab.exercises",
+    "dplab.checks",
 )
 
 __all__ = [*_MODULE_OF, "load_ipython_extension"]

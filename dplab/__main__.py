@@ -35,7 +35,7 @@ def main(arguments=None):
         return plan(arguments[1:])
     if arguments[:1] in (["progress"], ["hint"], ["check"]):
         needs.check_torch()
-        from dplab.exercises import terminal
+        from dplab.checks import terminal
 
         return terminal.main(arguments[0], arguments[1:])
     if arguments[:1] == ["--version"]:

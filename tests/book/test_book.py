@@ -329,8 +329,6 @@ def secrets():
     found = {}
     for exercise in every_exercise():
         sources = [solution_source(exercise.slug)]
-        if exercise.short is not None:
-            sources.append(textwrap.dedent(inspect.getsource(exercise.short)))
         stub = without_comments(course.stub_of(exercise.chapter, exercise.slug) or "")
         bodies = [[body for body in bodies_in(source) if body not in stub] for source in sources]
         found[exercise.slug] = [max(each, key=len) for each in bodies]

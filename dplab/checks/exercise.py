@@ -1,0 +1,557 @@
+"""What an exercise is, and how an attempt is judged.
+
+The attempt runs on real ranks at several world sizes; each rank returns facts (tensors, counts),
+which are compared with what a single process computes. Where they differ, the known mistakes run on
+the same inputs. One that is right at the world sizes before, and has the same outcome at this one
+and the larger ones, is the diagnosis; or else one that has the same first wrong fact at each of
+them, and that no other fact speaks against.
+"""
+
+import ast
+import dis
+import functools
+import inspect
+import itertools
+import re
+import textwrap
+import time
+import traceback
+import types
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+import torch
+
+from dplab import RankError
+from dplab.checks import observe
+from dplab.checks.compare import (
+    COMMUNICATED,
+    explained,
+    first_difference,
+    overlap,
+    wrong_facts,
+)
+from dplab.checks.composition import fewest, said
+from dplab.checks.mistakes import Mistake, Slip, both
+from dplab.desk import course
+from dplab.spawn.parent.output import headed
+from dplab.spawn.parent.report import PAIRS
+
+NOT_ATTEMPTED, PASSED, WRONG, CRASHED = "not attempted", "passed", "wrong", "crashed"
+SECONDS_FOR_TWO, MOST_PAIRS = 5.0, 600  # to try two mistakes at once
+AT_LEAST = "First: "  # before a mistake that explains the first wrong fact, and not all
+
+
+# Of calls that return at once, whatever the operation.
+ASYNCHRONOUS = {"async_op", "isend", "irecv", "batch_isend_irecv"}
+# Calls that return None, and leave their result in a tensor that they get.
+RETURN_NOTHING = {
+    "all_gather", "all_gather_into_tensor", "all_gather_single", "all_reduce", "all_to_all",
+    "all_to_all_single", "broadcast", "gather", "reduce", "reduce_scatter", "reduce_scatter_single",
+    "reduce_scatter_tensor", "scatter"}
+
+
+@dataclass
+class Verdict:
+    """An attempt's outcome. ``why`` is a known mistake's sentence, ``detail`` the evidence."""
+
+    outcome: str
+    why: str = ""
+    detail: str = ""
+    world_sizes: list[int] = field(default_factory=list)
+
+
+class Exercise:
+    """Base of all exercises: data as class attributes, and two methods.
+
+    ``trial(attempt)`` runs on each rank and returns the facts, a dict of tensors and numbers by
+    name; ``expected(world_size)`` runs in one process and returns the right facts, one dict for
+    each rank (or one for all). A fact may be expected as ``AtMost(limit, why)``. What ``prepare()``
+    returns is made once, in the notebook's process, and is ``self.given`` in both. An exercise
+    that can say more of a wrong fact than any exercise can extends ``described`` (the evidence)
+    or ``explanation`` (the reason).
+    """
+
+    number: str  # where it stands today, for display
+    title: str
+    minutes: int
+    hints: tuple[str, ...]
+    solution: Callable
+    mistakes: tuple[Mistake, ...] = ()
+    slips: tuple[Slip, ...] = ()
+    also_right: tuple[Callable, ...] = ()  # in which the slips can be made, beside the solution
+    stub: Callable | None = None  # where the reader repairs code: that code
+    world_sizes: tuple[int, ...] = (1, 2, 3, 4)
+    on_ranks = True  # whether what the reader writes runs on ranks
+    seconds = 6.0  # that an attempt may take at one world size; at larger ones, see `_limit`
+    tolerance = 1e-5  # relative to the largest element of the expected tensor
+    communicates = True  # whether an attempt without a collective of its own deserves that hint
+    with_groups = False  # whether four ranks call in groups of two as well
+    too_long = ("A message is longer than the tensor that receives it, and gloo gives up. Both "
+                "need the same length and the same dtype.")
+
+    def __init__(self):
+        self.given = None
+        self._limit = self.seconds
+        # What is the same in every check:
+        self._expectations = {}  # by world size
+        self._outcomes = {}  # by known mistake and world size
+
+    def __getstate__(self):
+        """What a rank gets: not what is known of other attempts."""
+        return vars(self) | {"_expectations": {}, "_outcomes": {}, "known": ()}
+
+    @cached_property
+    def known(self) -> tuple[Mistake, ...]:
+        """Every known mistake: those written out, and the slips made in the right answers."""
+        return (*self.mistakes, *(
+            made for slip in self.slips for made in slip.made_in(self._right_answers)))
+
+    @property
+    def slug(self) -> str:
+        """Its own for good: the name of its file."""
+        return type(self).__module__.rpartition(".")[2].replace("_", "-")
+
+    @property
+    def name(self) -> str:
+        """That of the function or class that the reader writes."""
+        return self.solution.__name__
+
+    @property
+    def _right_answers(self):
+        return (self.solution, *self.also_right)
+
+    @property
+    def chapter(self) -> course.Key:
+        key = self.number.split(".")[0]
+        return int(key) if key.isdecimal() else key
+
+    def prepare(self):
+        return None
+
+    def trial(self, attempt) -> dict:
+        raise NotImplementedError
+
+    def expected(self, world_size: int) -> dict | list[dict]:
+        raise NotImplementedError
+
+    def quantities(self, world_size: int, rank: int) -> dict[str, float]:
+        """Numbers of this rank's data, by name, of which a wrong factor may be made."""
+        return {}
+
+    def parts(self, world_size: int, rank: int) -> dict[str, list | dict]:
+        """By fact, where it is a sum: what each rank contributes to this rank's, in their order; or
+        whatever may be in it, by name, such as "rank 1's chunk 2".
+        """
+        return {}
+
+    def judge(self, *objects, tell: Callable[[int | None], object] = lambda step: None) -> Verdict:
+        """Never raises, but for the reader's own interrupt.
+
+        ``tell`` hears of each step: the world size that is tried, and None when the known mistakes
+        are compared.
+        """
+        if len(objects) != 1 or not callable(objects[0]):
+            return Verdict(NOT_ATTEMPTED, f'Call it as `dplab.check("{self.slug}", {self.name})`: '
+                                          "the name itself, without brackets behind it.")
+        attempt = objects[0]
+        if misfit := self._misfit(attempt):
+            return Verdict(NOT_ATTEMPTED, misfit)
+        if self.is_untouched(attempt):
+            return Verdict(NOT_ATTEMPTED)
+        try:
+            return self._judge(attempt, tell)
+        except Exception:
+            return Verdict(CRASHED, "The check itself failed; this is a fault of the course.",
+                           traceback.format_exc(limit=-3))
+
+    def is_untouched(self, attempt) -> bool:
+        """Whether this is still the stub: it raises NotImplementedError, or is the broken code."""
+        if self.stub is not None:
+            return _words_of(attempt) == _words_of(self.stub)
+        return "NotImplementedError" in _names_in(attempt)
+
+    def _misfit(self, attempt) -> str:
+        """Why this cannot be what the exercise asks for; empty if it can."""
+        asked = inspect.signature(self.solution)
+        try:
+            given = inspect.signature(attempt)
+        except (TypeError, ValueError):  # C code has none
+            return ""
+        kind = "class" if isinstance(self.solution, type) else "function"
+        name = getattr(attempt, "__name__", "this")
+        if kind == "class" and isinstance(attempt, types.FunctionType):
+            return f"`{name}` is a function. This exercise asks for the class `{self.name}`."
+        try:
+            given.bind(*asked.parameters)
+        except TypeError:
+            return (f"`{name}{_shown(given)}` cannot be called with the arguments of this "
+                    f"exercise, which asks for the {kind} `{self.name}{_shown(asked)}`.")
+        return ""
+
+    def _judge(self, attempt, tell):
+        if self.given is None:
+            self.given = self.prepare()
+        self._limit = self.seconds
+        for world_size in self.world_sizes:
+            tell(world_size)
+            begin = time.monotonic()
+            got = self._observe(attempt, world_size)
+            took = time.monotonic() - begin
+            verdict = self._unexplained(got, world_size)
+            if verdict is not None:
+                tell(None)
+                return self._diagnose(attempt, got, verdict, world_size)
+            # What took a moment on fewer ranks hangs if it takes seconds on more.
+            self._limit = round(min(self.seconds, max(4.0, 20 * took)), 1)
+        sizes = sorted(self.world_sizes) if len(self.world_sizes) > 1 else []
+        return Verdict(PASSED, world_sizes=sizes)
+
+    def rerun(self, attempt, world_sizes) -> str:
+        """Why the attempt is not right at these world sizes, in one line; "" where it is.
+
+        It shows nothing, and compares with no known mistake.
+        """
+        if self.given is None:
+            self.given = self.prepare()
+        self._limit = self.seconds
+        for world_size in world_sizes:
+            try:
+                got = self._observe(attempt, world_size, quiet=True)
+                fault = got if isinstance(got, RankError) else first_difference(
+                    self.expected_of_all(world_size), got, self.tolerance)
+            except Exception as error:
+                fault = f"{type(error).__name__}: {error}"
+            if fault is not None:
+                return f"with {world_size} ranks, {str(fault).splitlines()[0]}"
+        return ""
+
+    def _unexplained(self, got, world_size):
+        """What is wrong, in a verdict without a reason; None if nothing is."""
+        if isinstance(got, RankError):
+            return self._failure(got, world_size)
+        difference = first_difference(self.expected_of_all(world_size), got, self.tolerance)
+        if difference is None:
+            return None
+        return Verdict(WRONG, "", self.described(difference, got, world_size))
+
+    def described(self, difference, got, world_size) -> str:
+        """The first difference in words, and where it was seen."""
+        difference = explained(
+            difference, self.expected_of_all(1)[0] if 1 in self.world_sizes else {},
+            self.quantities(world_size, difference.rank),
+            self.parts(world_size, difference.rank), self.tolerance)
+        if not self.on_ranks:
+            return str(difference)
+        if world_size == 1 and self.communicates:
+            return f"already on 1 rank, so no other rank has a part in it: {difference}"
+        return f"{_on(world_size)}, rank {difference.rank}: {difference}"
+
+    def _failure(self, error, world_size):
+        """The verdict on an attempt that raised, died or hung."""
+        if error.kind == "unpicklable" and error.rank is None:
+            return Verdict(CRASHED, "", str(error))
+        detail, why = str(error), f"{_on(world_size)}:"
+        if not self.on_ranks:
+            detail, why = detail.removeprefix("rank 0 of 1 ").removeprefix("raised "), ""
+            if error.kind == "stuck":
+                where = "\n".join(error.reports).replace("  rank 0 ", "It ")
+                detail = f"`{self.name}` gave no answer within {self._limit:g} s.\n{where}"
+        detail, own = _without_own_frames(_MORE_TIME.sub("", detail))
+        if own and error.kind == "raised":
+            why = (f"{why} the check could not use what your `{self.name}` returned or left "
+                   "behind. Its docstring says what it has to be.").strip()
+        if "(SIGABRT)" in detail and "last call was recv" in detail:
+            # A check does not show the last words: they are gloo's.
+            return Verdict(WRONG, self.too_long,
+                           detail.replace("; its last words stand in the output", ""))
+        return Verdict(CRASHED, why, detail)
+
+    def _diagnose(self, attempt, got, verdict, world_size):
+        """The same verdict, with the known mistake that explains it, if there is one."""
+        crashed = isinstance(got, RankError)
+        if crashed and got.kind == "unpicklable" and got.rank is None:
+            return verdict
+        started = sorted(_names_in(attempt) & ASYNCHRONOUS)
+        if started and "wait" not in _names_in(attempt):
+            return Verdict(WRONG, f"With `{started[0]}` a call returns at once: keep the handle "
+                                  "and `wait()` on it before you use or change the tensor.",
+                           verdict.detail.replace(PAIRS, "").rstrip())  # there is a send
+        why = self.explanation(attempt, got, world_size)
+        if why and not why.startswith(AT_LEAST):
+            return Verdict(WRONG, why, verdict.detail)
+        if self._fails_in_a_group_only(attempt, world_size):
+            return Verdict(WRONG, "Among all ranks this is right; where two of the four are a "
+                           "group, it is not. Pass `group` on to each call: its ranks are then all "
+                           "that there are.", verdict.detail)
+        if self._met_none(got, world_size) and (name := used_result(attempt)):
+            why = (f"`dist.{name}` returns None. It leaves its result in a tensor that it gets: "
+                   f"give that tensor a name, call `dist.{name}` on a line of its own, and go on "
+                   "with the tensor.")
+        elif (not crashed and self.stub is None and self.communicates and world_size > 1
+              and not any(facts[COMMUNICATED] for facts in got)):
+            why = "Nothing was communicated: no rank called a collective."
+        return Verdict(WRONG, why, verdict.detail) if why else verdict
+
+    def _fails_in_a_group_only(self, attempt, world_size):
+        """Whether it is right on these ranks, as long as no two of them are a group."""
+        if not self.with_groups or world_size != 4:
+            return False
+        self.with_groups = False
+        try:
+            got = self._observe(attempt, world_size, quiet=True)
+        finally:
+            self.with_groups = True
+        if isinstance(got, RankError):
+            return False
+        expected = [{fact: right[fact] for fact in found if fact in right} for right, found
+                    in zip(self.expected_of_all(world_size), got, strict=True)]
+        return first_difference(expected, got, self.tolerance) is None
+
+    def _met_none(self, got, world_size):
+        """Whether the attempt used None as a tensor, or left it in the place of one."""
+        if isinstance(got, RankError):
+            return "NoneType" in str(got)  # as Python's own TypeError and AttributeError say it
+        return first_difference(self.expected_of_all(world_size), got, self.tolerance).got is None
+
+    def explanation(self, attempt, got, world_size) -> str:
+        """The sentence of the known mistake that explains most of what is wrong; empty if none.
+
+        One that explains the first wrong fact, and not all others, begins with "First:". One
+        that gets something wrong which the attempt gets right is not the attempt's mistake.
+        """
+        crashed = isinstance(got, RankError)
+        stuck = crashed and got.kind == "stuck"
+        scores = {mistake: 0 for mistake in self.known if mistake.hangs == stuck}
+        explains_all = set(scores)
+        mine_at = functools.cache(lambda size: got if size == world_size else self._observe(
+            attempt, size, quiet=True))
+        for size in self._around(world_size)[1]:
+            mine = mine_at(size)
+            expected = self.expected_of_all(size)
+            for mistake, theirs in self._outcomes_of(scores, size, mine).items():
+                shared = overlap(expected, mine, theirs, self.tolerance,
+                                 communicates=self.communicates and size > 1)
+                must_be_first = size == world_size or (
+                    isinstance(mine, list) and shared.unexplained)
+                if shared.contradicted or (must_be_first and not shared.first):
+                    del scores[mistake]
+                else:
+                    scores[mistake] += shared.explained
+                if shared.unexplained:
+                    explains_all.discard(mistake)
+            if crashed or not scores:
+                break
+        scores = self._right_before(scores, world_size)
+        whole = [mistake.why for mistake in scores if mistake in explains_all]
+        if not whole and not crashed and (two := self._two_at_once(mine_at, world_size)):
+            return two
+        if not scores:
+            return ""
+        best = max(scores.values())
+        partly = {mistake.why for mistake, score in scores.items() if score == best}
+        if whole or len(partly) > 1:  # where several explain as much, there is no telling
+            return whole[0] if whole else ""
+        return AT_LEAST + partly.pop()
+
+    def _two_at_once(self, mine_at, world_size):
+        """The sentences of two slips that together do what the attempt does; "" if none do.
+
+        ``mine_at`` gives the attempt's outcome at a world size. Those two are tried first which
+        get wrong what the attempt gets wrong.
+        """
+        expected, until = self.expected_of_all(world_size), time.monotonic() + SECONDS_FOR_TWO
+        wrong = wrong_facts(expected, mine_at(world_size), self.tolerance)
+        wrong_in = {mistake: wrong_facts(expected, facts, self.tolerance)
+                    for mistake in self.known if mistake.edits and isinstance(
+                        facts := self._outcomes.get((mistake, world_size)), list)}
+        pairs = sorted(itertools.combinations(wrong_in, 2), key=lambda pair: len(
+            (wrong_in[pair[0]] | wrong_in[pair[1]]) ^ wrong))
+        left = [(pair, attempt) for pair in pairs[:MOST_PAIRS]
+                for attempt in both(*pair, self._right_answers)]
+        before, onward = self._around(world_size)
+        for size in (*onward, *before):
+            found = observe.in_turn(self.trial, [attempt for _, attempt in left], size,
+                                    seconds=3 * self._limit, until=until)
+            if len(found) < len(left):  # the time is over: others might do the same
+                return ""
+            left = [each for each, theirs in zip(left, found, strict=True) if (
+                self._is_right(theirs, size) if size in before
+                else self._do_the_same(mine_at(size), theirs, size))]
+        whys = list(dict.fromkeys(f"{one.why} And: {other.why}" for (one, other), _ in left))
+        return whys[0] if len(whys) == 1 else ""
+
+    def _around(self, world_size):
+        """The world sizes tried before this one; then this one, and the larger ones after it."""
+        place = self.world_sizes.index(world_size)
+        return self.world_sizes[:place], [
+            size for size in self.world_sizes[place:] if size >= world_size]
+
+    def _do_the_same(self, mine, theirs, world_size):
+        """Whether two outcomes are alike; theirs is None where its ranks fail."""
+        if isinstance(mine, RankError) or theirs is None:
+            return isinstance(mine, RankError) and theirs is None
+        shared = overlap(self.expected_of_all(world_size), mine, theirs, self.tolerance)
+        return not shared.unexplained and not shared.contradicted
+
+    def _right_before(self, scores, world_size):
+        """The known mistakes that are right, as the attempt is, at the world sizes before this."""
+        for size in self._around(world_size)[0]:
+            for mistake, theirs in self._outcomes_of(scores, size, []).items():
+                if not (mistake.hangs or self._is_right(theirs, size)):
+                    del scores[mistake]
+        return scores
+
+    def _is_right(self, outcome, world_size):
+        return isinstance(outcome, list) and not first_difference(
+            self.expected_of_all(world_size), outcome, self.tolerance)
+
+    def _observe(self, attempt, world_size, *, quiet=False):
+        """The ranks' facts, or the RankError in place of them."""
+        where = f", {_on(world_size)}" if self.on_ranks else ""
+        with headed(f"Your code printed{where}:"):
+            return observe.alone(self.trial, attempt, world_size, seconds=self._limit,
+                                 quiet=quiet)
+
+    def _observe_all(self, attempts, world_size):
+        """The ranks' facts of each known mistake; None for one that its ranks do not survive."""
+        return observe.in_turn(self.trial, attempts, world_size, seconds=3 * self._limit)
+
+    def _outcomes_of(self, mistakes, world_size, of_attempt):
+        """By mistake: the ranks' facts, or the RankError.
+
+        None stands for the error where the attempt itself did not fail: nobody asks how.
+        """
+        crashed = isinstance(of_attempt, RankError)
+        unknown = [mistake for mistake in mistakes
+                   if not mistake.hangs and (mistake, world_size) not in self._outcomes]
+        if unknown:
+            facts = self._observe_all([mistake.attempt for mistake in unknown], world_size)
+            self._outcomes |= {(mistake, world_size): outcome
+                               for mistake, outcome in zip(unknown, facts, strict=True)}
+        for mistake in mistakes if crashed else ():
+            if self._outcomes.get((mistake, world_size)) is None:
+                self._outcomes[mistake, world_size] = self._observe(
+                    mistake.attempt, world_size, quiet=True)
+        return {mistake: self._outcomes.get((mistake, world_size)) for mistake in mistakes}
+
+    def expected_of_all(self, world_size) -> list[dict]:
+        """What ``expected`` says, rank by rank."""
+        if world_size not in self._expectations:
+            threads = torch.get_num_threads()
+            torch.set_num_threads(1)  # these tensors are small: threads would wait for one another
+            try:
+                expected = self.expected(world_size)
+            finally:
+                torch.set_num_threads(threads)
+            self._expectations[world_size] = (
+                [expected] * world_size if isinstance(expected, dict) else expected)
+        return self._expectations[world_size]
+
+    def solution_source(self) -> str:
+        return textwrap.dedent(inspect.getsource(self.solution))
+
+
+class Calculation(Exercise):
+    """Base of the exercises whose function runs on no rank: numbers in, numbers out."""
+
+    world_sizes = (1,)
+    on_ranks = False
+    communicates = False
+
+    def terms(self) -> dict[str, dict[str, dict[str, float]]]:
+        """Where answers are sums: of what an answer may be the sum.
+
+        By what the cases have in common, such as "stage 2", or "" where that is nothing: by fact,
+        the size of each term by its name, such as "the gradients". Names read as in "it holds 1/2
+        of the gradients and the weights".
+        """
+        return {}
+
+    def described(self, difference, got, world_size):
+        """What the answers are sums of, seen over all cases."""
+        words = super().described(difference, got, world_size)
+        right, [found] = self.expected_of_all(world_size)[0], got
+        for common, cases in self.terms().items():
+            if difference.fact not in cases or not all(
+                    isinstance(found.get(fact), int | float) for fact in cases):
+                continue
+            terms = {name: [each[name] for each in cases.values()]
+                     for name in cases[difference.fact]}
+            of_right = fewest([right[fact] for fact in cases], terms)
+            of_found = fewest([found[fact] for fact in cases], terms)
+            if of_right and (note := said(of_found, of_right)):
+                where = f" of {common}" if common else ""
+                words += f"\nIn all {len(cases)} cases{where}, {note}."
+        return words
+
+
+def _on(world_size):
+    return f"on {world_size} rank{'s' * (world_size > 1)}"
+
+
+def _shown(signature):
+    return str(signature.replace(return_annotation=inspect.Signature.empty))
+
+
+def _without_own_frames(text):
+    """A report without the frames of this package, and whether it had any.
+
+    A report has them only where none of the frames is the reader's.
+    """
+    found = re.subn(r"^  (\w+\.py), in .*\n(?:  [→ ] +\d+ .*(?:\n|$))*",
+                    lambda block: "" if block[1] in _FILES else block[0], text, flags=re.M)[0]
+    return found.rstrip(), found != text
+
+
+# What a run's report advises, and nobody can give to a check.
+_MORE_TIME = re.compile(r" A run that needs longer: timeout=SECONDS\."
+                        r"| \(then give the run more time, with timeout=SECONDS\)")
+_FILES = {file.name for file in Path(__file__).parent.glob("*.py")}
+
+
+def _names_in(attempt) -> set[str]:
+    """The names that code uses, those of keyword arguments too."""
+    names = set()
+    for code in _codes(attempt):
+        names.update(code.co_names)
+        for constant in code.co_consts:
+            names.update(constant if isinstance(constant, tuple) else ())
+    return names
+
+
+def used_result(attempt) -> str:
+    """The name of a call in RETURN_NOTHING whose result the code uses; empty if there is none."""
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(attempt)))
+    except (OSError, SyntaxError, TypeError):  # no source, or a part of a line
+        return ""
+    lines = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if (isinstance(node, ast.Call) and id(node) not in lines
+                and isinstance(node.func, ast.Attribute) and node.func.attr in RETURN_NOTHING
+                and ast.unparse(node.func.value) in ("dist", "torch.distributed")
+                and not any(keyword.arg == "async_op" for keyword in node.keywords)):
+            return node.func.attr
+    return ""
+
+
+def _words_of(attempt):
+    """The names and constants in the order of use: what code says, whoever compiled it."""
+    return [item.argval for code in _codes(attempt) for item in dis.get_instructions(code)
+            if item.opname.startswith(("LOAD_", "STORE_"))
+            and not isinstance(item.argval, types.CodeType)]
+
+
+def _codes(attempt):
+    """The code objects of a function, or of every method of a class."""
+    functions = [attempt]
+    if isinstance(attempt, type):
+        functions = [getattr(value, "__func__", value) for value in vars(attempt).values()
+                     if isinstance(value, types.FunctionType | staticmethod | classmethod)]
+    found = [function.__code__ for function in functions if hasattr(function, "__code__")]
+    for code in found:
+        found.extend(each for each in code.co_consts if isinstance(each, types.CodeType))
+    return found
