@@ -6,8 +6,8 @@ import torch.distributed as dist
 
 import dplab
 from dplab import RankError, run
-from dplab.exercises import every_exercise
-from dplab.exercises.exercise import PASSED
+from dplab.checks import every_exercise
+from dplab.checks.exercise import PASSED
 
 pytestmark = pytest.mark.gpu
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from attempts import with_both
 
-from dplab.exercises import every_exercise
-from dplab.exercises.exercise import AT_LEAST, WRONG
+from dplab.checks import every_exercise
+from dplab.checks.exercise import AT_LEAST, WRONG
 
 pytestmark = pytest.mark.nightly
 

@@ -20,12 +20,11 @@ import types
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 
 import torch
 
 from dplab import RankError
-from dplab.checks import observe
+from dplab.checks import observe, trials
 from dplab.checks.compare import (
     COMMUNICATED,
     explained,
@@ -41,6 +40,10 @@ from dplab.spawn.parent.report import PAIRS
 
 NOT_ATTEMPTED, PASSED, WRONG, CRASHED = "not attempted", "passed", "wrong", "crashed"
 SECONDS_FOR_TWO, MOST_PAIRS = 5.0, 600  # to try two mistakes at once
+CALLED_AGAIN = ("The first call is right, and a later one in the same process is not: something "
+                "is kept from one call to the next.")
+OVERWRITTEN = ("What a call returns is right at first, and a later call changes it. Give each "
+               "result memory of its own.")
 AT_LEAST = "First: "  # before a mistake that explains the first wrong fact, and not all
 
 
@@ -88,6 +91,7 @@ class Exercise:
     seconds = 6.0  # that an attempt may take at one world size; at larger ones, see `_limit`
     tolerance = 1e-5  # relative to the largest element of the expected tensor
     communicates = True  # whether an attempt without a collective of its own deserves that hint
+    again = True  # whether a right attempt is tried twice on the same ranks, with other data
     with_groups = False  # whether four ranks call in groups of two as well
     too_long = ("A message is longer than the tensor that receives it, and gloo gives up. Both "
                 "need the same length and the same dtype.")
@@ -207,7 +211,31 @@ class Exercise:
             # What took a moment on fewer ranks hangs if it takes seconds on more.
             self._limit = round(min(self.seconds, max(4.0, 20 * took)), 1)
         sizes = sorted(self.world_sizes) if len(self.world_sizes) > 1 else []
-        return Verdict(PASSED, world_sizes=sizes)
+        return self._wrong_later(attempt) or Verdict(PASSED, world_sizes=sizes)
+
+    def _wrong_later(self, attempt):
+        """The verdict on a right attempt that is wrong where it is called again; else None.
+
+        The trial runs twice on the same ranks, the second time with other data.
+        """
+        if not self.again or type(self).trial is Exercise.trial:
+            return None
+        world_size = sorted(self.world_sizes)[:2][-1]
+        got = observe.alone(functools.partial(observe.twice, self.trial), attempt, world_size,
+                            seconds=2 * self._limit, quiet=True)
+        if isinstance(got, RankError):
+            verdict = self._failure(got, world_size)
+            return Verdict(CRASHED, f"{CALLED_AGAIN} {verdict.why}".strip(), verdict.detail)
+        with trials.other_data():
+            right = self._expected_anew(world_size)
+        first, later, second = (
+            [{fact: facts[when][fact] for fact in expected if fact in facts[when]}
+             for facts, expected in zip(got, right, strict=True)] for when in observe.TWICE)
+        for expected, found, why in ((right, second, CALLED_AGAIN), (first, later, OVERWRITTEN)):
+            if difference := first_difference(expected, found, self.tolerance):
+                return Verdict(WRONG, why, f"{_on(world_size)}, rank {difference.rank}: "
+                               f"{difference}" if self.on_ranks else str(difference))
+        return None
 
     def rerun(self, attempt, world_sizes) -> str:
         """Why the attempt is not right at these world sizes, in one line; "" where it is.
@@ -274,9 +302,8 @@ class Exercise:
         crashed = isinstance(got, RankError)
         if crashed and got.kind == "unpicklable" and got.rank is None:
             return verdict
-        started = sorted(_names_in(attempt) & ASYNCHRONOUS)
-        if started and "wait" not in _names_in(attempt):
-            return Verdict(WRONG, f"With `{started[0]}` a call returns at once: keep the handle "
+        if started := unwaited(attempt):
+            return Verdict(WRONG, f"With `{started}` a call returns at once: keep the handle "
                                   "and `wait()` on it before you use or change the tensor.",
                            verdict.detail.replace(PAIRS, "").rstrip())  # there is a send
         why = self.explanation(attempt, got, world_size)
@@ -440,15 +467,17 @@ class Exercise:
     def expected_of_all(self, world_size) -> list[dict]:
         """What ``expected`` says, rank by rank."""
         if world_size not in self._expectations:
-            threads = torch.get_num_threads()
-            torch.set_num_threads(1)  # these tensors are small: threads would wait for one another
-            try:
-                expected = self.expected(world_size)
-            finally:
-                torch.set_num_threads(threads)
-            self._expectations[world_size] = (
-                [expected] * world_size if isinstance(expected, dict) else expected)
+            self._expectations[world_size] = self._expected_anew(world_size)
         return self._expectations[world_size]
+
+    def _expected_anew(self, world_size):
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)  # these tensors are small: threads would wait for one another
+        try:
+            expected = self.expected(world_size)
+        finally:
+            torch.set_num_threads(threads)
+        return [expected] * world_size if isinstance(expected, dict) else expected
 
     def solution_source(self) -> str:
         return textwrap.dedent(inspect.getsource(self.solution))
@@ -497,19 +526,18 @@ def _shown(signature):
 
 
 def _without_own_frames(text):
-    """A report without the frames of this package, and whether it had any.
+    """A report without the frames of dplab, and whether it had any.
 
     A report has them only where none of the frames is the reader's.
     """
-    found = re.subn(r"^  (\w+\.py), in .*\n(?:  [→ ] +\d+ .*(?:\n|$))*",
-                    lambda block: "" if block[1] in _FILES else block[0], text, flags=re.M)[0]
-    return found.rstrip(), found != text
+    found, count = re.subn(r"^  dplab/\S+\.py, in .*\n(?:  [→ ] +\d+ .*(?:\n|$))*", "", text,
+                           flags=re.M)
+    return found.rstrip(), count > 0
 
 
 # What a run's report advises, and nobody can give to a check.
 _MORE_TIME = re.compile(r" A run that needs longer: timeout=SECONDS\."
                         r"| \(then give the run more time, with timeout=SECONDS\)")
-_FILES = {file.name for file in Path(__file__).parent.glob("*.py")}
 
 
 def _names_in(attempt) -> set[str]:
@@ -520,6 +548,34 @@ def _names_in(attempt) -> set[str]:
         for constant in code.co_consts:
             names.update(constant if isinstance(constant, tuple) else ())
     return names
+
+
+def unwaited(attempt) -> str:
+    """What starts a call of ASYNCHRONOUS for which nobody can wait, or ever waits; "" if nothing.
+
+    Nobody can where the handle is given no name, or one that is not used again.
+    """
+    started = sorted(_names_in(attempt) & ASYNCHRONOUS)
+    if started and "wait" not in _names_in(attempt):
+        return started[0]
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(attempt)))
+    except (OSError, SyntaxError, TypeError):  # no source, or a part of a line
+        return ""
+    used = {node.id for node in ast.walk(tree)
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
+    for node in ast.walk(tree):
+        dropped = isinstance(node, ast.Expr) or (
+            isinstance(node, ast.Assign) and all(
+                isinstance(target, ast.Name) and target.id not in used for target in node.targets))
+        if dropped and isinstance(node.value, ast.Call):
+            call = node.value
+            words = {getattr(call.func, "attr", getattr(call.func, "id", "")),
+                     *(each.arg for each in call.keywords
+                       if getattr(each.value, "value", None) is True)}
+            if words & ASYNCHRONOUS:
+                return min(words & ASYNCHRONOUS)
+    return ""
 
 
 def used_result(attempt) -> str:

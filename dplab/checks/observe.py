@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _world
 
 from dplab import RankError, run
+from dplab.checks import trials
 from dplab.checks.compare import COMMUNICATED
 from dplab.measure import CallLog
 
@@ -31,6 +32,18 @@ def alone(task: Callable[[object], dict], attempt, world_size: int, *, seconds: 
         return run(_facts, world_size, task, attempt, quiet, timeout=seconds, backend="gloo")
     except RankError as error:
         return error
+
+
+TWICE = ("the first time", "the first time, looked at later", "the second time")
+
+
+def twice(trial: Callable[[object], dict], attempt) -> dict:
+    """The trial's facts, what has become of them after another trial, and those of that one."""
+    first = _arrived(trial(attempt))
+    kept = pickle.loads(pickle.dumps(first))
+    with trials.other_data():
+        second = _arrived(trial(attempt))
+    return dict(zip(TWICE, (kept, first, second), strict=True))
 
 
 def in_turn(task: Callable[[object], dict], attempts: Sequence, world_size: int, *,
@@ -88,13 +101,13 @@ def _facts(task, attempt, quiet):
     warnings.simplefilter("ignore", FutureWarning)
     with CallLog() as log:
         facts = task(attempt)
-    arrived = {fact: _arrived(value) for fact, value in facts.items()}
-    return {**arrived, COMMUNICATED: log.count() > 0}
+    return {**_arrived(facts), COMMUNICATED: log.count() > 0}
 
 
-def _arrived(value):
-    """The values of a functional collective, whose tensor may still be under way."""
-    return value.wait() if hasattr(value, "trigger_wait") else value
+def _arrived(facts):
+    """With the values of functional collectives, whose tensors may still be under way."""
+    return {fact: value.wait() if hasattr(value, "trigger_wait") else value
+            for fact, value in facts.items()}
 
 
 def _silence():

@@ -5,9 +5,8 @@ uses it, keeps to its row. An exercise's check tests what the row says, since th
 rely on that. The course's own part is the right answer of its exercise.
 """
 
-import inspect
 import textwrap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from dplab.exercises.average_gradients import average_gradients, pack, unpack
@@ -163,34 +162,6 @@ PARTS = (
                 "dplab.measure.layer_times gives them",
           chunks=_NONE, padding=_NONE, dtypes="numbers", group=_NO_RANKS),
 )
-
-
-def build(own: Mapping[str, Callable] | None = None) -> dict[str, Callable]:
-    """Every part by slug: those of ``own``, and for the others the course's, which call those.
-
-    So the course's ZeRO-3 runs on the reader's ring. ``own``: functions and classes by slug.
-    Raises ValueError for a slug that is no part's.
-    """
-    own = own or {}
-    if unknown := own.keys() - {part.slug for part in PARTS}:
-        raise ValueError(f"no part of the stack is called {', '.join(sorted(unknown))}; they are "
-                         f"called {', '.join(part.slug for part in PARTS)}")
-    # A part finds the others among its globals, so each of them is defined anew, beside the others.
-    names: dict[str, object] = {}
-    for part in PARTS:
-        names |= vars(inspect.getmodule(part.solution))
-    for part in PARTS:
-        if part.slug in own:
-            names[part.name] = own[part.slug]
-        else:
-            exec(_code_of(part.solution), names)
-    return {part.slug: names[part.name] for part in PARTS}
-
-
-def _code_of(function):
-    """Its definition, compiled so that an error shows the line in the file that it comes from."""
-    lines, first = inspect.getsourcelines(function)
-    return compile("\n" * (first - 1) + "".join(lines), inspect.getsourcefile(function), "exec")
 
 
 _COLUMNS = ("gives", "chunks", "padding", "dtypes", "overwrites", "group", "blocking")

@@ -1,11 +1,25 @@
 """What trials of several chapters are made of: data, facts of gradients and cases, an optimizer."""
 
+import contextlib
 import zlib
 from collections.abc import Callable, Iterable
 
 import torch
 import torch.distributed as dist
 from torch import nn
+
+_series = ""  # of seeded data: "" is the one that a check begins with
+
+
+@contextlib.contextmanager
+def other_data():
+    """Within it, `seeded` draws other numbers for the same names."""
+    global _series
+    _series = ", other data"
+    try:
+        yield
+    finally:
+        _series = ""
 
 
 def seeded(name: str, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -14,7 +28,7 @@ def seeded(name: str, *shape: int, dtype: torch.dtype = torch.float32) -> torch.
     What differs by rank has the rank in its name. No tensor is then a combination of others, as
     sines of shifted angles are: what is in a result says which ranks' parts made it, and how often.
     """
-    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{name}{_series}".encode()))
     return torch.randn(shape, dtype=dtype, generator=generator)
 
 

@@ -8,7 +8,7 @@ from sandbox import ROOT
 
 from dplab.bench import eight_ranks
 from dplab.bench.eight_ranks import RANKS, SIZES
-from dplab.exercises.chapter_06 import length, lost_gpus, recorded_job
+from dplab.exercises.attribute_the_loss import length, lost_gpus, recorded_job
 
 DATA = ROOT / "chapters" / "data" / "eight_ranks.json"
 

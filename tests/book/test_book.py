@@ -3,7 +3,6 @@
 import ast
 import contextlib
 import functools
-import inspect
 import io
 import itertools
 import json
@@ -11,7 +10,6 @@ import os
 import re
 import subprocess
 import sys
-import textwrap
 import tokenize
 import urllib.parse
 from pathlib import Path
@@ -25,8 +23,8 @@ from skips import need_program
 from web_loads import in_css, loads
 from web_server import served
 
+from dplab.checks import every_exercise, solution_source
 from dplab.desk import course
-from dplab.exercises import every_exercise, solution_source
 
 pytestmark = pytest.mark.slow
 

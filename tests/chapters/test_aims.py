@@ -40,7 +40,7 @@ def test_a_rewritten_chapter_keeps_to_the_aims(path):
 
 @each_rewritten
 def test_the_stated_time_is_the_computed_one(path):
-    from dplab.exercises import every_exercise
+    from dplab.checks import every_exercise
 
     chapter = aims.Chapter(path)
     stated = int(STATED.search(chapter.cells[0].source)[1])

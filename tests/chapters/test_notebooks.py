@@ -177,7 +177,7 @@ def test_what_counts_as_a_timing(text, is_timing):
 
 @each_notebook
 def test_each_exercise_has_one_stub_and_then_one_check(path):
-    from dplab.exercises import find
+    from dplab.checks import find
 
     notebook = notebooks.read(path)
     order = []
@@ -212,7 +212,7 @@ def test_no_other_cell_uses_what_an_exercise_defines(path):
     As no cell notices the difference, either of them shows what the other does. A name that
     `dplab.mine` has bound is no longer what the exercise's cell defined.
     """
-    from dplab.exercises import solution_source
+    from dplab.checks import solution_source
 
     cells = code_cells(notebooks.swap(notebooks.read(path), solution_source))
     theirs = [cell for cell in cells if {"exercise", "check"} & set(cell.metadata.get("tags", []))]
@@ -279,7 +279,7 @@ def test_the_run_of_a_notebook_puts_each_solution_behind_its_check(tmp_path):
 
 @pytest.mark.parametrize("path", list(filter(has_exercises, PATHS)), ids=lambda path: path.stem)
 def test_the_heading_of_an_exercise_is_what_the_check_knows(path):
-    from dplab.exercises import every_exercise
+    from dplab.checks import every_exercise
 
     notebook = notebooks.read(path)
     headings = [found for cell in markdown(notebook) for found in HEADING.findall(cell.source)]

@@ -20,8 +20,8 @@ from PIL import Image
 
 import dplab
 from dplab import drills
+from dplab.checks import every_exercise, find
 from dplab.desk.course import label, notebooks
-from dplab.exercises import every_exercise, find
 
 ROOT = Path(__file__).resolve().parents[2]
 PATHS = ["README.md", ".github/CONTRIBUTING.md", "chapters/book/setup.md",

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from dplab import run
-from dplab.exercises import every_exercise
-from dplab.exercises.exercise import Exercise
+from dplab.checks import every_exercise
+from dplab.checks.exercise import Exercise
 
 # With less, least squares would make a hundred times float32's rounding, or more, of a factor.
 INDEPENDENT = 0.01

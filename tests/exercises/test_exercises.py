@@ -7,9 +7,9 @@ from collections.abc import Callable
 import pytest
 from attempts import from_shared_ranks
 
+from dplab.checks import every_exercise, solution_source
+from dplab.checks.exercise import PASSED, WRONG, Exercise
 from dplab.desk.course import place
-from dplab.exercises import every_exercise, solution_source
-from dplab.exercises.exercise import PASSED, WRONG, Exercise
 
 EXERCISES = every_exercise()
 MISTAKES = [pytest.param(exercise, mistake, id=f"{exercise.slug}-{index}")

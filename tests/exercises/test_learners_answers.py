@@ -17,18 +17,18 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import dplab
+from dplab.checks import find
+from dplab.checks.exercise import AT_LEAST, CRASHED, NOT_ATTEMPTED, PASSED, WRONG
 from dplab.desk import record
-from dplab.exercises import chapter_00, chapter_04, find
-from dplab.exercises.exercise import AT_LEAST, CRASHED, NOT_ATTEMPTED, PASSED, WRONG
-from dplab.exercises.stack import parts
-from dplab.exercises.stack.parts import (
-    exchange,
-    make_buckets,
-    pack,
-    ring_all_reduce,
-    ring_seconds,
-    unpack,
-)
+from dplab.exercises import exact_resume, repair_deadlock
+from dplab.exercises.average_gradients import average_gradients, pack, unpack
+from dplab.exercises.broadcast_weights import broadcast_weights
+from dplab.exercises.exchange import exchange
+from dplab.exercises.gradient_buckets import average_in_buckets
+from dplab.exercises.make_buckets import make_buckets
+from dplab.exercises.predict_step import predict_step
+from dplab.exercises.ring_all_reduce import ring_all_reduce
+from dplab.exercises.ring_seconds import ring_seconds
 from dplab.predict import step
 from dplab.workloads.digits import load_digits
 
@@ -226,7 +226,7 @@ class CountsOnAThread:
         while len(self.sent) < len(self.buckets) and all(
                 self.came[each] for each in self.buckets[len(self.sent)]):
             bucket = self.buckets[len(self.sent)]
-            self.sent.append(self.thread.submit(parts.average_in_buckets, [bucket], self.group))
+            self.sent.append(self.thread.submit(average_in_buckets, [bucket], self.group))
 
     def finish(self):
         for future in self.sent:
@@ -267,7 +267,7 @@ def takes_latency_first(layers, bucket_bytes, ranks, bandwidth, latency):
 
 def of_a_step(layers, bucket_bytes, ranks, bandwidth, latency):
     """What a step takes, and its forward, backward and all-reduces, each by itself."""
-    step, _ = parts.predict_step(layers, bucket_bytes, ranks, bandwidth, latency)
+    step, _ = predict_step(layers, bucket_bytes, ranks, bandwidth, latency)
     sizes = [layer.gradient_bytes for layer in layers]
     rings = [ring_seconds(sum(sizes[index] for index in bucket), ranks, bandwidth, latency)
              for bucket in make_buckets(sizes, bucket_bytes)]
@@ -646,21 +646,21 @@ def backward_on(model, indices):
 
 
 def trains_with_backward_on(model, optimizer, images, labels, batches, group=None):
-    parts.broadcast_weights(model, group)
+    broadcast_weights(model, group)
     for batch in batches:
         backward_on(model, batch[dist.get_rank(group)::dist.get_world_size(group)])
-        parts.average_gradients(model, group)
+        average_gradients(model, group)
         optimizer.step()
 
 
 def takes_the_rank_of_all(model, optimizer, images, labels, batches, group=None):
     """4.3: only the number of ranks is the group's."""
-    parts.broadcast_weights(model, group)
+    broadcast_weights(model, group)
     for batch in batches:
         own = batch[dist.get_rank()::dist.get_world_size(group)]
         optimizer.zero_grad()
         F.cross_entropy(model(images[own]), labels[own]).backward()
-        parts.average_gradients(model, group)
+        average_gradients(model, group)
         optimizer.step()
 
 
@@ -676,7 +676,7 @@ def weighs_with_backward_on(model, optimizer, images, labels, batches):
         for each in model.parameters():
             each.grad = torch.zeros_like(each) if not len(own) else (
                 each.grad * len(own) * dist.get_world_size() / samples)
-        parts.average_gradients(model)
+        average_gradients(model)
         optimizer.step()
 
 
@@ -709,12 +709,12 @@ def brings_zeros_to(wanted):
 
 def trains_on_chunks(model, optimizer, images, labels, batches, group=None):
     """4.3: parts of neighbours."""
-    parts.broadcast_weights(model, group)
+    broadcast_weights(model, group)
     for batch in batches:
         own = batch.chunk(dist.get_world_size(group))[dist.get_rank(group)]
         optimizer.zero_grad()
         F.cross_entropy(model(images[own]), labels[own]).backward()
-        parts.average_gradients(model, group)
+        average_gradients(model, group)
         optimizer.step()
 
 
@@ -731,13 +731,13 @@ def counts_and_brings_nothing(number):
             if len(own) > 0:
                 loss = F.cross_entropy(model(images[own]), labels[own], reduction="sum")
                 (loss * dist.get_world_size() / samples).backward()
-            parts.average_gradients(model)
+            average_gradients(model)
             optimizer.step()
 
     return train_uneven
 
 
-class SavesRank0sBuffers(chapter_04.Checkpoint):
+class SavesRank0sBuffers(exact_resume.Checkpoint):
     """4.5: as the text says of a model for use."""
 
     def save(self, step, model, optimizer):
@@ -746,7 +746,7 @@ class SavesRank0sBuffers(chapter_04.Checkpoint):
         super().save(step, model, optimizer)
 
 
-class SavesRank0sBuffersInACopy(chapter_04.Checkpoint):
+class SavesRank0sBuffersInACopy(exact_resume.Checkpoint):
     def save(self, step, model, optimizer):
         copied = copy.deepcopy(model)
         for buffer in copied.buffers():
@@ -921,7 +921,7 @@ def test_one_tensor_for_both_ways_is_refused_though_the_numbers_may_be_right(ans
     exercise = find("0.3")
     for _ in range(3):
         facts = exercise._observe(answer, 2, quiet=True)
-        assert [each[chapter_00.SHARED] for each in facts] == [2, 2]
+        assert [each[repair_deadlock.SHARED] for each in facts] == [2, 2]
 
 
 def sends_a_copy_and_forgets_it(tensor):
@@ -992,7 +992,7 @@ def test_a_handle_that_nobody_waits_on_counts_whatever_the_timing(answer, sends,
     exercise = find("0.3")
     for _ in range(3):
         facts = exercise._observe(answer, 2, quiet=True)
-        assert [(each[chapter_00.SENDS_OPEN], each[chapter_00.RECEIVES_OPEN])
+        assert [(each[repair_deadlock.SENDS_OPEN], each[repair_deadlock.RECEIVES_OPEN])
                 for each in facts] == [(sends, receives)] * 2
 
 
@@ -1541,7 +1541,7 @@ def test_an_answer_that_cannot_be_used_shows_none_of_the_courses_lines():
     assert verdict.outcome == CRASHED
     assert "could not use what your `signal_and_noise` returned" in verdict.why
     assert "ValueError" in verdict.detail
-    assert "chapter_07.py" not in verdict.detail and "exercise" not in verdict.detail
+    assert "seeds_of_ranks.py" not in verdict.detail and "exercise" not in verdict.detail
 
 
 def takes_adam_for_granted(model, optimizer, others=()):

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from dplab.exercises import find
-from dplab.exercises.exercise import PASSED, WRONG
+from dplab.checks import find
+from dplab.checks.exercise import PASSED, WRONG
 
 EXERCISE = find("typical-error")
 EXERCISE.given = EXERCISE.prepare()

@@ -131,7 +131,7 @@ def is_imports(cell):
 
 
 def main():
-    from dplab.exercises import every_exercise
+    from dplab.checks import every_exercise
 
     minutes = {exercise.slug: exercise.minutes for exercise in every_exercise()}
     for path in course.notebooks(ROOT / "chapters").values():

@@ -40,7 +40,9 @@ import torch.distributed as dist
 from torch import nn
 
 from dplab import RankError, run
-from dplab.exercises.stack import parts
+from dplab.exercises.gradient_buckets import average_in_buckets
+from dplab.exercises.make_buckets import make_buckets
+from dplab.exercises.overlapped_gradients import OverlappedGradients
 from dplab.measure import EmulatedLink
 from dplab.parallel import OverlappedDDP
 
@@ -104,8 +106,8 @@ class _Wait(torch.autograd.Function):
 def _wait_in_backward(count):
     layers = [nn.Linear(9, 9) for _ in range(count)]
     buckets = [list(layer.parameters()) for layer in reversed(layers)]
-    after = _middle_of_three(layers, lambda: parts.average_in_buckets(buckets))
-    overlapped = parts.OverlappedGradients(buckets, dist.new_group())
+    after = _middle_of_three(layers, lambda: average_in_buckets(buckets))
+    overlapped = OverlappedGradients(buckets, dist.new_group())
     return after, _middle_of_three(layers, overlapped.finish)
 
 
@@ -127,15 +129,15 @@ def _middle_of_three(layers, average):
 def _averages(models):
     """By way, what is called after backward."""
     after, threaded, torchs = (models[way] for way in WAYS)
-    overlapped = parts.OverlappedGradients(_buckets(threaded), dist.new_group())
+    overlapped = OverlappedGradients(_buckets(threaded), dist.new_group())
     wrapped = OverlappedDDP(torchs, BUCKET_BYTES / 2**20)
-    return {WAYS[0]: lambda: parts.average_in_buckets(_buckets(after)),
+    return {WAYS[0]: lambda: average_in_buckets(_buckets(after)),
             WAYS[1]: overlapped.finish, WAYS[2]: wrapped.finish_gradient_sync}
 
 
 def _buckets(model):
     parameters = list(model.parameters())
-    return [[parameters[index] for index in bucket] for bucket in parts.make_buckets(
+    return [[parameters[index] for index in bucket] for bucket in make_buckets(
         [parameter.nbytes for parameter in parameters], BUCKET_BYTES)]
 
 

@@ -137,7 +137,7 @@ class Solution(CellOfExercise):
     word = "solution"
 
     def setup(self):
-        from dplab.exercises import solution_source
+        from dplab.checks import solution_source
 
         super().setup()
         self.cell.source = solution_source(self.exercise).strip("\n")

@@ -4,6 +4,8 @@ import linecache
 import os
 import sys
 
+from ..between.calls import PACKAGE
+
 
 def ipython():
     """The IPython shell that this process runs in, or None; in a notebook it has a ``kernel``."""
@@ -24,11 +26,16 @@ def _whole_name(file):
 
 
 def place(file: str) -> str:
-    """A source file as the reader knows it: the cell's number, or the file's name."""
+    """A source file as the reader knows it: the cell's number, or the file's name.
+
+    One of this package has its path, so that nobody takes it for theirs.
+    """
     cells = getattr(getattr(ipython(), "compile", None), "_filename_map", {})
     for name, number in cells.items():
         if name == file or (len(file) >= 40 and name.endswith(file)):
             return f"cell In[{number}]"
+    if file.startswith(os.path.join(PACKAGE, "")):
+        return os.path.relpath(file, os.path.dirname(PACKAGE))
     return os.path.basename(file)
 
 

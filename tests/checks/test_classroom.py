@@ -6,8 +6,8 @@ import json
 import pytest
 
 import dplab
+from dplab.checks import classroom, every_exercise, find
 from dplab.desk import record
-from dplab.exercises import classroom, every_exercise, find
 
 
 def passes(entry):

@@ -9,11 +9,11 @@ from attempts import raises, stub
 from pictures import contrast
 
 import dplab
-from dplab import drills, exercises
+from dplab import checks, drills
+from dplab.checks import every_exercise, find
+from dplab.checks.exercise import NOT_ATTEMPTED, PASSED, WRONG, Exercise
 from dplab.desk import cards, course, record
 from dplab.desk.course import TITLES, heading
-from dplab.exercises import every_exercise, find
-from dplab.exercises.exercise import NOT_ATTEMPTED, PASSED, WRONG, Exercise
 
 EXERCISES = every_exercise()
 
@@ -36,8 +36,8 @@ def test_a_card_leads_on_and_into_no_appendix(monkeypatch):
         return kind()
 
     listed = [numbered(number) for number in ("9.3", "10.1", "10.2", "A.1", "A.2", "B.1")]
-    monkeypatch.setattr(exercises, "every_exercise", lambda: tuple(listed))
-    following = [exercises._after(each) for each in listed]
+    monkeypatch.setattr(checks, "every_exercise", lambda: tuple(listed))
+    following = [checks._after(each) for each in listed]
     assert [each and each.number for each in following] == [
         "10.1", "10.2", None, "A.2", None, None]
 

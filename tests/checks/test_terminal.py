@@ -11,9 +11,9 @@ import pytest
 from sandbox import ROOT
 
 from dplab.__main__ import main
+from dplab.checks import every_exercise, find, solution_source, terminal
+from dplab.checks.exercise import PASSED, WRONG
 from dplab.desk import course, kept, record
-from dplab.exercises import every_exercise, find, solution_source, terminal
-from dplab.exercises.exercise import PASSED, WRONG
 
 CHAPTERS = course.notebooks(ROOT / "chapters")
 RIGHT = """\

@@ -4,9 +4,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dplab.exercises.exercise import WRONG, Exercise
-from dplab.exercises.mistakes import Mistake, Slip, both
-from dplab.exercises.trials import seeded
+from dplab.checks.exercise import WRONG, Exercise
+from dplab.checks.mistakes import Mistake, Slip, both
+from dplab.checks.trials import seeded
 
 
 def scaled_mean(values, weight):

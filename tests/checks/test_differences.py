@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dplab import RankError
-from dplab.exercises.compare import (
+from dplab.checks.compare import (
     COMMUNICATED,
     AtMost,
     Overlap,
@@ -15,8 +15,8 @@ from dplab.exercises.compare import (
     first_difference,
     overlap,
 )
-from dplab.exercises.composition import made_of, said
-from dplab.exercises.trials import seeded
+from dplab.checks.composition import made_of, said
+from dplab.checks.trials import seeded
 
 
 def facts(count, weights=1.0):

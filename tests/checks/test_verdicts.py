@@ -9,8 +9,20 @@ import torch
 import torch.distributed as dist
 from attempts import raises, stub
 
-from dplab.exercises import find
-from dplab.exercises.exercise import AT_LEAST, CRASHED, NOT_ATTEMPTED, PASSED, WRONG, Mistake
+from dplab.checks import find
+from dplab.checks.exercise import (
+    AT_LEAST,
+    CALLED_AGAIN,
+    CRASHED,
+    NOT_ATTEMPTED,
+    OVERWRITTEN,
+    PASSED,
+    WRONG,
+    Exercise,
+    unwaited,
+)
+from dplab.checks.mistakes import Mistake
+from dplab.checks.trials import seeded
 
 
 def test_a_stub_is_not_attempted():
@@ -249,3 +261,77 @@ def every_second_number(tensor, group=None):
 
 def test_an_answer_may_be_a_view_with_gaps():
     assert "this rank's chunk" in find("3.2").judge(every_second_number).detail
+
+
+class SumOfRanks(Exercise):
+    """Two calls of one trial give other numbers, and so do two trials."""
+
+    number, title, minutes, hints = "9.9", "Sum", 1, ("", "", "")
+    world_sizes = (1, 2, 3)
+
+    @staticmethod
+    def solution(numbers):
+        dist.all_reduce(numbers)
+        return numbers
+
+    def trial(self, attempt):
+        return {"the sum": attempt(seeded(f"rank {dist.get_rank()}", 7))}
+
+    def expected(self, world_size):
+        return {"the sum": sum(seeded(f"rank {rank}", 7) for rank in range(world_size))}
+
+
+KEPT: dict[str, torch.Tensor] = {}
+
+
+def keeps_the_first_sum(numbers):
+    if "sum" not in KEPT:
+        KEPT["sum"] = SumOfRanks.solution(numbers)
+    return KEPT["sum"]
+
+
+def writes_into_one_tensor(numbers):
+    return KEPT.setdefault("sum", torch.empty(7)).copy_(SumOfRanks.solution(numbers))
+
+
+def fails_the_second_time(numbers):
+    KEPT["sum"] = torch.zeros(len(KEPT) + 1)
+    return SumOfRanks.solution(numbers) / (2 - len(KEPT["sum"]))
+
+
+@pytest.mark.parametrize(("attempt", "outcome", "why"), [
+    (SumOfRanks.solution, PASSED, ""),
+    (keeps_the_first_sum, WRONG, CALLED_AGAIN),
+    (writes_into_one_tensor, WRONG, OVERWRITTEN),
+    (fails_the_second_time, WRONG, CALLED_AGAIN),
+])
+def test_a_right_attempt_is_called_again_with_other_data(attempt, outcome, why):
+    verdict = SumOfRanks().judge(attempt)
+    assert (verdict.outcome, verdict.why) == (outcome, why), verdict.detail
+
+
+def sends_and_waits_for_that_alone(tensor, neighbour):
+    arriving = torch.empty_like(tensor)
+    sending = dist.isend(tensor, neighbour)
+    receiving = dist.irecv(arriving, neighbour)  # noqa: F841
+    sending.wait()
+    return arriving
+
+
+def waits_for_all(tensor, neighbour):
+    arriving = torch.empty_like(tensor)
+    pending = [dist.isend(tensor, neighbour), dist.irecv(arriving, neighbour)]
+    [each.wait() for each in pending]
+    return dist.all_reduce(arriving, async_op=False)
+
+
+def starts_an_all_reduce(tensor):
+    dist.all_reduce(tensor, async_op=True)
+    return dist.broadcast(tensor, 0, async_op=True).wait()
+
+
+@pytest.mark.parametrize(("attempt", "call"), [
+    (sends_and_waits_for_that_alone, "irecv"), (waits_for_all, ""),
+    (starts_an_all_reduce, "async_op"), (does_not_wait, "async_op")])
+def test_a_call_is_found_for_which_nobody_waits(attempt, call):
+    assert unwaited(attempt) == call
