@@ -7,8 +7,6 @@ and the larger ones, is the diagnosis; or else one that has the same first wrong
 them, and that no other fact speaks against.
 """
 
-import ast
-import dis
 import functools
 import inspect
 import itertools
@@ -25,6 +23,7 @@ import torch
 
 from dplab import RankError
 from dplab.checks import observe, trials
+from dplab.checks.attempt_code import names_in, unwaited, used_result, words_of
 from dplab.checks.compare import (
     COMMUNICATED,
     explained,
@@ -46,14 +45,6 @@ OVERWRITTEN = ("What a call returns is right at first, and a later call changes 
                "result memory of its own.")
 AT_LEAST = "First: "  # before a mistake that explains the first wrong fact, and not all
 
-
-# Of calls that return at once, whatever the operation.
-ASYNCHRONOUS = {"async_op", "isend", "irecv", "batch_isend_irecv"}
-# Calls that return None, and leave their result in a tensor that they get.
-RETURN_NOTHING = {
-    "all_gather", "all_gather_into_tensor", "all_gather_single", "all_reduce", "all_to_all",
-    "all_to_all_single", "broadcast", "gather", "reduce", "reduce_scatter", "reduce_scatter_single",
-    "reduce_scatter_tensor", "scatter"}
 
 
 @dataclass
@@ -174,8 +165,8 @@ class Exercise:
     def is_untouched(self, attempt) -> bool:
         """Whether this is still the stub: it raises NotImplementedError, or is the broken code."""
         if self.stub is not None:
-            return _words_of(attempt) == _words_of(self.stub)
-        return "NotImplementedError" in _names_in(attempt)
+            return words_of(attempt) == words_of(self.stub)
+        return "NotImplementedError" in names_in(attempt)
 
     def _misfit(self, attempt) -> str:
         """Why this cannot be what the exercise asks for; empty if it can."""
@@ -538,76 +529,3 @@ def _without_own_frames(text):
 # What a run's report advises, and nobody can give to a check.
 _MORE_TIME = re.compile(r" A run that needs longer: timeout=SECONDS\."
                         r"| \(then give the run more time, with timeout=SECONDS\)")
-
-
-def _names_in(attempt) -> set[str]:
-    """The names that code uses, those of keyword arguments too."""
-    names = set()
-    for code in _codes(attempt):
-        names.update(code.co_names)
-        for constant in code.co_consts:
-            names.update(constant if isinstance(constant, tuple) else ())
-    return names
-
-
-def unwaited(attempt) -> str:
-    """What starts a call of ASYNCHRONOUS for which nobody can wait, or ever waits; "" if nothing.
-
-    Nobody can where the handle is given no name, or one that is not used again.
-    """
-    started = sorted(_names_in(attempt) & ASYNCHRONOUS)
-    if started and "wait" not in _names_in(attempt):
-        return started[0]
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(attempt)))
-    except (OSError, SyntaxError, TypeError):  # no source, or a part of a line
-        return ""
-    used = {node.id for node in ast.walk(tree)
-            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
-    for node in ast.walk(tree):
-        dropped = isinstance(node, ast.Expr) or (
-            isinstance(node, ast.Assign) and all(
-                isinstance(target, ast.Name) and target.id not in used for target in node.targets))
-        if dropped and isinstance(node.value, ast.Call):
-            call = node.value
-            words = {getattr(call.func, "attr", getattr(call.func, "id", "")),
-                     *(each.arg for each in call.keywords
-                       if getattr(each.value, "value", None) is True)}
-            if words & ASYNCHRONOUS:
-                return min(words & ASYNCHRONOUS)
-    return ""
-
-
-def used_result(attempt) -> str:
-    """The name of a call in RETURN_NOTHING whose result the code uses; empty if there is none."""
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(attempt)))
-    except (OSError, SyntaxError, TypeError):  # no source, or a part of a line
-        return ""
-    lines = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-    for node in ast.walk(tree):
-        if (isinstance(node, ast.Call) and id(node) not in lines
-                and isinstance(node.func, ast.Attribute) and node.func.attr in RETURN_NOTHING
-                and ast.unparse(node.func.value) in ("dist", "torch.distributed")
-                and not any(keyword.arg == "async_op" for keyword in node.keywords)):
-            return node.func.attr
-    return ""
-
-
-def _words_of(attempt):
-    """The names and constants in the order of use: what code says, whoever compiled it."""
-    return [item.argval for code in _codes(attempt) for item in dis.get_instructions(code)
-            if item.opname.startswith(("LOAD_", "STORE_"))
-            and not isinstance(item.argval, types.CodeType)]
-
-
-def _codes(attempt):
-    """The code objects of a function, or of every method of a class."""
-    functions = [attempt]
-    if isinstance(attempt, type):
-        functions = [getattr(value, "__func__", value) for value in vars(attempt).values()
-                     if isinstance(value, types.FunctionType | staticmethod | classmethod)]
-    found = [function.__code__ for function in functions if hasattr(function, "__code__")]
-    for code in found:
-        found.extend(each for each in code.co_consts if isinstance(each, types.CodeType))
-    return found

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from attempts import raises, stub
 
 from dplab.checks import find
+from dplab.checks.attempt_code import unwaited
 from dplab.checks.exercise import (
     AT_LEAST,
     CALLED_AGAIN,
@@ -19,7 +20,6 @@ from dplab.checks.exercise import (
     PASSED,
     WRONG,
     Exercise,
-    unwaited,
 )
 from dplab.checks.mistakes import Mistake
 from dplab.checks.trials import seeded
