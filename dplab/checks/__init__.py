@@ -157,10 +157,16 @@ def solution_source(id: str) -> str:
 @functools.cache
 def every_exercise() -> tuple[Exercise, ...]:
     """All exercises in the order of the course."""
-    found = (_of_file(module.name) for module in pkgutil.iter_modules(exercises.__path__))
+    found = map(_of_file, _files())
     return tuple(sorted(found, key=lambda each: (course.place(each.chapter), each.number)))
 
 
+def _files():
+    """The names of the exercises' files."""
+    return [module.name for module in pkgutil.iter_modules(exercises.__path__)]
+
+
+@functools.cache
 def _of_file(name):
     """The exercise of a file of `dplab.exercises`: of its own classes, the one with a number."""
     module = importlib.import_module(f"{exercises.__name__}.{name}")
@@ -179,8 +185,11 @@ def find(id: str) -> Exercise | None:
 
 def _known(id):
     """The exercise of this slug or number, which may be given as a number too; else None."""
+    file = str(id).replace("-", "_")
+    if file in _files():
+        return _of_file(file)
     return next((exercise for exercise in every_exercise()
-                 if str(id) in (exercise.slug, exercise.number)), None)
+                 if str(id) == exercise.number), None)
 
 
 def _cell_that_runs():
