@@ -53,10 +53,12 @@ def fewest(values: Sequence[float], terms: Mapping[str, Sequence[float]],
 
     ``values``: a number by case; ``terms``: the same of each term. There may be more terms than
     cases: only sums of at most ``most`` of them are tried, and fewer than there are cases. None
-    where there is no such sum, or more than one that is as short.
+    where there is no such sum, or more than one that is as short. Nobody writes 39/41 of a term, so
+    each is there a number of times that is a fraction of small numbers.
     """
     target = torch.tensor(values, dtype=torch.float64)
-    columns = {name: torch.tensor(term, dtype=torch.float64) for name, term in terms.items()}
+    columns = {name: torch.tensor(term, dtype=torch.float64) for name, term in terms.items()
+               if sum(map(bool, term)) > 1}  # that of one case would explain whatever is there
     if not torch.isfinite(target).all():
         return None
     for count in range(1, min(most, len(target) - 1) + 1):
@@ -67,11 +69,17 @@ def fewest(values: Sequence[float], terms: Mapping[str, Sequence[float]],
             solved = torch.linalg.lstsq(basis / scale[:, None], target / scale, rcond=1e-9,
                                         driver="gelsd")
             off = (basis @ solved.solution - target).abs() / scale
-            if solved.rank == count and off.max() <= TOLERANCE:
+            if (solved.rank == count and off.max() <= TOLERANCE
+                    and all(map(_is_simple, solved.solution.tolist()))):
                 fitting.append(dict(zip(names, solved.solution.tolist(), strict=True)))
         if fitting:
             return fitting[0] if len(fitting) == 1 else None
     return None
+
+
+def _is_simple(number):
+    fraction = Fraction(number).limit_denominator(20)
+    return abs(fraction.numerator) <= 20 and abs(fraction - number) <= 1e-6 * abs(number)
 
 
 def said(found: Times | None, right: Times, groups: Mapping[str, Iterable[str]] | None = None,
@@ -98,7 +106,7 @@ def said(found: Times | None, right: Times, groups: Mapping[str, Iterable[str]] 
         return f"it holds {_listed(held, groups)}, and should hold {_listed(right, groups)}"
     if len(held) == 1 and not unequal:
         return f"it holds {_and(held)} alone"
-    few = [f"{name} is missing" for name in missing]
+    few = [f"{_and(missing)} {'is' if len(missing) == 1 else 'are'} missing"] if missing else []
     few += [f"{name} is in it {_often(held[name] / right[name])}" for name in unequal]
     return " and ".join(few)
 
@@ -125,7 +133,10 @@ def _grouped(times, groups):
 def _share(number):
     if abs(number - 1) < NEAR:
         return ""
-    return "twice " if abs(number - 2) < NEAR else f"{_number(number)} of "
+    if abs(number - 2) < NEAR:
+        return "twice "
+    whole = number > 0 and abs(number - round(number)) < NEAR
+    return f"{_number(number)} {'times' if whole else 'of'} "
 
 
 def _often(number):

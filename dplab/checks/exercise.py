@@ -337,18 +337,21 @@ class Exercise:
     def explanation(self, attempt, got, world_size) -> str:
         """The sentence of the known mistake that explains most of what is wrong; empty if none.
 
-        One that explains the first wrong fact, and not all others, begins with "First:". One
-        that gets something wrong which the attempt gets right is not the attempt's mistake.
+        One that explains the first wrong fact and at least half of them, and not all, begins with
+        "First:". One that gets something wrong which the attempt gets right is not the attempt's
+        mistake.
         """
         crashed = isinstance(got, RankError)
         stuck = crashed and got.kind == "stuck"
         scores = {mistake: 0 for mistake in self.known if mistake.hangs == stuck}
-        explains_all = set(scores)
+        explains_all, count = set(scores), 0
         mine_at = functools.cache(lambda size: got if size == world_size else self._observe(
             attempt, size, quiet=True))
         for size in self._around(world_size)[1]:
             mine = mine_at(size)
             expected = self.expected_of_all(size)
+            count += 1 if isinstance(mine, RankError) else len(
+                wrong_facts(expected, mine, self.tolerance))
             for mistake, theirs in self._outcomes_of(scores, size, mine).items():
                 shared = overlap(expected, mine, theirs, self.tolerance,
                                  communicates=self.communicates and size > 1)
@@ -370,9 +373,10 @@ class Exercise:
             return ""
         best = max(scores.values())
         partly = {mistake.why for mistake, score in scores.items() if score == best}
-        if whole or len(partly) > 1:  # where several explain as much, there is no telling
-            return whole[0] if whole else ""
-        return AT_LEAST + partly.pop()
+        if whole:
+            return whole[0]
+        # Where several explain as much, there is no telling.
+        return AT_LEAST + partly.pop() if len(partly) == 1 and 2 * best >= count else ""
 
     def _two_at_once(self, mine_at, world_size):
         """The sentences of two slips that together do what the attempt does; "" if none do.

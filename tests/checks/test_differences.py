@@ -15,7 +15,7 @@ from dplab.checks.compare import (
     first_difference,
     overlap,
 )
-from dplab.checks.composition import made_of, said
+from dplab.checks.composition import fewest, made_of, said
 from dplab.checks.trials import seeded
 
 
@@ -192,6 +192,25 @@ def test_nothing_is_said_where_another_composition_would_do():
     assert made_of(one + two, {"a": one, "b": two, "both": one + two}) is None  # a sum of others
     assert made_of(one + two, {"a": one}) is None  # no sum of these
     assert made_of((one + two)[:2], {"a": one[:2], "b": two[:2]}) is None  # anything is
+
+
+CASES = {"weights": (2.0, 10.0, 6.0, 8.0), "half the weights": (1.0, 5.0, 3.0, 4.0),
+         "state": (7.0, 3.0, 5.0, 1.0), "one case": (0.0, 0.0, 9.0, 0.0)}
+
+
+@pytest.mark.parametrize(("values", "found"), [
+    ((16.0, 16.0, 16.0, 10.0), {"weights": 1.0, "state": 2.0}),
+    ((16.0, 16.0, 17.0, 10.0), None),  # which some of "one case" would explain
+    ((0.123 * 2, 0.123 * 10, 0.123 * 6, 0.123 * 8), None),
+    ((2.0, 10.0, 6.0, 8.0), None),  # of the weights, or of twice their half
+    ((float("nan"), 1.0, 2.0, 3.0), None),
+])
+def test_the_fewest_terms_that_explain_all_cases_are_found(values, found):
+    terms = dict(CASES)
+    if found:
+        del terms["half the weights"]
+    got = fewest(values, terms)
+    assert got == (found and pytest.approx(found))
 
 
 def test_a_group_stands_for_its_parts():
