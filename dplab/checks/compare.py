@@ -99,6 +99,8 @@ def agree(expected, got, tolerance) -> bool:
         number = _number(got)
         return number is not None and (
             abs(number - expected) <= tolerance * max(abs(expected), 1e-12))
+    if isinstance(expected, int) and isinstance(got, float):
+        return not isinstance(expected, bool) and expected == got
     return type(expected) is type(got) and expected == got
 
 
@@ -146,8 +148,8 @@ def overlap(expected, mine, theirs, tolerance, *, communicates=False) -> Overlap
             if fact in own and agree(value, own[fact], tolerance):
                 contradicted |= fact not in other or not agree(value, other[fact], tolerance)
             else:
-                wrong.append(fact in own and fact in other
-                             and _alike(value, own[fact], other[fact], tolerance))
+                wrong.append(_alike(value, own[fact], other[fact], tolerance)
+                             if fact in own and fact in other else (fact in own) == (fact in other))
     return Overlap(bool(wrong) and wrong[0], sum(wrong), wrong.count(False) + silent, contradicted)
 
 

@@ -93,7 +93,8 @@ def said(found: Times | None, right: Times, groups: Mapping[str, Iterable[str]] 
         return ""
     near = NEAR * max(map(abs, right.values()))
     right = {name: times for name, times in right.items() if abs(times) > near}
-    held = {name: times for name, times in found.items() if abs(times) > near}
+    small = min(near, NEAR * max(map(abs, found.values()), default=0.0) or near)
+    held = {name: times for name, times in found.items() if abs(times) > small}
     if not held:
         return "none of the parts is in it"
     missing = [name for name in right if name not in held]
@@ -107,7 +108,9 @@ def said(found: Times | None, right: Times, groups: Mapping[str, Iterable[str]] 
     if len(held) == 1 and not unequal:
         return f"it holds {_and(held)} alone"
     few = [f"{_and(missing)} {'is' if len(missing) == 1 else 'are'} missing"] if missing else []
-    few += [f"{name} is in it {_often(held[name] / right[name])}" for name in unequal]
+    few += [f"{name} is in it {_often(held[name] / right[name])}"
+            + (" as often as it should be" if abs(right[name] - 1) > NEAR else "")
+            for name in unequal]
     return " and ".join(few)
 
 

@@ -10,11 +10,13 @@ them, and that no other fact speaks against.
 import functools
 import inspect
 import itertools
+import math
 import re
 import textwrap
 import time
 import traceback
 import types
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -38,7 +40,7 @@ from dplab.spawn.parent.output import headed
 from dplab.spawn.parent.report import PAIRS
 
 NOT_ATTEMPTED, PASSED, WRONG, CRASHED = "not attempted", "passed", "wrong", "crashed"
-SECONDS_FOR_TWO, MOST_PAIRS = 5.0, 600  # to try two mistakes at once
+FOR_TWO, MOST_PAIRS = 5.0, 600  # seconds to try two mistakes at once, and how many pairs
 CALLED_AGAIN = ("The first call is right, and a later one in the same process is not: something "
                 "is kept from one call to the next.")
 OVERWRITTEN = ("What a call returns is right at first, and a later call changes it. Give each "
@@ -381,29 +383,43 @@ class Exercise:
     def _two_at_once(self, mine_at, world_size):
         """The sentences of two slips that together do what the attempt does; "" if none do.
 
-        ``mine_at`` gives the attempt's outcome at a world size. Those two are tried first which
-        get wrong what the attempt gets wrong.
+        Where several pairs do, the sentence that all have in common. ``mine_at`` gives the
+        attempt's outcome at a world size.
         """
-        expected, until = self.expected_of_all(world_size), time.monotonic() + SECONDS_FOR_TWO
-        wrong = wrong_facts(expected, mine_at(world_size), self.tolerance)
+        left, until = self._pairs(mine_at(world_size), world_size), time.monotonic() + FOR_TWO
+        before, onward = self._around(world_size)
+        for size in (*onward, *before):
+            found = observe.in_turn(self.trial, [attempt for _, attempt in left], size,
+                                    seconds=3 * self._limit, until=until)
+            left = [each for each, theirs in zip(left, found, strict=False) if (
+                self._is_right(theirs, size) if size in before
+                else self._do_the_same(mine_at(size), theirs, size))]
+            until = math.inf  # few are left
+        whys = list(dict.fromkeys(whys for whys, _ in left))
+        if len(whys) == 1:
+            return " And: ".join(whys[0])
+        in_all = [why for why in whys[0] if all(why in each for each in whys)] if whys else []
+        return AT_LEAST + in_all[0] if in_all else ""
+
+    def _pairs(self, mine, world_size):
+        """Two slips at once: their sentences, and the attempt. Those come first which get wrong
+        what the attempt gets wrong, and of each two sentences one way before the others.
+        """
+        expected = self.expected_of_all(world_size)
+        wrong = wrong_facts(expected, mine, self.tolerance)
         wrong_in = {mistake: wrong_facts(expected, facts, self.tolerance)
                     for mistake in self.known if mistake.edits and isinstance(
                         facts := self._outcomes.get((mistake, world_size)), list)}
         pairs = sorted(itertools.combinations(wrong_in, 2), key=lambda pair: len(
             (wrong_in[pair[0]] | wrong_in[pair[1]]) ^ wrong))
-        left = [(pair, attempt) for pair in pairs[:MOST_PAIRS]
-                for attempt in both(*pair, self._right_answers)]
-        before, onward = self._around(world_size)
-        for size in (*onward, *before):
-            found = observe.in_turn(self.trial, [attempt for _, attempt in left], size,
-                                    seconds=3 * self._limit, until=until)
-            if len(found) < len(left):  # the time is over: others might do the same
-                return ""
-            left = [each for each, theirs in zip(left, found, strict=True) if (
-                self._is_right(theirs, size) if size in before
-                else self._do_the_same(mine_at(size), theirs, size))]
-        whys = list(dict.fromkeys(f"{one.why} And: {other.why}" for (one, other), _ in left))
-        return whys[0] if len(whys) == 1 else ""
+        ways: Counter = Counter()
+        numbered = []
+        for one, other in pairs[:MOST_PAIRS]:
+            whys = one.why, other.why
+            for attempt in both(one, other, self._right_answers):
+                ways[whys] += 1
+                numbered.append((ways[whys], whys, attempt))
+        return [(whys, attempt) for _, whys, attempt in sorted(numbered, key=lambda each: each[0])]
 
     def _around(self, world_size):
         """The world sizes tried before this one; then this one, and the larger ones after it."""
