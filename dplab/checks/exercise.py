@@ -41,6 +41,8 @@ from dplab.spawn.parent.report import PAIRS
 
 NOT_ATTEMPTED, PASSED, WRONG, CRASHED = "not attempted", "passed", "wrong", "crashed"
 FOR_TWO, MOST_PAIRS = 5.0, 600  # seconds to try two mistakes at once, and how many pairs
+WITHOUT_GROUP = ("Among all ranks this is right; where two of the four are a group, it is not. "
+                 "Pass `group` on to each call: its ranks are then all that there are.")
 CALLED_AGAIN = ("The first call is right, and a later one in the same process is not: something "
                 "is kept from one call to the next.")
 OVERWRITTEN = ("What a call returns is right at first, and a later call changes it. Give each "
@@ -299,13 +301,11 @@ class Exercise:
             return Verdict(WRONG, f"With `{started}` a call returns at once: keep the handle "
                                   "and `wait()` on it before you use or change the tensor.",
                            verdict.detail.replace(PAIRS, "").rstrip())  # there is a send
+        if self._fails_in_a_group_only(attempt, world_size):
+            return Verdict(WRONG, WITHOUT_GROUP, verdict.detail)
         why = self.explanation(attempt, got, world_size)
         if why and not why.startswith(AT_LEAST):
             return Verdict(WRONG, why, verdict.detail)
-        if self._fails_in_a_group_only(attempt, world_size):
-            return Verdict(WRONG, "Among all ranks this is right; where two of the four are a "
-                           "group, it is not. Pass `group` on to each call: its ranks are then all "
-                           "that there are.", verdict.detail)
         if self._met_none(got, world_size) and (name := used_result(attempt)):
             why = (f"`dist.{name}` returns None. It leaves its result in a tensor that it gets: "
                    f"give that tensor a name, call `dist.{name}` on a line of its own, and go on "
