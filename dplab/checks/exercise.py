@@ -313,7 +313,21 @@ class Exercise:
         elif (not crashed and self.stub is None and self.communicates and world_size > 1
               and not any(facts[COMMUNICATED] for facts in got)):
             why = "Nothing was communicated: no rank called a collective."
+        elif not why and not crashed:
+            why = self._what_a_call_leaves(attempt, world_size)
         return Verdict(WRONG, why, verdict.detail) if why else verdict
+
+    def _what_a_call_leaves(self, attempt, world_size):
+        """What is wrong where it is right with a copy of each result, or if no call knew of the
+        calls before it; "" where it is wrong all the same.
+        """
+        for kind, why in ((observe.Copied, OVERWRITTEN), (observe.Anew, CALLED_AGAIN)):
+            got = observe.alone(self.trial, kind(attempt), world_size, seconds=self._limit,
+                                quiet=True)
+            if not isinstance(got, RankError) and not first_difference(
+                    self.expected_of_all(world_size), got, self.tolerance):
+                return why
+        return ""
 
     def _fails_in_a_group_only(self, attempt, world_size):
         """Whether it is right on these ranks, as long as no two of them are a group."""

@@ -281,22 +281,48 @@ class SumOfRanks(Exercise):
         return {"the sum": sum(seeded(f"rank {rank}", 7) for rank in range(world_size))}
 
 
-KEPT: dict[str, torch.Tensor] = {}
+class SumsOfTwo(SumOfRanks):
+    """Both sums are looked at behind the second call."""
+
+    def trial(self, attempt):
+        given = [seeded(f"{call} {dist.get_rank()}", 7) for call in ("first", "second")]
+        sums = [attempt(numbers) for numbers in given]
+        return dict(zip(("the first sum", "the second sum"), sums, strict=True))
+
+    def expected(self, world_size):
+        return {f"the {call} sum": sum(seeded(f"{call} {rank}", 7) for rank in range(world_size))
+                for call in ("first", "second")}
 
 
-def keeps_the_first_sum(numbers):
-    if "sum" not in KEPT:
-        KEPT["sum"] = SumOfRanks.solution(numbers)
-    return KEPT["sum"]
+def attempts_with_a_memory():
+    """Within a function: as in a notebook, they travel to ranks with what they keep."""
+    kept = {}
+
+    def keeps_the_first_sum(numbers):
+        if "sum" not in kept:
+            kept["sum"] = SumOfRanks.solution(numbers)
+        return kept["sum"]
+
+    def writes_into_one_tensor(numbers):
+        return kept.setdefault("sum", torch.empty(7)).copy_(SumOfRanks.solution(numbers))
+
+    def fails_the_second_time(numbers):
+        kept["calls"] = kept.get("calls", 0) + 1
+        return SumOfRanks.solution(numbers) / (2 - kept["calls"])
+
+    return keeps_the_first_sum, writes_into_one_tensor, fails_the_second_time
 
 
-def writes_into_one_tensor(numbers):
-    return KEPT.setdefault("sum", torch.empty(7)).copy_(SumOfRanks.solution(numbers))
+keeps_the_first_sum, writes_into_one_tensor, fails_the_second_time = attempts_with_a_memory()
 
 
-def fails_the_second_time(numbers):
-    KEPT["sum"] = torch.zeros(len(KEPT) + 1)
-    return SumOfRanks.solution(numbers) / (2 - len(KEPT["sum"]))
+@pytest.mark.parametrize(("attempt", "why"), [
+    (keeps_the_first_sum, CALLED_AGAIN), (writes_into_one_tensor, OVERWRITTEN),
+    (lambda numbers: numbers, "Nothing was communicated: no rank called a collective."),
+    (lambda numbers: 2 * SumOfRanks.solution(numbers), "")])
+def test_what_a_call_leaves_for_another_is_found_within_a_trial(attempt, why):
+    verdict = SumsOfTwo().judge(attempt)
+    assert (verdict.outcome, verdict.why) == (WRONG, why), verdict.detail
 
 
 @pytest.mark.parametrize(("attempt", "outcome", "why"), [
