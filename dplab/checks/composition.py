@@ -13,6 +13,7 @@ from fractions import Fraction
 import torch
 
 TOLERANCE = 1e-5  # of float32's rounding, relative to the largest
+INDEPENDENT = 1e-3  # the least singular value beside the largest: less would enlarge rounding
 NEAR = 1e-3  # of how often a part is in a value, relative to how often it should be
 
 Times = Mapping[str, float]  # how often each part is in a value, by the part's name
@@ -34,17 +35,20 @@ def made_of(value, parts: Mapping[str, torch.Tensor]) -> dict[str, float] | None
     """
     if not isinstance(value, torch.Tensor) or value.numel() <= len(parts):
         return None
-    basis = torch.stack([part.detach().flatten().double() for part in parts.values()], dim=1)
+    columns = [part.detach().flatten().double() for part in parts.values()]
+    lengths = torch.stack([column.norm() for column in columns]).clamp(min=1e-300)
+    basis = torch.stack(columns, dim=1) / lengths
     target = value.detach().flatten().double()
     if len(basis) != len(target) or not torch.isfinite(target).all():
         return None
-    solved = torch.linalg.lstsq(basis, target[:, None], rcond=TOLERANCE, driver="gelsd")
+    solved = torch.linalg.lstsq(basis, target[:, None], rcond=INDEPENDENT, driver="gelsd")
     if solved.rank < basis.shape[1]:
         return None
     found = solved.solution[:, 0]
-    if (basis @ found - target).abs().max() > TOLERANCE * basis.abs().max():
+    size = max(column.abs().max() for column in columns)
+    if (basis @ found - target).abs().max() > TOLERANCE * size:
         return None
-    return dict(zip(parts, found.tolist(), strict=True))
+    return dict(zip(parts, (found / lengths).tolist(), strict=True))
 
 
 def fewest(values: Sequence[float], terms: Mapping[str, Sequence[float]],

@@ -400,6 +400,8 @@ class Exercise:
         Where several pairs do, the sentence that all have in common. ``mine_at`` gives the
         attempt's outcome at a world size.
         """
+        if type(self).trial is Exercise.trial:  # it runs attempts in a way of its own
+            return ""
         left, until = self._pairs(mine_at(world_size), world_size), time.monotonic() + FOR_TWO
         before, onward = self._around(world_size)
         for size in (*onward, *before):

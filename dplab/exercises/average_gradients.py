@@ -1,4 +1,4 @@
-"""Exercise 4.2: average the gradients with your ring."""
+"""Each gradient becomes its mean over the ranks, on a ring whose chunks are equally long."""
 
 import torch
 import torch.distributed as dist
@@ -6,9 +6,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from dplab.checks.compare import AtMost
-from dplab.checks.exercise import Exercise, Mistake
+from dplab.checks.exercise import Exercise
+from dplab.checks.mistakes import Slip
 from dplab.checks.trials import gradients, seeded
-from dplab.exercises.broadcast_weights import _WITHOUT_GROUP, IN_A_PAIR, named, own_pair
+from dplab.exercises.broadcast_weights import WITHOUT_GROUP, InPairsToo
 from dplab.exercises.ring_all_reduce import ring_all_reduce
 from dplab.measure import CallLog
 
@@ -34,248 +35,63 @@ def average_gradients(model, group=None):
     for parameter in model.parameters():
         if parameter.grad is not None:
             # One at a time: a flat tensor has one dtype, and gradients may have several.
-            flat = pack([parameter.grad], ranks)
-            total = ring_all_reduce(flat / ranks, group)
+            flat = pack([parameter.grad], ranks) / ranks
+            total = ring_all_reduce(flat, group)
             [mean] = unpack(total, [parameter.grad])
             parameter.grad.copy_(mean)
 
 
-def sums_gradients(model, group=None):
-    ranks = dist.get_world_size(group)
-    for parameter in model.parameters():
-        if parameter.grad is not None:
-            total = ring_all_reduce(pack([parameter.grad], ranks), group)
-            parameter.grad.copy_(*unpack(total, [parameter.grad]))
-
-
-def divides_twice(model, group=None):
-    sums_gradients(model, group)
-    for parameter in model.parameters():
-        if parameter.grad is not None:
-            parameter.grad /= dist.get_world_size(group) ** 2
-
-
-def divides_alone(model, group=None):
-    for parameter in model.parameters():
-        if parameter.grad is not None:
-            parameter.grad /= dist.get_world_size(group)
-
-
-def only_packs(model, group=None):
-    ranks = dist.get_world_size(group)
-    for parameter in model.parameters():
-        if parameter.grad is not None:
-            flat = pack([parameter.grad], ranks)
-            parameter.grad.copy_(*unpack(flat, [parameter.grad]))
-
-
-def divides_what_it_packed(model, group=None):
-    ranks = dist.get_world_size(group)
-    for parameter in model.parameters():
-        if parameter.grad is not None:
-            flat = pack([parameter.grad], ranks)
-            ring_all_reduce(flat, group)
-            parameter.grad.copy_(*unpack(flat / ranks, [parameter.grad]))
-
-
-def leaves_the_mean_aside(model, group=None):
-    ranks = dist.get_world_size(group)
-    for parameter in model.parameters():
-        if parameter.grad is not None:
-            mean = ring_all_reduce(pack([parameter.grad], ranks), group) / ranks
-            unpack(mean, [parameter.grad])
-
-
-def rank_0s_gradients(model, group=None):
-    for parameter in model.parameters():
-        if parameter.grad is not None:
-            dist.broadcast(parameter.grad, group_src=0, group=group)
-
-
-def rank_0s_gradients_divided(model, group=None):
-    rank_0s_gradients(model, group)
-    divides_alone(model, group)
-
-
-def stops_at_the_frozen(model, group=None):
-    ranks = dist.get_world_size(group)
-    for parameter in model.parameters():
-        if parameter.grad is None:
-            return
-        mean = ring_all_reduce(pack([parameter.grad], ranks) / ranks, group)
-        parameter.grad.copy_(*unpack(mean, [parameter.grad]))
-
-
-def averages_the_weights(model, group=None):
-    ranks = dist.get_world_size(group)
-    for parameter in model.parameters():
-        mean = ring_all_reduce(pack([parameter], ranks) / ranks, group)
-        parameter.data.copy_(*unpack(mean, [parameter]))
-
-
-def averages_the_trained_weights(model, group=None):
-    ranks = dist.get_world_size(group)
-    for parameter in model.parameters():
-        if parameter.grad is not None:
-            mean = ring_all_reduce(pack([parameter], ranks) / ranks, group)
-            parameter.data.copy_(*unpack(mean, [parameter]))
-
-
-def reduces_to_rank_0(model, group=None):
-    for parameter in model.parameters():
-        if parameter.grad is not None:
-            parameter.grad /= dist.get_world_size(group)
-            dist.reduce(parameter.grad, group_dst=0, group=group)
-
-
-def reduces_and_divides(model, group=None):
-    for parameter in model.parameters():
-        if parameter.grad is not None:
-            dist.reduce(parameter.grad, group_dst=0, group=group)
-            parameter.grad /= dist.get_world_size(group)
-
-
-def reduces_and_rank_0_divides(model, group=None):
-    for parameter in model.parameters():
-        if parameter.grad is not None:
-            dist.reduce(parameter.grad, group_dst=0, group=group)
-            if dist.get_rank(group) == 0:
-                parameter.grad /= dist.get_world_size(group)
-
-
-def only_rank_0_averages(model, group=None):
-    if dist.get_rank(group) == 0:
-        average_gradients(model, group)
-
-
-def halves(model, group=None):
-    sums_gradients(model, group)
-    for parameter in model.parameters():
-        if parameter.grad is not None:
-            parameter.grad /= 2
-
-
-def quarters(model, group=None):
-    sums_gradients(model, group)
-    for parameter in model.parameters():
-        if parameter.grad is not None:
-            parameter.grad /= 4
-
-
-def divides_what_is_not_there(model, group=None):
-    for parameter in model.parameters():
-        parameter.grad /= dist.get_world_size(group)
-
-
-def packs_what_is_not_there(model, group=None):
-    ranks = dist.get_world_size(group)
-    for parameter in model.parameters():
-        mean = ring_all_reduce(pack([parameter.grad], ranks) / ranks, group)
-        parameter.grad.copy_(*unpack(mean, [parameter.grad]))
-
-
-def unpacks_for_all_parameters(model, group=None):
-    ranks = dist.get_world_size(group)
-    gradients = [each.grad for each in model.parameters() if each.grad is not None]
-    mean = ring_all_reduce(pack(gradients, ranks) / ranks, group)
-    for gradient, view in zip(gradients, unpack(mean, model.parameters()), strict=False):
-        gradient.copy_(view)
-
-
-def brings_zeros(model, group=None):
-    _put_zeros(each for each in model.parameters() if each.requires_grad)
-    average_gradients(model, group)
-
-
-def brings_zeros_for_the_frozen(model, group=None):
-    _put_zeros(model.parameters())
-    average_gradients(model, group)
-
-
-def _put_zeros(parameters):
-    for parameter in parameters:
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-
-
-def leaves_the_padding_out(model, group=None):
-    ranks = dist.get_world_size(group)
-    for parameter in model.parameters():
-        if parameter.grad is not None:
-            mean = ring_all_reduce(parameter.grad.flatten() / ranks, group)
-            parameter.grad.copy_(mean.view_as(parameter.grad))
-
-
-def puts_another_tensor_there(model, group=None):
-    ranks = dist.get_world_size(group)
-    for parameter in model.parameters():
-        if parameter.grad is not None:
-            mean = ring_all_reduce(pack([parameter.grad], ranks) / ranks, group)
-            [parameter.grad] = unpack(mean, [parameter.grad])
-
-
-def leaves_it_to_torch(model, group=None):
-    for parameter in model.parameters():
-        if parameter.grad is not None:
-            parameter.grad /= dist.get_world_size(group)
-            dist.all_reduce(parameter.grad, group=group)
-
-
-def sums_with_torch(model, group=None):
-    for parameter in model.parameters():
-        if parameter.grad is not None:
-            dist.all_reduce(parameter.grad, group=group)
-
-
-def averages_in_float32(model, group=None):
-    ranks = dist.get_world_size(group)
-    for parameter in model.parameters():
-        if parameter.grad is not None:
-            mean = ring_all_reduce(pack([parameter.grad.float()], ranks) / ranks, group)
-            parameter.grad.copy_(*unpack(mean, [parameter.grad]))
-
-
-def averages_among_all(model, group=None):
-    average_gradients(model)
-
-
-def sums_in_the_group_divides_by_all(model, group=None):
-    sums_gradients(model, group)
-    divides_alone(model)
-
-_SUMMED = ("You summed and did not divide by the world size: each step is as many times too long "
-           "as there are ranks. (`x / n` makes a new tensor; `x /= n` changes `x`.)")
-
-_FROZEN = ("A parameter's gradient is `None`: it is frozen, or the loss does not depend on it. "
-           "Skip such parameters.")
-
-_ZEROS = ("A `.grad` that was None became zeros. An optimizer leaves a parameter alone where "
-          "`.grad` is None. With zeros it may move it, by weight decay for example. Skip such "
-          "parameters.")
-
-_CONSTANT = ("You divided by a constant, or by the number of all ranks. The divisor is the number "
-             "of ranks in the group, whatever it is: `dist.get_world_size(group)`.")
-
-_WEIGHTS = ("You all-reduced the parameters, not their gradients. The weights were equal already, "
-            "and the gradients still differ from rank to rank.")
-
-_RANK_0S = ("You broadcast rank 0's gradients: what the other ranks computed is lost. Sum over the "
-            "ranks.")
-
-_DROPPED = "The ring leaves its input as it is, and returns the sum in a *new* tensor."
-
-_ON_RANK_0 = ("`reduce` gives the result to rank 0 alone. Every rank takes the step, so every rank "
-              "needs the mean: `ring_all_reduce`.")
-
-
-class AverageGradients(Exercise):
+def all_at_once(model, group=None):
+    """The same in one message, of the widest dtype."""
+    number = dist.get_world_size(group)
+    there = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    means = ring_all_reduce(pack(there, number) / number, group)
+    for gradient, its_mean in zip(there, unpack(means, there), strict=False):
+        gradient.copy_(its_mean)
+
+
+# As they stand in the right answer, and what comes in their place.
+RING = "ring_all_reduce(flat, group)"
+SCALED, UNSCALED = "pack([parameter.grad], ranks) / ranks", "pack([parameter.grad], ranks)"
+BY_TORCH = "flat\ndist.all_reduce(flat, group=group)"
+FROM_RANK_0 = "flat\ndist.broadcast(flat, group_src=0, group=group)"
+TO_RANK_0 = "flat\ndist.reduce(flat, group_dst=0, group=group)"
+WITH_ZEROS = "parameter.grad = parameter.data * 0 if parameter.grad is None else parameter.grad"
+IF_THERE = "if parameter.grad is not None:"
+
+
+class AverageGradients(InPairsToo):
     number = "4.2"
     title = "Average the gradients with your ring"
     minutes = 10
-    with_groups = True
+    world_sizes = (2, 3, 4, 1)  # one rank last: a ring of one sends nothing
     too_long = (f"{Exercise.too_long} On a ring, chunks differ in length where the number of its "
                 "ranks does not divide that of the elements: `pack` adds the zeros that are "
                 "missing, for as many ranks as you tell it.")
+    solution = staticmethod(average_gradients)
+    also_right = (all_at_once,)
+
+    def facts_of(self, attempt, group):
+        model = _with_means([dist.get_rank()])
+        weights, places = _copies(model), _places(model)
+        with CallLog() as log:
+            attempt(model, group)
+        return _facts(model, all(map(torch.equal, weights, model.parameters())),
+                      _places(model) == places,
+                      log.count() - log.count("send") - log.count("recv"),
+                      dist.get_world_size(group) == 1 or log.count() > 0)
+
+    def right(self, ranks):
+        return _facts(_with_means(ranks), True, True,
+                      AtMost(0, "average with your `ring_all_reduce` alone", exact=False), True)
+
+    def parts_of(self, ranks):
+        model = _with_means(ranks)
+        return {f"the gradient of `{name}`":
+                {f"rank {rank}'s gradient": _gradient(name, parameter, rank) for rank in ranks}
+                | {"the weights": parameter.detach()}
+                for name, parameter in model.named_parameters()}
+
     hints = (
         "After `loss.backward()`, `parameter.grad` holds the gradient of this rank's part of the "
         "batch. By what does the sum over the ranks differ from their mean? And which of the "
@@ -288,120 +104,108 @@ class AverageGradients(Exercise):
         "[parameter.grad])`, `parameter.grad.copy_(mean)`, with `ranks = "
         "dist.get_world_size(group)`.",
     )
-    solution = staticmethod(average_gradients)
-    mistakes = (
-        Mistake(sums_gradients, _SUMMED),
-        Mistake(sums_with_torch, _SUMMED),
-        Mistake(divides_twice, "You divided by the world size twice: once is the mean."),
-        Mistake(divides_alone, "You divided, but nothing was communicated: each rank still has the "
-                "gradient of its own part."),
-        Mistake(only_packs, "Nothing was communicated: each rank still has the gradient of its own "
-                "part. The sum over the ranks is what `ring_all_reduce` returns."),
-        Mistake(divides_what_it_packed, f"{_DROPPED} You divided this rank's own gradient: go on "
-                "with what the ring returned."),
-        Mistake(leaves_the_mean_aside, "`parameter.grad` still holds this rank's own gradient, "
-                f"since the mean never reached it. {_DROPPED} Copy the mean into `.grad`."),
-        Mistake(rank_0s_gradients, _RANK_0S),
-        Mistake(rank_0s_gradients_divided, _RANK_0S),
-        Mistake(stops_at_the_frozen, "You stop at the first parameter without a gradient: the ones "
-                "after it are never averaged. Skip it, and go on."),
-        Mistake(averages_the_weights, _WEIGHTS),
-        Mistake(averages_the_trained_weights, _WEIGHTS),
-        Mistake(reduces_to_rank_0, _ON_RANK_0),
-        Mistake(reduces_and_divides, _ON_RANK_0),
-        Mistake(reduces_and_rank_0_divides, _ON_RANK_0),
-        Mistake(only_rank_0_averages, "Only rank 0 calls the all-reduce, and waits for ever: every "
-                "rank has to call it.", hangs=True),
-        Mistake(halves, _CONSTANT),
-        Mistake(quarters, _CONSTANT),
-        Mistake(divides_what_is_not_there, _FROZEN),
-        Mistake(packs_what_is_not_there, _FROZEN),
-        Mistake(brings_zeros, _ZEROS),
-        Mistake(brings_zeros_for_the_frozen, _ZEROS),
-        Mistake(unpacks_for_all_parameters, "You packed the gradients that there are, and unpacked "
-                "in the shapes of all parameters, the frozen one too. Give both the same list."),
-        Mistake(leaves_the_padding_out, "The ring cuts the tensor into N equal chunks, and N does "
-                "not divide the length of this gradient: `pack` adds the zeros that are missing."),
-        Mistake(puts_another_tensor_there, "The means are right, but `.grad` is another tensor "
-                "now. Code that holds the old one keeps the old numbers: copy into it with "
-                "`copy_`."),
-        Mistake(leaves_it_to_torch, "The means are right, but torch's all-reduce made them. Use "
-                "your own, `ring_all_reduce`: the whole stack is to stand on it."),
-        Mistake(averages_in_float32, "A float64 gradient went through float32, and lost its last "
-                "digits. `pack` keeps the dtype of what you hand it."),
-        Mistake(averages_among_all, _WITHOUT_GROUP),
-        Mistake(sums_in_the_group_divides_by_all, _CONSTANT),
+    slips = (
+        Slip("You summed and did not divide by the world size: each step is as many times too long "
+             "as there are ranks. (`x / n` makes a new tensor; `x /= n` changes `x`.)",
+             {SCALED: UNSCALED}, {SCALED: UNSCALED, RING: BY_TORCH}),
+        Slip("You divided by the world size twice: once is the mean.",
+             {"copy_(mean)": "copy_(mean / ranks)"}),
+        Slip("You divided, but nothing was communicated: each rank still has the gradient of its "
+             "own part.", {RING: "flat"}),
+        Slip("Nothing was communicated: each rank still has the gradient of its own part. The sum "
+             "over the ranks is what `ring_all_reduce` returns.",
+             {SCALED: UNSCALED, RING: "flat"}),
+        Slip("The ring leaves its input as it is, and returns the sum in a *new* tensor. You "
+             "divided this rank's own gradient: go on with what the ring returned.",
+             {f"total = {RING}": f"total = flat\n{RING}"}),
+        Slip("`parameter.grad` still holds this rank's own gradient, since the mean never reached "
+             "it. The ring leaves its input as it is, and returns the sum in a *new* tensor. Copy "
+             "the mean into `.grad`.", {"parameter.grad.copy_(mean)": "pass"}),
+        Slip("You broadcast rank 0's gradients: what the other ranks computed is lost. Sum over "
+             "the ranks.", {RING: FROM_RANK_0}, {SCALED: UNSCALED, RING: FROM_RANK_0}),
+        Slip("You stop at the first parameter without a gradient: the ones after it are never "
+             "averaged. Skip it, and go on.",
+             {IF_THERE: "if parameter.grad is None:\n    return\nelse:"}),
+        Slip("You all-reduced the parameters, not their gradients. The weights were equal already, "
+             "and the gradients still differ from rank to rank.",
+             {"parameter.grad": "parameter.data"},
+             {"[parameter.grad]": "[parameter]", "parameter.grad.copy_": "parameter.data.copy_"}),
+        Slip("`reduce` gives the result to rank 0 alone. Every rank takes the step, so every rank "
+             "needs the mean: `ring_all_reduce`.",
+             {RING: TO_RANK_0},
+             *({SCALED: UNSCALED, RING: TO_RANK_0, "copy_(mean)": f"copy_({mean})"}
+               for mean in ("mean / ranks", "mean if dist.get_rank(group) else mean / ranks"))),
+        Slip("Only rank 0 calls the all-reduce, and waits for ever: every rank has to call it.",
+             {IF_THERE: "if parameter.grad is not None and dist.get_rank(group) == 0:"},
+             hangs=True),
+        Slip("You divided by a constant, or by the number of all ranks. The divisor is the number "
+             "of ranks in the group, whatever it is: `dist.get_world_size(group)`.",
+             *({SCALED: f"{UNSCALED} / {number}"}
+               for number in (2, 4, "dist.get_world_size()"))),
+        Slip("A parameter's gradient is `None`: it is frozen, or the loss does not depend on it. "
+             "Skip such parameters.",
+             {IF_THERE: "if True:"}, {IF_THERE: "if parameter.grad.copy_:"},
+             {IF_THERE: "parameter.grad /= ranks\nif True:"}),
+        Slip("A `.grad` that was None became zeros. An optimizer leaves a parameter alone where "
+             "`.grad` is None. With zeros it may move it, by weight decay for example. Skip such "
+             "parameters.", {IF_THERE: f"{WITH_ZEROS}\n{IF_THERE}"},
+             {IF_THERE: f"if parameter.requires_grad:\n    {WITH_ZEROS}\n{IF_THERE}"}),
+        Slip("You packed the gradients that there are, and unpacked in the shapes of all "
+             "parameters, the frozen one too. Give both the same list.",
+             {"unpack(means, there)": "unpack(means, model.parameters())"}),
+        Slip("The ring cuts the tensor into N equal chunks, and N does not divide the length of "
+             "this gradient: `pack` adds the zeros that are missing.",
+             {"pack([parameter.grad], ranks)": "parameter.grad.flatten()"},
+             {"pack(there, number)": "torch.cat([each.flatten() for each in there])"}),
+        Slip("A `.grad` is another tensor now, or lies in other memory. Code that holds the old "
+             "one keeps the old numbers: copy into it with `copy_`.",
+             {"parameter.grad.copy_(mean)": "parameter.grad = mean"},
+             {"gradient.copy_(its_mean)": "gradient.data = its_mean.to(gradient.dtype)"}),
+        Slip("A collective of torch's communicates here. Use your own, `ring_all_reduce`: the "
+             "whole stack is to stand on it.", {RING: BY_TORCH}),
+        Slip("A float64 gradient went through float32, and lost its last digits. `pack` keeps the "
+             "dtype of what you hand it.",
+             {"pack([parameter.grad]": "pack([parameter.grad.float()]"},
+             {"pack(there": "pack([each.float() for each in there]"}),
+        Slip(WITHOUT_GROUP, {"(flat, group)": "(flat)"},
+             {"(flat, group)": "(flat)", "size(group)": "size()"}),
     )
 
-    def trial(self, attempt):
-        facts = _average_facts(attempt, None)
-        if dist.get_world_size() == 4 and self.with_groups:
-            facts |= named(_average_facts(attempt, own_pair()), IN_A_PAIR)
-        return facts
 
-    def expected(self, world_size):
-        facts = _right_averages(range(world_size))
-        if world_size < 4:
-            return facts
-        return [facts | named(_right_averages([rank % 2, rank % 2 + 2]), IN_A_PAIR)
-                for rank in range(4)]
+def _with_means(ranks):
+    """A model of two dtypes, equal on all ranks, with the means of these ranks' gradients.
 
-
-def _average_facts(attempt, group):
-    model = _gradients_of(_part(dist.get_rank()))
-    weights = [parameter.detach().clone() for parameter in model.parameters()]
-    tensors = [parameter.grad for parameter in model.parameters()]
-    expected = model.last.bias.grad / dist.get_world_size(group)
-    dist.all_reduce(expected, group=group)
-    with CallLog() as log:
-        attempt(model, group)
-    in_place = all(parameter.grad is tensor for parameter, tensor in zip(
-        model.parameters(), tensors, strict=True))
-    now = model.last.bias.grad
-    # What is wrong in every digit is wrong in another fact.
-    narrowed = 1e-12 < (now - expected).abs().max() < 1e-5 if now is not None else False
-    return _average_names(model, all(map(torch.equal, weights, model.parameters())), in_place,
-                          not narrowed, log.count() - log.count("send") - log.count("recv"),
-                          dist.get_world_size(group) == 1 or log.count() > 0)
+    One parameter is frozen, and the last two are used nowhere: these have no gradients.
+    """
+    model = nn.Sequential(nn.Linear(7, 5).double(), nn.Linear(5, 7), nn.Linear(2, 2))
+    model[0].bias.requires_grad_(False)
+    for name, parameter in model.named_parameters():
+        parameter.data = seeded(name, *parameter.shape, dtype=parameter.dtype)
+        if name in ("0.weight", "1.weight", "1.bias"):
+            parameter.grad = sum(_gradient(name, parameter, rank) for rank in ranks) / len(ranks)
+    return model
 
 
-def _right_averages(ranks):
-    model = _gradients_of(torch.cat([_part(rank) for rank in ranks]))
-    return _average_names(model, True, True, True,
-                          AtMost(0, "average with your `ring_all_reduce` alone", exact=False),
-                          True)
+def _gradient(name, parameter, rank):
+    return seeded(f"gradient of {name} on rank {rank}", *parameter.shape, dtype=parameter.dtype)
 
 
-def _average_names(model, untouched, in_place, digits, collectives, communicated):
+def _copies(model):
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def _places(model):
+    """Each gradient's identity, and where it lies."""
+    return [(id(each.grad), each.grad is not None and each.grad.data_ptr())
+            for each in model.parameters()]
+
+
+def _facts(model, untouched, in_place, collectives, communicated):
     found = {fact: gradient for fact, gradient in gradients(model).items() if gradient is not None}
-    return {**found, "the list of the gradients that there are": list(found),
+    digits = {f"what a float32 lacks of {fact}": gradient - gradient.float()
+              for fact, gradient in found.items() if "`0.weight`" in fact}
+    return {**found, **digits, "the list of the gradients that there are": list(found),
             "that the weights are not changed": untouched,
-            "that a float64 gradient keeps its digits": digits,
             "that each `.grad` is the same tensor as before": in_place,
             "the number of torch's collectives": collectives,
             "that the ranks communicate": communicated}
-
-
-def _part(rank):
-    """Rank r's three samples of seven features."""
-    return seeded(f"samples of rank {rank}", 3, 7)
-
-
-class _TwoDtypes(nn.Module):
-    """One layer in float32, with a frozen bias, one in float64, and one that is not used."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(4)
-        self.first, self.last = nn.Linear(7, 5), nn.Linear(5, 3).double()
-        self.unused = nn.Linear(2, 2)
-        self.first.bias.requires_grad_(False)
-
-    def forward(self, x):
-        return self.last(torch.tanh(self.first(x)).double())
-
-
-def _gradients_of(samples):
-    model = _TwoDtypes()
-    model(samples).square().mean().backward()
-    return model

@@ -1,10 +1,15 @@
-"""Exercise 4.1: broadcast the initial weights."""
+"""Everything that a forward pass reads, in every dtype, is sent from rank 0 to the others."""
+
+import itertools
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from dplab.checks.exercise import Exercise, Mistake
+from dplab.checks.compare import wrong_facts
+from dplab.checks.exercise import Exercise
+from dplab.checks.mistakes import Slip
+from dplab.checks.trials import seeded, whole_numbers
 from dplab.measure import CallLog
 
 
@@ -14,141 +19,95 @@ def broadcast_weights(model, group=None):
     for tensor in [*model.parameters(), *model.buffers()]:
         dist.broadcast(tensor.data, group_src=0, group=group)
 
+
+def by_way_of_copies(model, group=None):
+    """The same: a copy of each tensor travels."""
+    for tensor in itertools.chain(model.parameters(), model.buffers()):
+        received = tensor.detach().clone()
+        dist.broadcast(received, group_src=0, group=group)
+        tensor.data.copy_(received)
+
+
+EVERYTHING = "[*model.parameters(), *model.buffers()]"  # as it stands in the right answer
+TRAINED = "filter(lambda each: each.requires_grad, model.parameters())"
+FLOATS = f"filter(torch.is_floating_point, {EVERYTHING})"
+SENT = "dist.broadcast(tensor.data, group_src=0, group=group)"
+SUMMED = "dist.all_reduce(tensor.data, group=group)"
+
 IN_A_PAIR = ", in a group of two ranks"
+WITHOUT_GROUP = ("You left out the group. Pass it on to each call: where only some of the ranks "
+                 "train, they are all that there are.")
 
 
-def own_pair():
-    """Of four ranks, 0 and 2 are a group, and 1 and 3 another one; this rank's."""
-    return [dist.new_group([0, 2]), dist.new_group([1, 3])][dist.get_rank() % 2]
+class InPairsToo(Exercise):
+    """Base of what ranks do in a group: of four, 0 and 2 are also one, and 1 and 3 another.
+
+    ``facts_of(attempt, group)`` are the facts on this rank; ``right(ranks)`` those expected of each
+    of these ranks, and ``parts_of(ranks)`` their parts.
+    """
+
+    with_groups = True
+
+    def trial(self, attempt):
+        facts = self.facts_of(attempt, None)
+        if dist.get_world_size() == 4 and self.with_groups:
+            pair = [dist.new_group([0, 2]), dist.new_group([1, 3])][dist.get_rank() % 2]
+            facts |= named(self.facts_of(attempt, pair), IN_A_PAIR)
+        return facts
+
+    def expected(self, world_size):
+        return self._with_pairs(self.right, world_size)
+
+    def parts(self, world_size, rank):
+        return self._with_pairs(self.parts_of, world_size)[rank]
+
+    def parts_of(self, ranks):
+        return {}
+
+    def _with_pairs(self, said_of, world_size):
+        """What is said of all ranks and, of four, of each rank's pair."""
+        facts = said_of(range(world_size))
+        if world_size < 4:
+            return [facts] * world_size
+        pairs = [named(said_of([rank, rank + 2]), IN_A_PAIR) for rank in (0, 1)]
+        return [facts | pairs[rank % 2] for rank in range(4)]
 
 
 def named(facts, where):
     return {f"{fact}{where}": value for fact, value in facts.items()}
 
-_WITHOUT_GROUP = ("You left out the group. Pass it on to each call: where only some of the ranks "
-                  "train, they are all that there are.")
 
-
-def broadcasts_the_trained(model, group=None):
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            dist.broadcast(parameter.data, group_src=0, group=group)
-
-
-def broadcasts_no_buffers(model, group=None):
-    for parameter in model.parameters():
-        dist.broadcast(parameter.data, group_src=0, group=group)
-
-
-def broadcasts_nothing_frozen(model, group=None):
-    broadcasts_the_trained(model, group)
-    for buffer in model.buffers():
-        dist.broadcast(buffer, group_src=0, group=group)
-
-
-def broadcasts_the_state_dict(model, group=None):
-    for tensor in model.state_dict().values():
-        dist.broadcast(tensor, group_src=0, group=group)
-
-
-def broadcasts_floats(model, group=None):
-    for tensor in [*model.parameters(), *model.buffers()]:
-        if tensor.is_floating_point():
-            dist.broadcast(tensor.data, group_src=0, group=group)
-
-
-def broadcasts_copies(model, group=None):
-    for tensor in [*model.parameters(), *model.buffers()]:
-        dist.broadcast(tensor.detach().clone(), group_src=0, group=group)
-
-
-def every_rank_is_the_source(model, group=None):
-    rank = dist.get_rank(group)
-    for tensor in [*model.parameters(), *model.buffers()]:
-        dist.broadcast(tensor.data, group_src=rank, group=group)
-
-
-def last_rank_is_the_source(model, group=None):
-    last = dist.get_world_size(group) - 1
-    for tensor in [*model.parameters(), *model.buffers()]:
-        dist.broadcast(tensor.data, group_src=last, group=group)
-
-
-def only_rank_0_broadcasts(model, group=None):
-    if dist.get_rank(group) == 0:
-        broadcast_weights(model, group)
-
-
-def only_the_others_broadcast(model, group=None):
-    if dist.get_rank(group) != 0:
-        broadcast_weights(model, group)
-
-
-def draws_anew(model, group=None):
-    torch.manual_seed(0)
-    for module in model.modules():
-        if hasattr(module, "reset_parameters"):
-            module.reset_parameters()
-
-
-def average_weights(model, group=None):
-    for parameter in model.parameters():
-        parameter.data /= dist.get_world_size(group)
-        dist.all_reduce(parameter.data, group=group)
-
-
-def averages_everything(model, group=None):
-    for tensor in [*model.parameters(), *model.buffers()]:
-        if tensor.is_floating_point():
-            tensor.data /= dist.get_world_size(group)
-            dist.all_reduce(tensor.data, group=group)
-
-
-def sums_everything_and_divides(model, group=None):
-    for tensor in [*model.parameters(), *model.buffers()]:
-        dist.all_reduce(tensor.data, group=group)
-        tensor.data /= dist.get_world_size(group)
-
-
-def sums_everything_and_copies_the_mean(model, group=None):
-    for tensor in [*model.parameters(), *model.buffers()]:
-        dist.all_reduce(tensor.data, group=group)
-        tensor.data.copy_(tensor.data / dist.get_world_size(group))
-
-
-def puts_copies_in_their_place(model, group=None):
-    for tensor in [*model.parameters(), *model.buffers()]:
-        received = tensor.detach().clone()
-        dist.broadcast(received, group_src=0, group=group)
-        tensor.data = received
-
-
-def leaves_it_to_ddp(model, group=None):
-    nn.parallel.DistributedDataParallel(model, process_group=group)
-
-
-def broadcasts_to_all(model, group=None):
-    for tensor in [*model.parameters(), *model.buffers()]:
-        dist.broadcast(tensor.data, src=0)
-
-
-def rank_0_of_all_ranks(model, group=None):
-    for tensor in [*model.parameters(), *model.buffers()]:
-        dist.broadcast(tensor.data, src=0, group=group)
-
-OWN_COLLECTIVE = "that you call a collective yourself"
-
-SAME_MEMORY = "that each value is overwritten where it lies in memory"
-
-_AVERAGED = ("You averaged the ranks' values. The ranks agree then, but not on rank 0's model, and "
-             "an average of random weights is a poor start.")
-
-
-class BroadcastWeights(Exercise):
+class BroadcastWeights(InPairsToo):
     number = "4.1"
     title = "Broadcast the initial weights"
     minutes = 5
-    with_groups = True
+    solution = staticmethod(broadcast_weights)
+    also_right = (by_way_of_copies,)
+
+    def facts_of(self, attempt, group):
+        model = _replica(dist.get_rank())
+        memory, trained = _places_in(model), _trained_in(model)
+        with CallLog() as log:
+            attempt(model, group)
+        return _facts(model, _places_in(model) == memory, _trained_in(model) == trained,
+                      dist.get_world_size() == 1 or log.count() > 0)
+
+    def right(self, ranks):
+        return _facts(_replica(ranks[0]), True, True, True)
+
+    def parts_of(self, ranks):
+        values = {f"rank {rank}'s values": _values_of(_replica(rank)) for rank in ranks}
+        return {fact: {name: each[fact] for name, each in values.items()}
+                for fact in _values_of(_replica(0))}
+
+    def described(self, difference, got, world_size):
+        """The first value that differs, and the names of the others."""
+        words = super().described(difference, got, world_size)
+        wrong = wrong_facts(self.expected_of_all(world_size), got, self.tolerance)
+        others = [fact for fact in got[difference.rank] if fact.startswith("the ")
+                  and fact != difference.fact and (difference.rank, fact) in wrong]
+        return words + ("\nAlso not as expected: " + ", ".join(others) if others else "")
+
     hints = (
         "What does a forward pass read? Print the names in `model.named_parameters()`, and look "
         "for what is missing there.",
@@ -158,81 +117,99 @@ class BroadcastWeights(Exercise):
         "group_src=0, group=group)` for each. A parameter's `.data` is the tensor without its "
         "history.",
     )
-    solution = staticmethod(broadcast_weights)
-    mistakes = (
-        Mistake(broadcasts_the_trained, "You broadcast the trainable parameters only. Frozen "
-                "parameters and buffers differ between ranks too, and the forward pass uses them."),
-        Mistake(broadcasts_no_buffers, "You broadcast the parameters and left out the buffers: "
-                "BatchNorm's running statistics still differ."),
-        Mistake(broadcasts_nothing_frozen, "You left out the frozen parameters: they differ "
-                "between ranks too, and the forward pass uses them."),
-        Mistake(broadcasts_the_state_dict, "`state_dict()` leaves out buffers that are registered "
-                "with `persistent=False`; `model.buffers()` has them."),
-        Mistake(every_rank_is_the_source, "Every rank named itself as the source. All ranks must "
-                "name the same one, `group_src=0`: the others receive in the same call."),
-        Mistake(last_rank_is_the_source, "The ranks agree, but on the last rank's values: the "
-                "source is rank 0 of the group, `group_src=0`."),
-        Mistake(only_rank_0_broadcasts, "Only rank 0 calls broadcast. A collective is called by "
-                "every rank: the others must call it too, to receive.", hangs=True),
-        Mistake(only_the_others_broadcast, "Rank 0 does not call broadcast. A collective is called "
-                "by every rank: the source has to send.", hangs=True),
-        Mistake(broadcasts_copies, "Rank 0's values never reach the other ranks' models (only "
-                "copies?). Broadcast the tensors themselves, or copy what came back into them."),
-        Mistake(broadcasts_floats, "You left out what is not floating point: BatchNorm counts its "
-                "batches in an integer buffer."),
-        Mistake(draws_anew, "You draw the weights anew. Equal seeds do not make them rank 0's, "
-                "which may have been loaded or trained: send them with `dist.broadcast`."),
-        Mistake(average_weights, _AVERAGED),
-        *(Mistake(attempt, _AVERAGED) for attempt in (
-            averages_everything, sums_everything_and_divides,
-            sums_everything_and_copies_the_mean)),
-        Mistake(puts_copies_in_their_place, "The values are right, but they lie in other memory "
-                "now. A view of the old tensors keeps the old values: copy into them with "
-                "`copy_`."),
-        Mistake(leaves_it_to_ddp, "The values come out right, but PyTorch's DDP sent them. Here "
-                "you write what it does: call `dist.broadcast` yourself."),
-        Mistake(broadcasts_to_all, _WITHOUT_GROUP),
-        Mistake(rank_0_of_all_ranks, "`src=0` is rank 0 of all ranks, which is not in each group. "
-                "Rank 0 of the group is `group_src=0`."),
+    slips = (
+        Slip("You broadcast the trainable parameters only. Frozen parameters and buffers differ "
+             "between ranks too, and the forward pass uses them.",
+             {EVERYTHING: TRAINED}),
+        Slip("You broadcast the parameters and left out the buffers: BatchNorm's running "
+             "statistics still differ.", {EVERYTHING: "model.parameters()"}),
+        Slip("You left out the frozen parameters: they differ between ranks too, and the forward "
+             "pass uses them.",
+             {"*model.parameters()": f"*{TRAINED}"}),
+        Slip("`state_dict()` leaves out buffers that are registered with `persistent=False`; "
+             "`model.buffers()` has them.", {EVERYTHING: "model.state_dict().values()"}),
+        Slip("You left out what is not floating point: BatchNorm counts its batches in an integer "
+             "buffer.", {EVERYTHING: FLOATS}),
+        Slip("Every rank named itself as the source. All ranks must name the same one, "
+             "`group_src=0`: the others receive in the same call.",
+             {"group_src=0": "group_src=dist.get_rank(group)"}),
+        Slip("The ranks agree, but on the last rank's values: the source is rank 0 of the group, "
+             "`group_src=0`.", {"group_src=0": "group_src=dist.get_world_size(group) - 1"}),
+        Slip("Only rank 0 calls broadcast. A collective is called by every rank: the others must "
+             "call it too, to receive.",
+             {"dist.broadcast": "dist.get_rank(group) == 0 and dist.broadcast"}, hangs=True),
+        Slip("Rank 0 does not call broadcast. A collective is called by every rank: the source has "
+             "to send.",
+             {"dist.broadcast": "dist.get_rank(group) != 0 and dist.broadcast"}, hangs=True),
+        Slip("Rank 0's values never reach the other ranks' models (only copies?). Broadcast the "
+             "tensors themselves, or copy what came back into them.",
+             {"tensor.data.copy_(received)": "tensor = received"}),
+        Slip("You draw the weights anew. Equal seeds do not make them rank 0's, which may have "
+             "been loaded or trained: send them with `dist.broadcast`.",
+             {f"for tensor in {EVERYTHING}": "torch.manual_seed(0)\nfor module in model.modules()",
+              SENT: "getattr(module, 'reset_parameters', int)()"}),
+        Slip("You averaged the ranks' values. The ranks agree then, but not on rank 0's model, and "
+             "an average of random weights is a poor start.",
+             *({EVERYTHING: those, SENT: f"{SUMMED}\ntensor.data.copy_(tensor.data / "
+                "dist.get_world_size(group))"}
+               for those in (EVERYTHING, "model.parameters()", FLOATS)),
+             {SENT: f"{SUMMED}\ntensor.data /= dist.get_world_size(group)"}),
+        Slip("You summed the ranks' values: every rank has to end with rank 0's.",
+             {SENT: SUMMED}),
+        Slip("Values lie in other memory now. A view of the old tensors keeps the old values: copy "
+             "into them with `copy_`.",
+             {"tensor.data.copy_(received)": "tensor.data = received"}),
+        Slip("A copy in another dtype travels, and some values are rounded: float32 has no room "
+             "for all digits of a float64, and no float for those of a large integer. Send each "
+             "tensor in its own dtype.",
+             *({"detach().clone()": f"detach().{dtype}()"} for dtype in ("float", "double"))),
+        Slip("Parameters are frozen that were not: `requires_grad` is False now, and they are no "
+             "longer trained. Send `tensor.data`, and leave `requires_grad` as it is.",
+             {"for tensor in [": "model.requires_grad_(False)\nfor tensor in ["}),
+        Slip("The values come out right, but PyTorch's DDP sent them. Here you write what it does: "
+             "call `dist.broadcast` yourself.",
+             {EVERYTHING: "[nn.parallel.DistributedDataParallel(model, process_group=group)]",
+              SENT: "pass"}),
+        Slip(WITHOUT_GROUP, {", group_src=0, group=group": ", src=0"}),
+        Slip("`src=0` is rank 0 of all ranks, which is not in each group. Rank 0 of the group is "
+             "`group_src=0`.", {"group_src=0": "src=0"}),
     )
 
-    def trial(self, attempt):
-        facts = _broadcast_facts(attempt, None)
-        if dist.get_world_size() == 4 and self.with_groups:
-            facts |= named(_broadcast_facts(attempt, own_pair()), IN_A_PAIR)
-        return facts
 
-    def expected(self, world_size):
-        asked = {SAME_MEMORY: True, OWN_COLLECTIVE: True}
-        facts = _by_name(_replica(seed=0)) | asked
-        if world_size < 4:
-            return facts
-        return [facts | named(_by_name(_replica(seed=rank % 2)) | asked, IN_A_PAIR)
-                for rank in range(4)]
-
-
-def _broadcast_facts(attempt, group):
-    model = _replica(seed=dist.get_rank())
-    before = _by_name(model)
-    with CallLog() as log:
-        attempt(model, group)
-    after = _by_name(model)
-    in_place = all(tensor.data_ptr() == before[name].data_ptr() for name, tensor in after.items())
-    return after | {SAME_MEMORY: in_place,
-                    OWN_COLLECTIVE: dist.get_world_size() == 1 or log.count() > 0}
-
-
-def _replica(seed):
-    """A small model with a frozen parameter and buffers: one an integer, one not persistent."""
-    torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(7, 5), nn.BatchNorm1d(5), nn.Linear(5, 3))
+def _replica(rank):
+    """A model whose values differ from rank to rank."""
+    model = nn.Sequential(nn.Linear(7, 5), nn.BatchNorm1d(6, affine=False, dtype=torch.float64))
     model[0].bias.requires_grad_(False)
-    model[1].running_mean.uniform_()
-    model[1].num_batches_tracked.fill_(100 + seed)
-    model.register_buffer("scale", torch.rand(3), persistent=False)
+    model.register_buffer("scale", torch.empty(6), persistent=False)
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        name = f"`{name}` of rank {rank}"
+        tensor.data.copy_(seeded(name, *tensor.shape, dtype=torch.float64)
+                          if tensor.is_floating_point() else 2**57 + whole_numbers(name))
     return model
 
 
-def _by_name(model):
-    tensors = (*model.named_parameters(), *model.named_buffers())
-    return {f"`{name}`": tensor.data for name, tensor in tensors}
+def _values_of(model):
+    """Each value; of a float64, what it has beyond a float32 once more: an error there is small."""
+    named = {"the parameter `0.weight`": model[0].weight.data,
+             "the frozen parameter `0.bias`": model[0].bias.data,
+             "the buffer `1.running_mean`": model[1].running_mean,
+             "the buffer `1.running_var`": model[1].running_var,
+             "the integer buffer `1.num_batches_tracked`": model[1].num_batches_tracked,
+             "the unsaved buffer `scale`": model.scale}
+    return named | {"what a float32 lacks of `1.running_mean`":
+                    model[1].running_mean - model[1].running_mean.float()}
+
+
+def _facts(model, in_place, as_trained, communicated):
+    return {**_values_of(model),
+            "that each value is overwritten where it lies in memory": in_place,
+            "that the same parameters are frozen as before": as_trained,
+            "that you call a collective yourself": communicated}
+
+
+def _places_in(model):
+    return [tensor.data_ptr() for tensor in (*model.parameters(), *model.buffers())]
+
+
+def _trained_in(model):
+    return [parameter.requires_grad for parameter in model.parameters()]

@@ -1,4 +1,4 @@
-"""Exercise 9.3: units that fit."""
+"""Which modules FSDP gathers together: few bytes at the peak, and few collectives."""
 
 import re
 
@@ -8,14 +8,9 @@ from torch import nn
 from dplab import RankError
 from dplab.checks import observe
 from dplab.checks.compare import COMMUNICATED, AtMost, first_difference
-from dplab.checks.exercise import Exercise, Mistake
+from dplab.checks.exercise import Exercise
+from dplab.checks.mistakes import Slip
 from dplab.workloads.residual_network import BLOCKS, Network, bytes_beyond_shards, dry_run_of
-
-BYTES_BEYOND_SHARDS, MOST_COLLECTIVES = 5_500_000, 15
-
-TAKEN, CHOICE = "whether `fully_shard` takes the units", "how many units there are"
-
-AT_THE_PEAK = "the bytes beyond the rank's shards, at the peak"
 
 
 def choose_units(model):
@@ -23,35 +18,10 @@ def choose_units(model):
     return [model.embedding, *pairs, [model.norm, model.head]]
 
 
-def _groups(model, size):
-    return [list(model.blocks[first : first + size]) for first in range(0, BLOCKS, size)]
-
-
-def _ends_at_root(size):
-    return lambda model: _groups(model, size)
-
-
-def _with_ends(size):
-    return lambda model: [model.embedding, *_groups(model, size), [model.norm, model.head]]
-
-_ENDS = ("The embedding and the head are left to the root. What the root owns is gathered when the "
-         "step begins and stays until the end of backward: make units of them.")
-
-_EMBEDDING = "The embedding is left to the root, which keeps it gathered for the whole step."
-
-_HEAD = ("The head is left to the root, which gathers it when the step begins and keeps it to the "
-         "end of backward.")
-
-_TOGETHER = ("The embedding and the head are one unit: the first and the last that the step needs, "
-             "so they stay gathered in between. Make two units of them.")
-
-_APART = ("The blocks of a unit are not neighbours. It is gathered for the first of them and stays "
-          "whole until the last has computed: put neighbours together.")
-
-_LEFT = ("In no unit: {}. What no unit holds is left to the root, which gathers it when the step "
-         "begins and keeps it to the end of backward.")
-
-_LARGE = "Your units are too large: for a moment, two neighbours are whole at the same time."
+BYTES_BEYOND_SHARDS, MOST_COLLECTIVES = 5_500_000, 15
+TAKEN, CHOICE = "whether `fully_shard` takes the units", "how many units there are"
+AT_THE_PEAK = "the bytes beyond the rank's shards, at the peak"
+UNITS = "[model.embedding, *pairs, [model.norm, model.head]]"
 
 
 class ChooseUnits(Exercise):
@@ -59,51 +29,9 @@ class ChooseUnits(Exercise):
     title = "Units that fit"
     minutes = 25
     communicates = False
-    hints = (
-        "Start with `list(model.blocks)`, look at the peak and at the collectives, and ask of "
-        "each parameter: when is it gathered, and when freed?",
-        "What no unit holds belongs to the root, which keeps it for the whole of forward and "
-        "backward. Here these are the two largest tensors of the model.",
-        "Each unit costs two all-gathers and a reduce-scatter, so 15 collectives are five units. "
-        "A list of modules inside your list is one unit: `[model.norm, model.head]`.",
-    )
-    solution = staticmethod(choose_units)
-    mistakes = (
-        Mistake(lambda model: [], "You return no unit, so the root is the only one: the whole "
-                "model is gathered at once."),
-        Mistake(lambda model: [model], "The model itself is the root, which is wrapped anyway: "
-                "the whole model is gathered at once. Return submodules."),
-        *(Mistake(_ends_at_root(size), _ENDS) for size in (1, 2, 3)),
-        Mistake(lambda model: [model.embedding, *_groups(model, 2)], _HEAD),
-        Mistake(lambda model: [*_groups(model, 2), [model.norm, model.head]], _EMBEDDING),
-        Mistake(lambda model: [[model.embedding, model.norm, model.head], *_groups(model, 2)],
-                _TOGETHER),
-        Mistake(lambda model: [model.embedding, *(list(model.blocks[first::3]) for first in
-                range(3)), [model.norm, model.head]], _APART),
-        Mistake(lambda model: [*_groups(model, 2), model.embedding, model.head],
-                "The norm is left to the root: 256 numbers, and two collectives more. Put it "
-                "together with the head."),
-        Mistake(lambda model: [model.embedding, *_groups(model, 2), model.norm, model.head],
-                "The norm is a unit of its own: 256 numbers, and three collectives more. Put it "
-                "together with the head."),
-        *(Mistake(units, "It fits, with more collectives than allowed: each block is a unit, "
-                  "although two of them together still fit.")
-          for units in (_with_ends(1), lambda model: [model.embedding, *model.blocks, model.head],
-                        lambda model: [model.embedding, *model.blocks, model.norm, model.head])),
-        Mistake(_with_ends(3), _LARGE),
-        Mistake(_with_ends(6), "All blocks are one unit: most of the model is gathered at once."),
-        *(Mistake(units, "`model.blocks` is an `nn.ModuleList`, whose forward nobody calls, so no "
-                  "moment comes at which to gather it. Return its elements, or lists of them.")
-          for units in (lambda model: [model.embedding, model.blocks, [model.norm, model.head]],
-                        lambda model: [model.embedding, model.blocks, model.head],
-                        lambda model: list(model.children()))),
-        Mistake(lambda model: [m for m in model.modules() if isinstance(m, nn.Linear)],
-                "Every Linear is a unit: it may fit, and costs far more collectives than allowed, "
-                "while the embedding stays with the root."),
-    )
-
     world_sizes = (2, 3, 4)  # of the dry runs
     on_ranks = False
+    solution = staticmethod(choose_units)
 
     def __init__(self):
         super().__init__()
@@ -145,27 +73,11 @@ class ChooseUnits(Exercise):
         parts = self._parts(attempt)
         if isinstance(got, RankError) or parts is None:
             return ""
-        for mistake in self.mistakes:
+        for mistake in self.known:
             if self._parts(mistake.attempt) == parts:
                 return mistake.why
         difference = first_difference(self.expected_of_all(world_size), got, self.tolerance)
-        return self._why_so_large(parts) if difference.fact == AT_THE_PEAK else ""
-
-    def _why_so_large(self, parts):
-        """A sentence for units that no mistake has."""
-        units = [{name.removesuffix(".weight") for name in names} for _, names in parts]
-        blocks = [sorted({int(name.split(".")[1]) for name in unit if name.startswith("blocks.")})
-                  for unit in units]
-        held = {name for name in ("embedding", "head") if any(name in unit for unit in units)}
-        if len(held) < 2:
-            return {"embedding": _HEAD, "head": _EMBEDDING}.get("".join(held), _ENDS)
-        if left := sorted(set(range(BLOCKS)).difference(*blocks)):
-            return _LEFT.format(" and ".join(f"`model.blocks[{number}]`" for number in left))
-        if any(held <= unit for unit in units):
-            return _TOGETHER
-        if any(unit != list(range(unit[0], unit[-1] + 1)) for unit in blocks if unit):
-            return _APART
-        return _LARGE
+        return _why_so_large(parts) if difference.fact == AT_THE_PEAK else ""
 
     def _parts(self, attempt):
         """Each unit's parameters, sorted: what makes two policies the same. None if there is no
@@ -180,3 +92,63 @@ class ChooseUnits(Exercise):
                 for unit in units)
         except Exception:
             return None
+
+    hints = (
+        "Start with `list(model.blocks)`, look at the peak and at the collectives, and ask of "
+        "each parameter: when is it gathered, and when freed?",
+        "What no unit holds belongs to the root, which keeps it for the whole of forward and "
+        "backward. Here these are the two largest tensors of the model.",
+        "Each unit costs two all-gathers and a reduce-scatter, so 15 collectives are five units. "
+        "A list of modules inside your list is one unit: `[model.norm, model.head]`.",
+    )
+    slips = (  # beside what `_why_so_large` says
+        Slip("You return no unit, so the root is the only one: the whole model is gathered at "
+             "once.", {UNITS: "[]"}),
+        Slip("The model itself is the root, which is wrapped anyway: the whole model is gathered "
+             "at once. Return submodules.", {UNITS: "[model]"}),
+        Slip("All blocks are one unit: most of the model is gathered at once.",
+             {"*pairs": "list(model.blocks)"}),
+        Slip("`model.blocks` is an `nn.ModuleList`, whose forward nobody calls, so no moment comes "
+             "at which to gather it. Return its elements, or lists of them.",
+             {"*pairs": "model.blocks"},
+             {"*pairs": "model.blocks", "[model.norm, model.head]": "model.head"},
+             {UNITS: "list(model.children())"}),
+        Slip("The norm is left to the root: 256 numbers, and two collectives more. Put it together "
+             "with the head.", {"[model.norm, model.head]": "model.head"}),
+        Slip("The norm is a unit of its own: 256 numbers, and three collectives more. Put it "
+             "together with the head.", {"[model.norm, model.head]": "model.norm, model.head"}),
+        Slip("It fits, with more collectives than allowed: each block is a unit, although two of "
+             "them together still fit.",
+             *({"*pairs": "*model.blocks", "[model.norm, model.head]": end} for end in (
+                 "[model.norm, model.head]", "model.head", "model.norm, model.head"))),
+        Slip("Every Linear is a unit: it may fit, and costs far more collectives than allowed, "
+             "while the embedding stays with the root.",
+             {UNITS: "[each for each in model.modules() if isinstance(each, nn.Linear)]"}),
+    )
+
+
+def _why_so_large(parts):
+    """A sentence for units of which too much is whole at the same time."""
+    units = [{name.removesuffix(".weight") for name in names} for _, names in parts]
+    blocks = [sorted({int(name.split(".")[1]) for name in unit if name.startswith("blocks.")})
+              for unit in units]
+    held = {name for name in ("embedding", "head") if any(name in unit for unit in units)}
+    if not held:
+        return ("The embedding and the head are left to the root. What the root owns is gathered "
+                "when the step begins and stays until the end of backward: make units of them.")
+    if held == {"head"}:
+        return "The embedding is left to the root, which keeps it gathered for the whole step."
+    if held == {"embedding"}:
+        return ("The head is left to the root, which gathers it when the step begins and keeps it "
+                "to the end of backward.")
+    if left := sorted(set(range(BLOCKS)).difference(*blocks)):
+        return (f"In no unit: {' and '.join(f'`model.blocks[{number}]`' for number in left)}. What "
+                "no unit holds is left to the root, which gathers it when the step begins and "
+                "keeps it to the end of backward.")
+    if any(held <= unit for unit in units):
+        return ("The embedding and the head are one unit: the first and the last that the step "
+                "needs, so they stay gathered in between. Make two units of them.")
+    if any(unit != list(range(unit[0], unit[-1] + 1)) for unit in blocks if unit):
+        return ("The blocks of a unit are not neighbours. It is gathered for the first of them and "
+                "stays whole until the last has computed: put neighbours together.")
+    return "Your units are too large: for a moment, two neighbours are whole at the same time."

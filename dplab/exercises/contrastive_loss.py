@@ -1,4 +1,4 @@
-"""Exercise 2.3: a contrastive loss over the global batch."""
+"""A contrastive loss over the global batch: each query looks for its key among all ranks' keys."""
 
 import torch
 import torch.distributed as dist
@@ -6,7 +6,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from dplab.checks.exercise import Exercise, Mistake
+from dplab.checks.exercise import Exercise
+from dplab.checks.mistakes import Slip
+from dplab.checks.trials import gradients, seeded
 from dplab.exercises.sum_over_ranks import SumOverRanks
 from dplab.exercises.weighted_mean import after_backward
 
@@ -19,184 +21,68 @@ def contrastive_loss(queries, keys, temperature):
     parts[rank] = keys  # (k₀, 0, 0) + (0, k₁, 0) + (0, 0, k₂) = (k₀, k₁, k₂)
     all_keys = MySum.apply(torch.cat(parts))
     labels = rank * b + torch.arange(b, device=keys.device)
-    return F.cross_entropy(queries @ all_keys.T / temperature, labels)
+    logits = queries @ all_keys.T / temperature
+    return F.cross_entropy(logits, labels)
 
 
-# What learners write. First, the words that they need: the gather alone, the right labels, and the
-# gather of those who use `dist.all_gather`, which has no gradient.
-
-
-def gather(rows):
-    parts = [torch.zeros_like(rows)] * dist.get_world_size()
-    parts[dist.get_rank()] = rows
-    return SumOverRanks.apply(torch.cat(parts))
-
-
-def own_labels(keys):
-    return dist.get_rank() * len(keys) + torch.arange(len(keys))
-
-
-def with_own_put_back(rows):
-    parts = list(gather(rows).detach().split(len(rows)))
-    parts[dist.get_rank()] = rows
-    return torch.cat(parts)
-
-
-def own_keys_only(queries, keys, temperature):
-    return F.cross_entropy(queries @ keys.T / temperature, torch.arange(len(keys)))
-
-
-def labels_not_shifted(queries, keys, temperature):
-    return F.cross_entropy(queries @ gather(keys).T / temperature, torch.arange(len(keys)))
-
-
-def labels_shifted_by_the_rank(queries, keys, temperature):
-    labels = dist.get_rank() + torch.arange(len(keys))
-    return F.cross_entropy(queries @ gather(keys).T / temperature, labels)
-
-
-def labels_shifted_by_ranks(queries, keys, temperature):
-    labels = dist.get_rank() * dist.get_world_size() + torch.arange(len(keys))
-    return F.cross_entropy(queries @ gather(keys).T / temperature, labels)
-
-
-def queries_among_queries(queries, keys, temperature):
-    return contrastive_loss(queries, queries, temperature)
-
-
-def keys_without_gradient(queries, keys, temperature):
-    logits = queries @ gather(keys).detach().T / temperature
-    return F.cross_entropy(logits, own_labels(keys))
-
-
-def keys_added_up(queries, keys, temperature):
-    logits = queries @ SumOverRanks.apply(keys).T / temperature
-    return F.cross_entropy(logits, torch.arange(len(keys)))
-
-
-def all_keys_in_front(queries, keys, temperature):
-    nothing = [torch.zeros_like(keys)] * (dist.get_world_size() - 1)
-    all_keys = SumOverRanks.apply(torch.cat([keys, *nothing]))
-    return F.cross_entropy(queries @ all_keys.T / temperature, own_labels(keys))
-
-
-def all_keys_in_front_not_shifted(queries, keys, temperature):
-    nothing = [torch.zeros_like(keys)] * (dist.get_world_size() - 1)
-    all_keys = SumOverRanks.apply(torch.cat([keys, *nothing]))
-    return F.cross_entropy(queries @ all_keys.T / temperature, torch.arange(len(keys)))
-
-
-def placed_from_behind(queries, keys, temperature):
-    parts = [torch.zeros_like(keys)] * dist.get_world_size()
-    parts[-1 - dist.get_rank()] = keys
-    all_keys = SumOverRanks.apply(torch.cat(parts))
-    return F.cross_entropy(queries @ all_keys.T / temperature, own_labels(keys))
-
-
-def placed_in_float32(queries, keys, temperature):
-    placed = torch.zeros(dist.get_world_size() * len(keys), keys.shape[1])
-    placed[own_labels(keys)] = keys
-    logits = queries @ SumOverRanks.apply(placed).T / temperature
-    return F.cross_entropy(logits, own_labels(keys))
-
-
-def placed_in_turn(queries, keys, temperature):
-    placed = keys.new_zeros(dist.get_world_size() * len(keys), keys.shape[1])
-    placed[dist.get_rank()::dist.get_world_size()] = keys
-    logits = queries @ SumOverRanks.apply(placed).T / temperature
-    return F.cross_entropy(logits, own_labels(keys))
-
-
-def gathered_keys_averaged(queries, keys, temperature):
-    return contrastive_loss(queries, keys, temperature * dist.get_world_size())
-
-
-def placed_with_a_plain_all_reduce(queries, keys, temperature):
-    placed = keys.new_zeros(dist.get_world_size() * len(keys), keys.shape[1])
-    placed[own_labels(keys)] = keys
-    dist.all_reduce(placed)
-    return F.cross_entropy(queries @ placed.T / temperature, own_labels(keys))
-
-
-def own_keys_twice(queries, keys, temperature):
-    logits = queries @ torch.cat([keys, gather(keys)]).T / temperature
-    return F.cross_entropy(logits, torch.arange(len(keys)))
-
-
-def without_the_right_key(queries, keys, temperature):
-    logits = queries @ gather(keys).T / temperature
-    right = F.one_hot(own_labels(keys), logits.shape[1]).bool()
-    others = logits.masked_fill(right, float("-inf"))
-    return (others.logsumexp(dim=1) - logits[right]).mean()
-
-
-def other_keys_are_constants(queries, keys, temperature):
-    logits = queries @ with_own_put_back(keys).T / temperature
-    return F.cross_entropy(logits, own_labels(keys))
-
-
-def own_key_alone_has_a_gradient(queries, keys, temperature):
-    gathered = [torch.empty_like(keys) for _ in range(dist.get_world_size())]
-    dist.all_gather(gathered, keys.detach())
-    logits = queries @ torch.cat(gathered).T / temperature
-    right = (queries * keys).sum(dim=1) / temperature
+def in_rows_of_its_own(queries, keys, temperature):
+    """The same with the keys put into one tensor, and the cross-entropy written out."""
+    rank, ranks, b = dist.get_rank(), dist.get_world_size(), len(keys)
+    rows = torch.arange(rank * b, (rank + 1) * b)
+    placed = keys.new_zeros(ranks * b, keys.shape[1])
+    placed[rows] = keys
+    logits = queries @ MySum.apply(placed).T / temperature
+    right = logits[torch.arange(b), rows]
     return (logits.logsumexp(dim=1) - right).mean()
 
 
-def everyones_loss(queries, keys, temperature):
-    logits = with_own_put_back(queries) @ with_own_put_back(keys).T / temperature
-    return F.cross_entropy(logits, torch.arange(len(logits)))
+def of_all_queries(queries, keys, temperature):
+    """Every rank computes the loss of all ranks' queries."""
+    def gathered(rows):
+        parts = [torch.zeros_like(rows)] * dist.get_world_size()
+        parts[dist.get_rank()] = rows
+        return MySum.apply(torch.cat(parts))
 
-
-def everyones_loss_times_ranks(queries, keys, temperature):
-    return dist.get_world_size() * everyones_loss(queries, keys, temperature)
-
-
-def summed_over_queries(queries, keys, temperature):
-    logits = queries @ gather(keys).T / temperature
-    return F.cross_entropy(logits, own_labels(keys), reduction="sum")
-
-
-def times_ranks(queries, keys, temperature):
-    return dist.get_world_size() * contrastive_loss(queries, keys, temperature)
-
-
-def divided_by_ranks(queries, keys, temperature):
-    return contrastive_loss(queries, keys, temperature) / dist.get_world_size()
-
-
-def without_temperature(queries, keys, temperature):
-    return contrastive_loss(queries, keys, 1)
-
-
-def times_temperature(queries, keys, temperature):
-    return contrastive_loss(queries, keys, 1 / temperature)
-
-
-def of_keys(queries, keys, temperature):
-    return contrastive_loss(keys, queries, temperature)
-
-
-def all_queries_among_own_keys(queries, keys, temperature):
-    logits = gather(queries) @ keys.T / temperature
-    return F.cross_entropy(logits, torch.arange(len(keys)).repeat(dist.get_world_size()))
-
-
-def symmetric(queries, keys, temperature):
-    there = contrastive_loss(queries, keys, temperature)
-    return (there + contrastive_loss(keys, queries, temperature)) / 2
-
-
-def normalised_over_queries(queries, keys, temperature):
-    logits = gather(queries) @ keys.T / temperature
-    right = logits[own_labels(keys), torch.arange(len(keys))]
-    return (logits.logsumexp(dim=0) - right).mean()
+    scores = gathered(queries) @ gathered(keys).T / temperature
+    return F.cross_entropy(scores, torch.arange(len(scores)))
 
 
 class ContrastiveLoss(Exercise):
     number = "2.3"
     title = "A contrastive loss over the global batch"
     minutes = 15
+    solution = staticmethod(contrastive_loss)
+    also_right = (in_rows_of_its_own, of_all_queries)
+
+    def trial(self, attempt):
+        model = DistributedDataParallel(TwoTowers())
+        loss = attempt(*model(pairs_of(dist.get_rank())), 0.3)
+        return after_backward(model.module, loss)
+
+    def expected(self, world_size):
+        model = TwoTowers()
+        queries, keys = of_ranks(world_size, model)
+        return after_backward(model, sum(losses_of(queries, keys)) / world_size)
+
+    def quantities(self, world_size, rank):
+        return {"the ranks": world_size, "a rank's queries": 5}
+
+    def parts(self, world_size, rank):
+        """Of each rank's loss, what goes to the queries, and what to each rank's keys."""
+        parts = {}
+        for asking in range(world_size):
+            for asked in range(world_size):
+                model = TwoTowers()
+                queries, keys = of_ranks(world_size, model)
+                keys = [each if other == asked else each.detach()
+                        for other, each in enumerate(keys)]
+                (losses_of(queries, keys)[asking] / world_size).backward()
+                for fact, gradient in gradients(model).items():
+                    way = f" through rank {asked}'s keys" if "keys" in fact else ""
+                    name = f"the part of rank {asking}'s loss{way}"
+                    parts.setdefault(fact, {})[name] = gradient
+        return parts
+
     hints = (
         "Take two ranks with three samples each. What is the shape of rank 1's logits, and in "
         "which columns stand the right keys of its queries?",
@@ -207,101 +93,123 @@ class ContrastiveLoss(Exercise):
         "The labels are `rank * b + torch.arange(b)`. `F.cross_entropy` of the logits divided by "
         "the temperature is the mean over this rank's queries, and DDP's average does the rest.",
     )
-    solution = staticmethod(contrastive_loss)
-    mistakes = (
-        Mistake(own_keys_only, "Your negatives are this rank's own keys: with N ranks, each query "
-                "sees one N-th of them. That is another loss, and no weight repairs it."),
-        Mistake(labels_not_shifted, "The labels are not shifted: on rank r, the right keys stand "
-                "in the columns from r·b on. As it is, all ranks claim rank 0's keys."),
-        *(Mistake(attempt, "The labels are shifted, and not by the right number. In front of rank "
-                  "r's keys stand those of r ranks, b of each: the first right key is in column "
-                  "r·b.") for attempt in (labels_shifted_by_the_rank, labels_shifted_by_ranks)),
-        *(Mistake(attempt, "All ranks put their keys into the same rows, where they are added up, "
-                  "and the other rows stay zero. Each rank's keys need rows of their own.")
-          for attempt in (all_keys_in_front, all_keys_in_front_not_shifted)),
-        *(Mistake(attempt, "The keys stand in another order than your labels say: query i's own "
-                  "key is not in the column of its label. Look where you put rank r's key i.")
-          for attempt in (placed_from_behind, placed_in_turn)),
-        Mistake(gathered_keys_averaged, "The products are N times too small, as if the gathered "
-                "keys were averaged. Every row has one owner and zeros from all others: their sum "
-                "is the key itself."),
-        Mistake(queries_among_queries, "You compare the queries with the queries of all ranks. "
-                "Gather the keys."),
-        Mistake(keys_without_gradient, "The keys were gathered without their gradients, this "
-                "rank's own included: the key encoder learns nothing. `dist.all_gather` is "
-                "invisible to autograd."),
-        Mistake(keys_added_up, "You added the ranks' keys up: b rows that are nobody's keys. A sum "
-                "gathers only if each rank's keys have rows of their own, which are zeros on all "
-                "other ranks."),
-        Mistake(placed_in_float32, "`torch.zeros` makes float32, and the queries and keys have "
-                "another dtype here. `keys.new_zeros(…)` takes the dtype and the device of the "
-                "keys."),
-        Mistake(own_keys_twice, "This rank's own keys stand among all ranks' keys a second time, "
-                "as negatives of themselves. Take the gathered keys alone; the labels say which "
-                "are the own."),
-        Mistake(without_the_right_key, "The right key is missing from the sum below: all keys of "
-                "the batch stand there, the query's own included, as in a cross-entropy."),
-        *(Mistake(attempt, "Only this rank's own keys carry a gradient; those of other ranks "
-                  "count as constants. (A plain collective has no backward of its own.) But a key "
-                  "takes part in *every* rank's loss as a negative, and these gradients are lost: "
-                  "gather in a way that autograd sees.")
-          for attempt in (other_keys_are_constants, placed_with_a_plain_all_reduce)),
-        Mistake(own_key_alone_has_a_gradient, "A key gets a gradient as the right key of its own "
-                "query, above, and none from the sum below, where all gathered keys count as "
-                "constants, this rank's own too. (`dist.all_gather` has no gradient.) Every "
-                "query's sum depends on every key: gather in a way that autograd sees."),
-        Mistake(everyones_loss, "Every rank computes the whole loss, with only its own rows "
-                "carrying a gradient. These are right, but each rank brings its own part only, so "
-                "DDP's average makes the gradients N times too small. Compute this rank's queries "
-                "against all keys, with a gather that autograd sees."),
-        Mistake(everyones_loss_times_ranks, "The gradients are right. But every rank computes the "
-                "loss of all queries, and returns N times its value. Compute this rank's queries "
-                "alone, against all keys, with a gather that autograd sees."),
-        Mistake(summed_over_queries, "You summed over the queries. The loss is their mean: the "
-                "gradients are as many times too large as a rank has queries."),
-        Mistake(times_ranks, "The loss is N times too large, by a factor or by a sum over the "
-                "ranks. The global loss is the plain mean of the ranks' means, and DDP takes that "
-                "mean."),
-        Mistake(divided_by_ranks, "You divided by the number of ranks, and DDP does so again: the "
-                "gradients are N times too small."),
-        Mistake(without_temperature, "The products are not divided by the temperature."),
-        Mistake(times_temperature, "You multiplied the products by the temperature. Divide them by "
-                "it."),
-        *(Mistake(attempt, "You compare each key with all queries. Here each query looks for its "
-                  "key: this rank's queries, all ranks' keys.")
-          for attempt in (of_keys, normalised_over_queries)),
-        Mistake(all_queries_among_own_keys, "You gathered the queries. Every query needs the keys "
-                "of all ranks, and you compare it with this rank's alone: gather the keys."),
-        Mistake(symmetric, "This is the mean of both directions, as for images and their texts. "
-                "Here queries look for keys, and no more."),
+    slips = (
+        Slip("Your negatives are this rank's own keys: with N ranks, each query sees one N-th of "
+             "them. That is another loss, and no weight repairs it.",
+             {"MySum.apply(torch.cat(parts))": "keys", "rank * b + ": ""}),
+        Slip("The labels are not shifted: on rank r, the right keys stand in the columns from r·b "
+             "on. As it is, all ranks claim rank 0's keys.", {"rank * b + ": ""}),
+        Slip("The labels are shifted, and not by the right number. In front of rank r's keys stand "
+             "those of r ranks, b of each: the first right key is in column r·b.",
+             {"rank * b + ": "rank + "}, {"rank * b + ": "rank * dist.get_world_size() + "}),
+        Slip("All ranks put their keys into the same rows, where they are added up, and the other "
+             "rows stay zero. Each rank's keys need rows of their own.",
+             {"parts[rank]": "parts[0]"}, {"parts[rank]": "parts[0]", "rank * b + ": ""}),
+        Slip("The keys stand in another order than your labels say: query i's own key is not in "
+             "the column of its label. Look where you put rank r's key i.",
+             {"parts[rank]": "parts[-1 - rank]"}, {"placed[rows]": "placed[rank::ranks]"}),
+        Slip("The products are N times too small, as if the gathered keys were averaged. Every row "
+             "has one owner and zeros from all others: their sum is the key itself.",
+             {"all_keys.T": "all_keys.T / dist.get_world_size()"}),
+        Slip("You compare the queries with the queries of all ranks. Gather the keys.",
+             {"parts[rank] = keys": "parts[rank] = queries"}),
+        Slip("The keys were gathered without their gradients, this rank's own included: the key "
+             "encoder learns nothing. `dist.all_gather` is invisible to autograd.",
+             {"parts[rank] = keys": "parts[rank] = keys.detach()"}),
+        Slip("You added the ranks' keys up: b rows that are nobody's keys. A sum gathers only if "
+             "each rank's keys have rows of their own, which are zeros on all other ranks.",
+             {"MySum.apply(torch.cat(parts))": "MySum.apply(keys)", "rank * b + ": ""}),
+        Slip("`torch.zeros` makes float32, and the queries and keys have another dtype here. "
+             "`keys.new_zeros(…)` takes the dtype and the device of the keys.",
+             {"keys.new_zeros(": "torch.zeros("}),
+        Slip("This rank's own keys stand among all ranks' keys a second time, as negatives of "
+             "themselves. Take the gathered keys alone; the labels say which are the own.",
+             {"MySum.apply(torch.cat(parts))": "torch.cat([keys, MySum.apply(torch.cat(parts))])",
+              "rank * b + ": ""}),
+        Slip("The right key is missing from the sum below: all keys of the batch stand there, the "
+             "query's own included, as in a cross-entropy.",
+             {"logits.logsumexp(dim=1)":
+              "logits.scatter(1, rows[:, None], float('-inf')).logsumexp(dim=1)"}),
+        Slip("Only this rank's own keys carry a gradient; those of other ranks count as constants. "
+             "(A plain collective has no backward of its own.) But a key takes part in *every* "
+             "rank's loss as a negative, and these gradients are lost: gather in a way that "
+             "autograd sees.",
+             {"all_keys = MySum.apply(torch.cat(parts))":
+              "all_keys = torch.cat(parts)\ndist.all_reduce(all_keys)"}),
+        Slip("A key gets a gradient as the right key of its own query, above, and none from the "
+             "sum below, where all gathered keys count as constants, this rank's own too. "
+             "(`dist.all_gather` has no gradient.) Every query's sum depends on every key: gather "
+             "in a way that autograd sees.",
+             {"MySum.apply(placed)": "MySum.apply(placed).detach()",
+              "logits[torch.arange(b), rows]": "(queries * keys).sum(dim=1) / temperature"}),
+        Slip("Every rank computes the whole loss, with only its own rows carrying a gradient. "
+             "These are right, but each rank brings its own part only, so DDP's average makes the "
+             "gradients N times too small. Compute this rank's queries against all keys, with a "
+             "gather that autograd sees.",
+             {"return MySum.apply(torch.cat(parts))":
+              "whole = torch.cat(parts)\ndist.all_reduce(whole)\nreturn whole"}),
+        Slip("The gradients are right. But every rank computes the loss of all queries, and "
+             "returns N times its value. Compute this rank's queries alone, against all keys, with "
+             "a gather that autograd sees.",
+             {"return MySum.apply(torch.cat(parts))":
+              "whole = torch.cat(parts)\ndist.all_reduce(whole)\nreturn whole",
+              "F.cross_entropy(scores": "dist.get_world_size() * F.cross_entropy(scores"}),
+        Slip("You summed over the queries. The loss is their mean: the gradients are as many times "
+             "too large as a rank has queries.",
+             {"(logits, labels)": '(logits, labels, reduction="sum")'}),
+        Slip("The loss is N times too large, by a factor or by a sum over the ranks. The global "
+             "loss is the plain mean of the ranks' means, and DDP takes that mean.",
+             {"return F.cross_entropy(logits":
+              "return dist.get_world_size() * F.cross_entropy(logits"}),
+        Slip("You divided by the number of ranks, and DDP does so again: the gradients are N times "
+             "too small.",
+             {"return F.cross_entropy(logits":
+              "return 1 / dist.get_world_size() * F.cross_entropy(logits"}),
+        Slip("The products are not divided by the temperature.",
+             {"all_keys.T / temperature": "all_keys.T"}),
+        Slip("You multiplied the products by the temperature. Divide them by it.",
+             {"all_keys.T / temperature": "all_keys.T * temperature"}),
+        Slip("You compare each key with all queries. Here each query looks for its key: this "
+             "rank's queries, all ranks' keys.",
+             {"parts[rank] = keys": "parts[rank] = queries", "queries @": "keys @"}),
+        Slip("You gathered the queries. Every query needs the keys of all ranks, and you compare "
+             "it with this rank's alone: gather the keys.",
+             {"parts[rank] = keys": "parts[rank] = queries",
+              "queries @ all_keys": "all_keys @ keys",
+              "rank * b + torch.arange(b, device=keys.device)":
+              "torch.arange(b).repeat(dist.get_world_size())"}),
+        Slip("This is the mean of both directions, as for images and their texts. Here queries "
+             "look for keys, and no more.",
+             {"return F.cross_entropy(scores, torch.arange(len(scores)))":
+              "labels = torch.arange(len(scores))\n"
+              "return (F.cross_entropy(scores, labels) + F.cross_entropy(scores.T, labels)) / 2"}),
     )
 
-    def trial(self, attempt):
-        model = DistributedDataParallel(_TwoTowers().double())
-        loss = attempt(*model(_pairs(dist.get_rank())), 0.3)
-        return after_backward(model.module, loss)
 
-    def expected(self, world_size):
-        model = _TwoTowers().double()
-        queries, keys = model(torch.cat([_pairs(rank) for rank in range(world_size)]))
-        loss = F.cross_entropy(queries @ keys.T / 0.3, torch.arange(len(keys)))
-        return after_backward(model, loss)
-
-
-class _TwoTowers(nn.Module):
+class TwoTowers(nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(8)
-        self.of_queries, self.of_keys = nn.Linear(4, 3), nn.Linear(4, 3)
+        self.of_queries, self.of_keys = (nn.Linear(6, 4, dtype=torch.float64) for _ in range(2))
 
     def forward(self, pairs):
-        return (F.normalize(self.of_queries(pairs[:, :4]), dim=1),
-                F.normalize(self.of_keys(pairs[:, 4:]), dim=1))
+        return (F.normalize(self.of_queries(pairs[:, :6]), dim=1),
+                F.normalize(self.of_keys(pairs[:, 6:]), dim=1))
 
 
-def _pairs(rank):
+def pairs_of(rank):
     """Rank r's five pairs of related vectors, a query's input beside its key's."""
-    generator = torch.Generator().manual_seed(20 + rank)
-    first = torch.randn(5, 4, generator=generator)
-    second = first + 0.3 * torch.randn(5, 4, generator=generator)
-    return torch.cat([first, second], dim=1).double()
+    first, noise = seeded(f"rank {rank}'s pairs", 2, 5, 6, dtype=torch.float64)
+    return torch.cat([first, first + 0.3 * noise], dim=1)
+
+
+def of_ranks(world_size, model):
+    """All ranks' queries, and their keys, a tensor for each rank."""
+    return zip(*(model(pairs_of(rank)) for rank in range(world_size)), strict=True)
+
+
+def losses_of(queries, keys):
+    """Each rank's loss: the mean over its queries."""
+    labels = torch.arange(5 * len(keys)).split(5)
+    return [F.cross_entropy(mine @ torch.cat(list(keys)).T / 0.3, right)
+            for mine, right in zip(queries, labels, strict=True)]

@@ -1,16 +1,13 @@
-"""Exercise 7.4: the outer step of DiLoCo."""
+"""The step that ends a round of local steps: Nesterov momentum on the mean of the differences."""
 
 import torch
 import torch.distributed as dist
 
 from dplab.checks.compare import AtMost
-from dplab.checks.exercise import Exercise, Mistake
+from dplab.checks.exercise import Exercise
+from dplab.checks.mistakes import Slip
 from dplab.checks.trials import seeded
-from dplab.exercises.batch_norm_over_ranks import _total
-from dplab.exercises.noise_scale import _mean_over_ranks
 from dplab.measure import CallLog
-
-ROUNDS, OUTER_RATE, OUTER_MOMENTUM = 3, 0.7, 0.9
 
 
 def outer_step(parameters, anchor, velocity):
@@ -22,93 +19,14 @@ def outer_step(parameters, anchor, velocity):
         parameter.copy_(start)
 
 
-def _outer(gradient=lambda start, end: _mean_over_ranks(start - end), *,
-           speed=lambda old, gradient: OUTER_MOMENTUM * old + gradient, keep=True, rate=OUTER_RATE,
-           direction=lambda gradient, old, new: gradient + OUTER_MOMENTUM * new,
-           origin=lambda start, end: start,
-           finish=lambda anchor, parameters, place, new: (anchor[place].copy_(new),
-                                                          parameters[place].copy_(new))):
-    """The outer step with one thing wrong."""
-
-    def attempt(parameters, anchor, velocity):
-        for place, (end, start, old) in enumerate(zip(parameters, anchor, velocity, strict=True)):
-            outer = gradient(start, end)
-            new = speed(old, outer)
-            target = origin(start, end) - rate * direction(outer, old.clone(), new)
-            if keep:
-                old.copy_(new)
-            finish(anchor, parameters, place, target)
-
-    return attempt
-
-
-def _average_kept(to_anchor):
-    """The outer step from the anchor, while the parameters hold the ranks' average."""
-
-    def attempt(parameters, anchor, velocity):
-        for parameter, start, speed in zip(parameters, anchor, velocity, strict=True):
-            parameter.copy_(_mean_over_ranks(parameter))
-            outer = start - parameter
-            speed.mul_(OUTER_MOMENTUM).add_(outer)
-            if to_anchor:
-                start -= OUTER_RATE * (outer + OUTER_MOMENTUM * speed)
-
-    return attempt
+ROUNDS = 3
 
 
 class OuterStep(Exercise):
     number = "7.4"
     title = "The outer step of DiLoCo"
     minutes = 15
-    hints = (
-        "The outer gradient is the mean over the ranks of anchor − parameter: where all ranks "
-        "moved along, it points the other way, as a gradient does. One all-reduce a tensor.",
-        "Nesterov momentum as in `torch.optim.SGD(nesterov=True)`: v ← 0.9 v + g, and then a step "
-        "of −0.7 (g + 0.9 v), with the *new* v, from the anchor.",
-        "Write in place: `speed.mul_(0.9).add_(gradient)`, `start -= …`, `parameter.copy_(start)`. "
-        "The parameters and the anchor hold the same values afterwards, in memory of their own.",
-    )
     solution = staticmethod(outer_step)
-    mistakes = (
-        Mistake(_outer(lambda start, end: start - end), "The outer gradient is this rank's own: "
-                "nothing was communicated, and the ranks drift apart."),
-        Mistake(_outer(lambda start, end: _total(start - end)), "You summed the differences and "
-                "did not divide by the world size: the outer step is N times too long."),
-        Mistake(_outer(lambda start, end: _mean_over_ranks(end - start)), "The sign is wrong: a "
-                "gradient points away from where the ranks went, anchor − parameter. You step "
-                "back from what they found."),
-        Mistake(_outer(direction=lambda gradient, old, new: gradient, rate=1.0), "This is the "
-                "average of the ranks' parameters: local SGD. DiLoCo's outer optimizer, with its "
-                "learning rate and momentum, is missing."),
-        *(Mistake(_average_kept(to_anchor), "The parameters hold the ranks' average, and the outer "
-                  "step's result does not reach them. Parameters and anchor get it, in place: "
-                  "`copy_`; `start = …` only gives a name to a new tensor.")
-          for to_anchor in (True, False)),
-        Mistake(_outer(finish=lambda *_: None), "The outer step's result reaches neither the "
-                "parameters nor the anchor. Write it into both, in place: `copy_`; `start = …` "
-                "only gives a name to a new tensor."),
-        Mistake(_outer(direction=lambda gradient, old, new: gradient), "You have no momentum: the "
-                "step is −0.7 (g + 0.9 v), and v carries the earlier rounds."),
-        Mistake(_outer(direction=lambda gradient, old, new: new), "This is ordinary momentum, a "
-                "step of −0.7 v. Nesterov's is −0.7 (g + 0.9 v)."),
-        Mistake(_outer(keep=False), "The velocity is forgotten after each round: write the new one "
-                "into `velocity`, in place."),
-        Mistake(_outer(origin=lambda start, end: end), "The step starts from this rank's own "
-                "parameters, so the ranks end in different places. It starts from the anchor."),
-        Mistake(_outer(finish=lambda anchor, parameters, place, new: anchor[place].copy_(new)),
-                "The parameters are still those of this rank's inner steps: the next round has to "
-                "begin at the new anchor, on all ranks."),
-        Mistake(_outer(finish=lambda anchor, parameters, place, new: parameters[place].copy_(new)),
-                "The anchor is still that of the first round. The next outer gradient is the "
-                "difference to where that round began, so copy the parameters into it."),
-        Mistake(_outer(finish=lambda anchor, parameters, place, new: anchor.__setitem__(
-                place, parameters[place].copy_(new))), "Anchor and parameter are now the same "
-                "tensor, so the next inner steps move both and the difference is 0. Copy the "
-                "values: `copy_`."),
-        Mistake(_outer(speed=lambda old, gradient: _mean_over_ranks(OUTER_MOMENTUM * old + gradient
-                )), "The values are right, but you sent twice the bytes: the velocity is the same "
-                "on all ranks already, since the outer gradient is."),
-    )
 
     def trial(self, attempt):
         parameters, anchor, velocity = _at_start(), _at_start(), [0 * each for each in _at_start()]
@@ -123,7 +41,7 @@ class OuterStep(Exercise):
 
     def expected(self, world_size):
         facts, parameters = {}, [torch.nn.Parameter(each) for each in _at_start()]
-        optimizer = torch.optim.SGD(parameters, lr=OUTER_RATE, momentum=OUTER_MOMENTUM,
+        optimizer = torch.optim.SGD(parameters, lr=0.7, momentum=0.9,
                                     nesterov=True)
         size = sum(each.numel() for each in parameters)
         for number in range(ROUNDS):
@@ -136,9 +54,77 @@ class OuterStep(Exercise):
             facts |= _of_round(number, now, now, sent)
         return facts
 
+    def parts(self, world_size, rank):
+        """The tensors have more elements than all changes of four ranks in three rounds."""
+        parts, found = {}, [{"the weights at first": start} for start in _at_start()]
+        for number in range(ROUNDS):
+            for other in range(world_size):
+                for held, moved in zip(found, _inner(other, number), strict=True):
+                    held[f"rank {other}'s change in round {number + 1}"] = moved
+            for place, held in enumerate(found):
+                parts |= {f"`{name}[{place}]` after round {number + 1}": dict(held)
+                          for name in ("parameters", "anchor")}
+        return parts
+
+    hints = (
+        "The outer gradient is the mean over the ranks of anchor − parameter: where all ranks "
+        "moved along, it points the other way, as a gradient does. One all-reduce a tensor.",
+        "Nesterov momentum as in `torch.optim.SGD(nesterov=True)`: v ← 0.9 v + g, and then a step "
+        "of −0.7 (g + 0.9 v), with the *new* v, from the anchor.",
+        "Write in place: `speed.mul_(0.9).add_(gradient)`, `start -= …`, `parameter.copy_(start)`. "
+        "The parameters and the anchor hold the same values afterwards, in memory of their own.",
+    )
+    slips = (
+        # The outer gradient.
+        Slip("The outer gradient is this rank's own: nothing was communicated, and the ranks "
+             "drift apart.", {" / dist.get_world_size()": "", "dist.all_reduce(gradient)": "pass"}),
+        Slip("You summed the differences and did not divide by the world size: the outer step is "
+             "N times too long.", {" / dist.get_world_size()": ""}),
+        Slip("The sign is wrong: a gradient points away from where the ranks went, anchor − "
+             "parameter. You step back from what they found.",
+             {"start - parameter": "parameter - start"}),
+        # The outer step.
+        Slip("This is the average of the ranks' parameters: local SGD. DiLoCo's outer optimizer, "
+             "with its learning rate and momentum, is missing.",
+             {"0.7 * (gradient + 0.9 * speed)": "gradient"}),
+        Slip("You have no momentum: the step is −0.7 (g + 0.9 v), and v carries the earlier "
+             "rounds.", {"(gradient + 0.9 * speed)": "gradient"}),
+        Slip("This is ordinary momentum, a step of −0.7 v. Nesterov's is −0.7 (g + 0.9 v).",
+             {"(gradient + 0.9 * speed)": "speed"}),
+        Slip("The velocity is forgotten after each round: write the new one into `velocity`, in "
+             "place.", {"speed.mul_(0.9).add_(gradient)": "speed = 0.9 * speed + gradient"}),
+        Slip("The values are right, but you sent twice the bytes: the velocity is the same on all "
+             "ranks already, since the outer gradient is.",
+             {"start -= ": "speed /= dist.get_world_size()\ndist.all_reduce(speed)\nstart -= "}),
+        Slip("The step starts from this rank's own parameters, so the ranks end in different "
+             "places. It starts from the anchor.",
+             {"start -= 0.7 *": "start[:] = parameter - 0.7 *"}),
+        # What is changed in place.
+        Slip("The parameters hold the ranks' average, and the outer step's result does not reach "
+             "them. Parameters and anchor get it, in place: `copy_`; `start = …` only gives a "
+             "name to a new tensor.",
+             {"parameter.copy_(start)": "pass", "speed.mul_": "parameter.copy_(start - gradient)\n"
+              "speed.mul_"},
+             {"parameter.copy_(start)": "pass", "speed.mul_": "parameter.copy_(start - gradient)\n"
+              "speed.mul_", "start -= ": "start = start - "}),
+        Slip("The outer step's result reaches neither the parameters nor the anchor. Write it "
+             "into both, in place: `copy_`; `start = …` only gives a name to a new tensor.",
+             {"parameter.copy_(start)": "pass", "start -= ": "start = start - "}),
+        Slip("The parameters are still those of this rank's inner steps: the next round has to "
+             "begin at the new anchor, on all ranks.", {"parameter.copy_(start)": "pass"}),
+        Slip("The anchor is still that of the first round. The next outer gradient is the "
+             "difference to where that round began, so copy the parameters into it.",
+             {"start -= ": "start = start - "}),
+        Slip("Anchor and parameter are now the same tensor, so the next inner steps move both and "
+             "the difference is 0. Copy the values: `copy_`.",
+             {"for parameter, start, speed in zip(": "for place, (parameter, start, speed) in "
+              "enumerate(zip(", "strict=True)": "strict=True))",
+              "parameter.copy_(start)": "anchor[place] = parameter.copy_(start)"}),
+    )
+
 
 def _at_start():
-    return [seeded("weight", 2, 4), seeded("bias", 5)]
+    return [seeded("weight", 3, 7), seeded("bias", 17)]
 
 
 def _inner(rank, number):

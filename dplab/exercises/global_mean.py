@@ -1,9 +1,11 @@
-"""Exercise 0.2: one mean for all ranks."""
+"""A mean over ranks with different numbers of values is made of two sums: of values, of numbers."""
 
 import torch
 import torch.distributed as dist
 
-from dplab.checks.exercise import Exercise, Mistake
+from dplab.checks.composition import Held, made_of
+from dplab.checks.exercise import Exercise
+from dplab.checks.mistakes import Slip
 from dplab.checks.trials import seeded
 
 
@@ -13,116 +15,53 @@ def global_mean(values):
     return total[0] / total[1]
 
 
-def mean_of_means(values):
-    mean = values.mean()
-    dist.all_reduce(mean)
-    return mean / dist.get_world_size()
-
-
-def sum_of_means(values):
-    mean = values.mean()
-    dist.all_reduce(mean)
-    return mean
-
-
-def own_mean(values):
-    return values.mean()
-
-
-def undivided_sum(values):
-    total = values.sum()
-    dist.all_reduce(total)
-    return total
-
-
-def sum_over_ranks(values):
-    total = values.sum()
-    dist.all_reduce(total)
-    return total / dist.get_world_size()
-
-
-def sum_over_own_count(values):
-    total = values.sum()
-    dist.all_reduce(total)
-    return total / len(values)
-
-
-def own_sum_over_all(values):
-    count = torch.tensor(float(len(values)))
+def with_two_calls(values):
+    summed = values.sum()
+    count = torch.tensor(len(values))
+    dist.all_reduce(summed)
     dist.all_reduce(count)
-    return values.sum() / count
+    return summed / count
 
 
-def sum_over_own_count_everywhere(values):
-    total = values.sum()
-    dist.all_reduce(total)
-    return total / (len(values) * dist.get_world_size())
+LENGTHS = 2, 1, 4, 3  # of the values, by rank
+CALLS = 6  # more than there are ranks, so that the means say how often each rank's sum is in them
 
 
-def padded_mean(values):
-    longest = torch.tensor(len(values))
-    dist.all_reduce(longest, op=dist.ReduceOp.MAX)
-    total = values.sum()
-    dist.all_reduce(total)
-    return total / (longest * dist.get_world_size())
+def values_of(rank, call):
+    return seeded(f"values of rank {rank} in call {call}", LENGTHS[rank])
 
 
-def what_the_call_returns(values):
-    total = torch.stack([values.sum(), torch.tensor(float(len(values)))])
-    total = dist.all_reduce(total)
-    return total[0] / total[1]
-
-
-def of_one_element(values):
-    total, count = values.sum().reshape(1), torch.tensor([float(len(values))])
-    dist.all_reduce(total)
-    dist.all_reduce(count)
-    return total / count
-
-
-def as_a_float(values):
-    return global_mean(values).item()
-
-
-def sum_and_count(values):
-    total = torch.stack([values.sum(), torch.tensor(float(len(values)))])
-    dist.all_reduce(total)
-    return total
-
-
-def reduce_to_rank_0(values):
-    total = torch.stack([values.sum(), torch.tensor(float(len(values)))])
-    dist.reduce(total, dst=0)
-    return total[0] / total[1]
-
-
-def mean_of_rank_0(values):
-    mean = values.mean()
-    dist.broadcast(mean, src=0)
-    return mean
-
-
-def returned_by_rank_0_only(values):
-    mean = global_mean(values)
-    return mean if dist.get_rank() == 0 else None
-
-
-def on_rank_0_only(values):
-    total = torch.stack([values.sum(), torch.tensor(float(len(values)))])
-    if dist.get_rank() == 0:
-        dist.all_reduce(total)
-    return total[0] / total[1]
-
-
-def all_reduced_parts(values):
-    dist.all_reduce(values)
-    return values.mean()
+def sums_of(rank):
+    return torch.stack([values_of(rank, call).sum() for call in range(CALLS)])
 
 
 class GlobalMean(Exercise):
     number = "0.2"
     title = "One mean for all ranks"
     minutes = 5
+    solution = staticmethod(global_mean)
+    also_right = (with_two_calls,)
+    world_sizes = (3, 4, 2, 1)  # three first: of three sums or more, all that are held are listed
+
+    def trial(self, attempt):
+        rank, ranks = dist.get_rank(), range(dist.get_world_size())
+        means = [attempt(values_of(rank, call)) for call in range(CALLS)]
+        of_fewer = attempt(values_of(rank, 0)[:1])
+        numbers = [torch.as_tensor(mean).flatten() for mean in means if mean is not None]
+        return {"the mean": made_of(torch.cat(numbers), {
+                    f"rank {each}'s sum": sums_of(each) for each in ranks}) if numbers else None,
+                "the mean of the first call": means[0],
+                "the mean of a later call with one value on each rank": of_fewer}
+
+    def expected(self, world_size):
+        ranks = range(world_size)
+        first = [values_of(rank, 0) for rank in ranks]
+        share = 1 / sum(LENGTHS[:world_size])
+        return {"the mean": Held({f"rank {rank}'s sum": share for rank in ranks}),
+                "the mean of the first call": torch.cat(first).mean(),
+                "the mean of a later call with one value on each rank":
+                    torch.stack([values[0] for values in first]).mean()}
+
     hints = (
         "You know the mean of a list: which two numbers do you divide? Which of them can a rank "
         "compute for its own values?",
@@ -130,56 +69,55 @@ class GlobalMean(Exercise):
         "Put this rank's sum and its number of values into one tensor of two elements, all-reduce "
         "it, and divide.",
     )
-    solution = staticmethod(global_mean)
-    mistakes = (
-        Mistake(mean_of_means, "You averaged the ranks' means. The ranks hold different numbers of "
-                "values, so the mean of the means is not the mean of all values: a rank with "
-                "few values counts too much."),
-        Mistake(sum_of_means, "You added the ranks' means, and divided by nothing. Dividing by the "
-                "number of ranks would not be right either, since the ranks hold different numbers "
-                "of values: add the sums, and add the numbers of values."),
-        Mistake(own_mean, "This is each rank's own mean: nothing was communicated."),
-        Mistake(undivided_sum, "This is the sum of all values. Divide it by how many there are on "
-                "all ranks together."),
-        Mistake(sum_over_ranks, "You divided the sum by the number of ranks. It has to be the "
-                "number of values on all ranks together."),
-        Mistake(sum_over_own_count, "You divided the sum over all ranks by this rank's own number "
-                "of values: that number has to be summed over the ranks too."),
-        Mistake(own_sum_over_all, "You summed the numbers of values over the ranks, but not the "
-                "values: you divide this rank's own sum. Both have to be summed over the ranks."),
-        Mistake(sum_over_own_count_everywhere, "You took this rank's own number of values times "
-                "the number of ranks. The ranks hold different numbers of values: sum these over "
-                "the ranks, too."),
-        Mistake(padded_mean, "You divided as if every rank held as many values as the longest one. "
-                "What only fills up a shorter row is no value: sum the ranks' own numbers of "
-                "values."),
-        Mistake(what_the_call_returns, "`dist.all_reduce` returns None. It changes the tensor that "
-                "it gets: call it on a line of its own, and go on with that tensor."),
-        Mistake(of_one_element, "The mean is right, but its shape is (1,). A tensor of shape () is "
-                "asked for: take element 0 of it."),
-        Mistake(as_a_float, "The mean is right, but it is a Python number. Return the tensor, "
-                "without `.item()`."),
-        Mistake(sum_and_count, "You return two numbers, the sum of all values and how many there "
-                "are. Divide one by the other."),
-        Mistake(mean_of_rank_0, "Every rank gets rank 0's mean, and the values of the others are "
-                "in no sum. Combine all ranks' values: `all_reduce`."),
-        Mistake(returned_by_rank_0_only, "The mean is right, and only rank 0 returns it. The "
-                "others return None: give it to every rank."),
-        Mistake(reduce_to_rank_0, "`reduce` gives the result to rank 0 alone; the others are left "
-                "with parts of it. Every rank needs the mean: `all_reduce`."),
-        Mistake(on_rank_0_only, "Only rank 0 calls the collective, and waits for ever. A "
-                "collective is called by every rank.", hangs=True),
-        Mistake(all_reduced_parts, "You handed over the values themselves. Their number differs "
-                "from rank to rank, and this collective needs tensors of one size."),
+    slips = (
+        Slip("You averaged the ranks' means. The ranks hold different numbers of values, so the "
+             "mean of the means is not the mean of all values: a rank with few values counts too "
+             "much.",
+             {"values.sum()": "values.mean()", "torch.tensor(len(values))": "torch.tensor(1)"}),
+        Slip("You added the ranks' means, and divided by nothing. Dividing by the number of ranks "
+             "would not be right either, since the ranks hold different numbers of values: add the "
+             "sums, and add the numbers of values.",
+             {"values.sum()": "values.mean()", "return summed / count": "return summed"}),
+        Slip("You take the mean of each rank's values, which is divided by their number already, "
+             "and divide once more. Add the ranks' sums instead.",
+             {"values.sum()": "values.mean()"}),
+        Slip("This is the sum of all values. Divide it by how many there are on all ranks "
+             "together.",
+             {"return summed / count": "return summed"}),
+        Slip("You divided the sum by the number of ranks. It has to be the number of values on all "
+             "ranks together.",
+             {"torch.tensor(len(values))": "torch.tensor(1)"}),
+        Slip("You divided the sum over all ranks by this rank's own number of values: that number "
+             "has to be summed over the ranks too.",
+             {"dist.all_reduce(count)": ""}),
+        Slip("You summed the numbers of values over the ranks, but not the values: you divide this "
+             "rank's own sum. Both have to be summed over the ranks.",
+             {"dist.all_reduce(summed)": ""}),
+        Slip("You took this rank's own number of values times the number of ranks. The ranks hold "
+             "different numbers of values: sum these over the ranks, too.",
+             {"dist.all_reduce(count)": "count *= dist.get_world_size()"}),
+        Slip("You divided as if every rank held as many values as the longest one. What only fills "
+             "up a shorter row is no value: sum the ranks' own numbers of values.",
+             {"dist.all_reduce(count)": "dist.all_reduce(count, op=dist.ReduceOp.MAX)\n"
+                                        "count *= dist.get_world_size()"}),
+        Slip("You return two numbers, the sum of all values and how many there are. Divide one by "
+             "the other.",
+             {"total[0] / total[1]": "total"}),
+        Slip("Every rank gets rank 0's mean, and the values of the others are in no sum. Combine "
+             "all ranks' values: `all_reduce`.",
+             {"dist.all_reduce(total)": "dist.broadcast(total, src=0)"}),
+        Slip("The mean is right, and only rank 0 returns it. The others return None: give it to "
+             "every rank.",
+             {"return total[0]": "if dist.get_rank() == 0:\n    return total[0]"}),
+        Slip("`reduce` gives the result to rank 0 alone; the others are left with parts of it. "
+             "Every rank needs the mean: `all_reduce`.",
+             {"dist.all_reduce(total)": "dist.reduce(total, dst=0)"},
+             {"dist.all_reduce(summed)": "dist.reduce(summed, dst=0)"}),
+        Slip("You handed over the values themselves. Their number differs from rank to rank, and "
+             "this collective needs tensors of one size.",
+             {"values.sum()": "values", "summed / count": "summed.mean()"}),
+        Slip("Only rank 0 calls the collective, and waits for ever. A collective is called by "
+             "every rank.",
+             {"dist.all_reduce(total)": "if dist.get_rank() == 0:\n    dist.all_reduce(total)"},
+             hangs=True),
     )
-
-    def trial(self, attempt):
-        return {"the mean": attempt(_values(dist.get_rank()))}
-
-    def expected(self, world_size):
-        return {"the mean": torch.cat([_values(rank) for rank in range(world_size)]).mean()}
-
-
-def _values(rank):
-    """Two values on rank 0, one on rank 1, then four and three."""
-    return seeded(f"values of rank {rank}", (2, 1, 4, 3)[rank])

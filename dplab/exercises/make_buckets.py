@@ -1,6 +1,7 @@
-"""Exercise 5.1: which gradients go together."""
+"""Which gradients travel in one message: those that backward computes one after another."""
 
-from dplab.checks.exercise import Calculation, Mistake
+from dplab.checks.exercise import Calculation
+from dplab.checks.mistakes import Slip
 from dplab.checks.trials import of_cases
 
 
@@ -20,123 +21,39 @@ def make_buckets(sizes, bucket_bytes):
     return buckets
 
 
-def in_forward_order(sizes, bucket_bytes):
-    last = len(sizes) - 1
-    buckets = make_buckets(sizes[::-1], bucket_bytes)
-    return [[last - index for index in bucket] for bucket in buckets]
-
-
-def buckets_in_forward_order(sizes, bucket_bytes):
-    return make_buckets(sizes, bucket_bytes)[::-1]
-
-
-def indices_in_forward_order(sizes, bucket_bytes):
-    return [sorted(bucket) for bucket in make_buckets(sizes, bucket_bytes)]
-
-
-def counts_from_the_end(sizes, bucket_bytes):
-    last = len(sizes) - 1
-    return [[last - index for index in bucket] for bucket in make_buckets(sizes, bucket_bytes)]
-
-
-def sizes_for_indices(sizes, bucket_bytes):
-    return [[sizes[index] for index in bucket] for bucket in make_buckets(sizes, bucket_bytes)]
-
-
-def closes_before_it_is_exceeded(sizes, bucket_bytes):
-    buckets, held = [], 0
-    for index in reversed(range(len(sizes))):
-        if not buckets or held + sizes[index] > bucket_bytes:
-            buckets.append([])
-            held = 0
-        buckets[-1].append(index)
-        held += sizes[index]
-    return buckets
-
-
-def goes_on_at_the_size(sizes, bucket_bytes):
-    return make_buckets(sizes, bucket_bytes + 1)
-
-
-def forgets_the_last_bucket(sizes, bucket_bytes):
+def closing_each_bucket(sizes, bucket_bytes):
+    """The same with one open bucket, which is added to the others when it is full."""
     buckets, bucket, held = [], [], 0
     for index in reversed(range(len(sizes))):
         bucket.append(index)
         held += sizes[index]
-        if held >= bucket_bytes:
-            buckets.append(bucket)
-            bucket, held = [], 0
-    return buckets
-
-
-def adds_an_empty_bucket(sizes, bucket_bytes):
-    buckets, held = [[]], 0
-    for index in reversed(range(len(sizes))):
-        buckets[-1].append(index)
-        held += sizes[index]
-        if held >= bucket_bytes:
-            buckets.append([])
-            held = 0
-    return buckets
-
-
-def begins_with_an_empty_bucket(sizes, bucket_bytes):
-    return [[], *make_buckets(sizes, bucket_bytes)]
-
-
-def goes_on_counting(sizes, bucket_bytes):
-    buckets, held = [], bucket_bytes
-    for index in reversed(range(len(sizes))):
-        if held >= bucket_bytes:
-            buckets.append([])
-        buckets[-1].append(index)
-        held = sum(sizes[index:])
-    return buckets
-
-
-def keeps_the_excess(sizes, bucket_bytes):
-    buckets, bucket, held = [], [], 0
-    for index in reversed(range(len(sizes))):
-        bucket.append(index)
-        held += sizes[index]
-        if held >= bucket_bytes or index == 0:
+        full = held >= bucket_bytes
+        if full or index == 0:
             buckets.append(bucket)
             bucket = []
-            held -= bucket_bytes
-    return buckets
-
-
-def keeps_its_indices(sizes, bucket_bytes):
-    buckets, bucket, held = [], [], 0
-    for index in reversed(range(len(sizes))):
-        bucket.append(index)
-        held += sizes[index]
-        if held >= bucket_bytes or index == 0:
-            buckets.append(list(bucket))
             held = 0
     return buckets
 
 
-def one_list_for_all(sizes, bucket_bytes):
-    buckets, bucket, held = [], [], 0
-    for index in reversed(range(len(sizes))):
-        bucket.append(index)
-        held += sizes[index]
-        if held >= bucket_bytes or index == 0:
-            buckets.append(bucket)
-            bucket.clear()
-            held = 0
-    return buckets
-
-
-def one_by_one(sizes, bucket_bytes):
-    return [[index] for index in reversed(range(len(sizes)))]
+# Lists of sizes, and the bytes of a bucket. A layer without parameters has a gradient of 0 bytes.
+SIZES = (196, 28, 140, 20, 60, 12)
+CASES = ((SIZES, 80), (SIZES, 72), (SIZES, 1), (SIZES, 200), (SIZES, 456), (SIZES, 10**9),
+         ((7,), 7), ((0, 12, 8), 20), ((), 20))
 
 
 class MakeBuckets(Calculation):
     number = "5.1"
     title = "Which gradients go together"
     minutes = 5
+    solution = staticmethod(make_buckets)
+    also_right = (closing_each_bucket,)
+
+    def trial(self, attempt):
+        return of_cases(bucket_facts, CASES, lambda sizes, limit: attempt(list(sizes), limit))
+
+    def expected(self, world_size):
+        return of_cases(bucket_facts, CASES, make_buckets)
+
     hints = (
         "Go through the indices from the last one to the first. What do you have to remember "
         "from one to the next?",
@@ -145,54 +62,78 @@ class MakeBuckets(Calculation):
         "Start a new, empty list as soon as the one before it holds `bucket_bytes` or more *and* "
         "there is an index to put in. Set the count of bytes back to zero at the same place.",
     )
-    solution = staticmethod(make_buckets)
-    mistakes = (
-        Mistake(in_forward_order, "You filled the buckets from the first index on. Backward "
-                "computes the last layer's gradients first: go from the last index to the first."),
-        Mistake(buckets_in_forward_order, "The buckets are right and stand in the wrong order. "
-                "The one with the last index comes first: its gradients are ready first."),
-        Mistake(indices_in_forward_order, "Within a bucket the indices ascend. Here they go from "
-                "the last to the first too."),
-        Mistake(counts_from_the_end, "You count indices from the end, as `enumerate(reversed("
-                "sizes))` does. An index says where the size stands in `sizes`."),
-        Mistake(sizes_for_indices, "You return sizes. Return their indices in `sizes`."),
-        Mistake(closes_before_it_is_exceeded, "You close a bucket before it would exceed "
-                "`bucket_bytes`. Here, as in DDP, the size is a threshold: the gradient that "
-                "reaches it still belongs to the bucket, which closes after it."),
-        Mistake(goes_on_at_the_size, "A bucket that holds exactly `bucket_bytes` is full, and you "
-                "go on filling it: close it at `>=`, not at `>`."),
-        Mistake(forgets_the_last_bucket, "The last bucket is missing: it is not full when the "
-                "indices run out. What is left over is a bucket too."),
-        Mistake(adds_an_empty_bucket, "The last of your buckets is empty where the one before it "
-                "came out full: begin a bucket only when there is an index to put in."),
-        Mistake(begins_with_an_empty_bucket, "Your first bucket is empty."),
-        Mistake(goes_on_counting, "From the second bucket on, each index is alone: set the count "
-                "of bytes back to zero when a bucket is closed."),
-        Mistake(keeps_the_excess, "When a bucket closes, you take `bucket_bytes` off the count. "
-                "What it held beyond that then counts for the next bucket, too. Set it back to "
-                "zero."),
-        Mistake(keeps_its_indices, "A bucket keeps its indices after it was closed, so they are in "
-                "the next one again: start an empty list."),
-        Mistake(one_list_for_all, "All your buckets are one and the same list, which you empty. "
-                "Start a new list (`bucket = []`) where you call `clear()`."),
-        Mistake(one_by_one, "Each index has a bucket of its own. Collect indices until a bucket "
-                "holds `bucket_bytes`."),
+    slips = (
+        Slip("You filled the buckets from the first index on. Backward computes the last layer's "
+             "gradients first: go from the last index to the first.",
+             {"index == 0": "index == len(sizes) - 1",
+              "reversed(range(len(sizes)))": "range(len(sizes))"}),
+        Slip("The buckets are right and stand in the wrong order. The one with the last index "
+             "comes first: its gradients are ready first.",
+             {"return buckets": "return buckets[::-1]"}),
+        Slip("Within a bucket the indices ascend. Here they go from the last to the first too.",
+             {"return buckets": "return [sorted(bucket) for bucket in buckets]"},
+             {"buckets.append(bucket)": "buckets.append(sorted(bucket))"}),
+        Slip("What a bucket holds beyond its limit counts for the next one, which closes too "
+             "early. Count from 0 in each bucket.",
+             {"held = 0": "held %= bucket_bytes"}),
+        Slip("You count indices from the end, as `enumerate(reversed(sizes))` does. An index says "
+             "where the size stands in `sizes`.",
+             {".append(index)": ".append(len(sizes) - 1 - index)"}),
+        Slip("You return sizes. Return their indices in `sizes`.",
+             {".append(index)": ".append(sizes[index])"}),
+        Slip("The indices go from the last to the first, but beside each you count the bytes of "
+             "another gradient: those of `sizes` from its beginning.",
+             {"held += sizes[index]": "held += sizes[-1 - index]"}),
+        Slip("You count gradients. `bucket_bytes` is a number of bytes: add up their sizes.",
+             {"held += sizes[index]": "held += 1"}),
+        Slip("Index 0 is in no bucket. `range(a, b, -1)` ends before it comes to b.",
+             {"index == 0": "index == 1",
+              "reversed(range(len(sizes)))": "range(len(sizes) - 1, 0, -1)"}),
+        Slip("You close a bucket before it would exceed (or reach) `bucket_bytes`. Here, as in "
+             "DDP, the size is a threshold: the gradient that reaches it still belongs to the "
+             "bucket, which closes after it.",
+             {"if held >= bucket_bytes:": "if not buckets or held + sizes[index] > bucket_bytes:"},
+             {"if held >= bucket_bytes:":
+              "if not buckets or held + sizes[index] >= bucket_bytes:"}),
+        Slip("A bucket that holds exactly `bucket_bytes` is full, and you go on filling it: close "
+             "it at `>=`, not at `>`.",
+             {"full = held >=": "full = held >"}),
+        Slip("The last bucket is missing: it is not full when the indices run out. What is left "
+             "over is a bucket too.", {" or index == 0": ""}),
+        Slip("The last bucket is missing where it holds 0 bytes. A layer without parameters is in "
+             "a bucket too: ask whether it has an index, not whether it has bytes.",
+             {" or index == 0": "", "return buckets": "return buckets + [bucket] * (held > 0)"}),
+        Slip("The last of your buckets is empty where the one before it came out full: begin a "
+             "bucket only when there is an index to put in.",
+             {" or index == 0": "", "return buckets": "return [*buckets, bucket]"}),
+        Slip("Where there is no gradient, there is no bucket, and you return an empty one.",
+             {"[], bucket_bytes": "[[]], 0"}),
+        Slip("Your first bucket is empty.", {"[], bucket_bytes": "[[]], bucket_bytes"}),
+        Slip("From the second bucket on, each index is alone: set the count of bytes back to zero "
+             "when a bucket is closed.",
+             {"bucket = []\n            held = 0": "bucket = []"}),
+        Slip("When a bucket closes, you take `bucket_bytes` off the count. What it held beyond "
+             "that then counts for the next bucket, too. Set it back to zero.",
+             {"            held = 0": "            held -= bucket_bytes"}),
+        Slip("A bucket keeps its indices after it was closed, so they are in the next one again: "
+             "start an empty list.",
+             {"bucket = []": "bucket = list(bucket)"},
+             {"bucket = []": "bucket = list(bucket)", " or index == 0": "",
+              "return buckets": "return [*buckets, bucket]"}),
+        Slip("All your buckets are one and the same list, which you empty. Start a new list "
+             "(`bucket = []`) where you call `clear()`.",
+             {"bucket = []": "bucket.clear()"},
+             {"bucket = []": "bucket.clear()", " or index == 0": "",
+              "return buckets": "return buckets + [bucket] * bool(bucket)"}),
+        Slip("Each index has a bucket of its own. Collect indices until a bucket holds "
+             "`bucket_bytes`; where the next one begins, set the count of bytes back to zero.",
+             {"held >= bucket_bytes": "True"}),
     )
-    SIZES = (196, 28, 140, 20, 60, 12)
-    CASES = ((SIZES, 80), (SIZES, 72), (SIZES, 1), (SIZES, 200), (SIZES, 456), (SIZES, 10**9),
-             ((7,), 7), ((), 20))
-
-    def trial(self, attempt):
-        return of_cases(_bucket_facts, [(list(sizes), limit) for sizes, limit in self.CASES],
-                        attempt)
-
-    def expected(self, world_size):
-        return of_cases(_bucket_facts, [(list(sizes), limit) for sizes, limit in self.CASES],
-                        make_buckets)
 
 
-def _bucket_facts(case, buckets):
+def bucket_facts(case, buckets):
+    """Lists and tuples, and the like, are the same here."""
+    sizes, limit = case
     if isinstance(buckets, list | tuple):
         buckets = [list(each) if isinstance(each, tuple | range) else each for each in buckets]
-    sizes, limit = case
-    return {f"the buckets of {limit} bytes for the sizes {sizes}": buckets}
+    return {f"the buckets of {limit} bytes for the sizes {list(sizes)}": buckets}

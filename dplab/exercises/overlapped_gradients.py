@@ -1,4 +1,4 @@
-"""Exercise 5.3: send buckets while backward computes."""
+"""Hooks send full buckets while backward goes on: in the same order on every rank, and early."""
 
 import contextlib
 import inspect
@@ -6,7 +6,7 @@ import itertools
 import threading
 import time
 import traceback
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from unittest import mock
 
 import torch
@@ -14,22 +14,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.distributed_c10d import _get_default_store
 
-from dplab.checks.compare import BESIDE, AtMost
-from dplab.checks.exercise import Exercise, Mistake
+from dplab import RankError
+from dplab.checks.compare import BESIDE, AtMost, agree
+from dplab.checks.exercise import Exercise
+from dplab.checks.mistakes import Slip
 from dplab.checks.trials import gradients, seeded
-from dplab.exercises.average_gradients import pack, unpack
-from dplab.exercises.gradient_buckets import (
-    _COPIES,
-    _NUMBER,
-    _SUM,
-    _TWICE,
-    _all_reduces,
-    average_in_buckets,
-    divides_twice,
-    leaves_the_gradients,
-    sums_in_buckets,
-)
-from dplab.exercises.ring_all_reduce import ring_all_reduce
+from dplab.exercises.gradient_buckets import all_reduces, average_in_buckets
 from dplab.spawn.rank import recording
 
 
@@ -60,7 +50,8 @@ class OverlappedGradients:
             self.launch(bucket)
 
     def launch(self, bucket):
-        self.launched.append(self.thread.submit(average_in_buckets, [bucket], self.group))
+        averaging = self.thread.submit(average_in_buckets, [bucket], self.group)
+        self.launched.append(averaging)
 
     def finish(self):
         launched, missing = self.launched, self.missing
@@ -73,276 +64,70 @@ class OverlappedGradients:
             raise RuntimeError(f"not every parameter of the buckets {wrong} got one gradient: "
                                "leave out what no loss uses, call finish() after each backward")
 
-# A learner's class differs from the solution in one method or two, and so do these.
 
-Overlapped = OverlappedGradients
-
-
-class TakesTheParameterForTheGradient:
-    def __init__(self, buckets, group):
-        self.group, self.thread, self.launched = group, ThreadPoolExecutor(1), []
-        for bucket in buckets:
-            for parameter in bucket:
-                parameter.register_post_accumulate_grad_hook(self.launch)
-
-    def launch(self, gradient):
-        self.launched.append(self.thread.submit(self.average, gradient.data))
-
-    def average(self, gradient):
-        ranks = dist.get_world_size(self.group)
-        mean = ring_all_reduce(pack([gradient], ranks) / ranks, self.group)
-        gradient.copy_(*unpack(mean, [gradient]))
-
-    def finish(self):
-        for averaging in self.launched:
-            averaging.result()
-        self.launched = []
-
-
-class LaunchesInFinish(Overlapped):
-    def gradient_is_ready(self, parameter):
-        self.missing[parameter] -= 1
-
-    def finish(self):
-        for bucket in self.buckets:
-            if not any(self.missing[each] for each in bucket):
-                self.launch(bucket)
-        super().finish()
-
-
-class WaitsInTheHook(Overlapped):
-    def launch(self, bucket):
-        super().launch(bucket)
-        self.launched[-1].result()
-
-
-class AveragesInTheHook(Overlapped):
-    def launch(self, bucket):
-        averaging = Future()
-        averaging.set_result(average_in_buckets([bucket], self.group))
-        self.launched.append(averaging)
-
-
-class WaitsForTheFirst(Overlapped):
-    def finish(self):
-        self.launched = self.launched[:1]
-        super().finish()
-
-
-class WaitsForNone(Overlapped):
-    def finish(self):
-        self.launched = []
-        super().finish()
-
-
-class LaunchesAtEachGradient(Overlapped):
-    def gradient_is_ready(self, parameter):
-        self.missing[parameter] -= 1
-        self.launch(self.buckets[_number_of(parameter, self.buckets)])
-
-
-class LaunchesWhatIsFull(Overlapped):
-    def gradient_is_ready(self, parameter):
-        self.missing[parameter] -= 1
-        bucket = self.buckets[_number_of(parameter, self.buckets)]
-        if not any(self.missing[each] for each in bucket):
-            self.launch(bucket)
-
-
-class LaunchesOneAtMost(Overlapped):
-    def gradient_is_ready(self, parameter):
-        self.missing[parameter] -= 1
-        for bucket in self.buckets[len(self.launched):][:1]:
-            if not any(self.missing[each] for each in bucket):
-                self.launch(bucket)
-
-
-class CountsForBuckets(Overlapped):
-    """Counts what a bucket misses, and not what each parameter does."""
-
-    def start_over(self):
-        self.left = [len(bucket) for bucket in self.buckets]
-        self.launched = []
-
-    def gradient_is_ready(self, parameter):
-        self.left[_number_of(parameter, self.buckets)] -= 1
-        while len(self.launched) < len(self.left) and self.left[len(self.launched)] == 0:
-            self.launch(self.buckets[len(self.launched)])
-
-    def finish(self):
-        launched, left = self.launched, self.left
-        self.start_over()
-        if any(left):
-            raise RuntimeError("not every bucket is full")
-        for averaging in launched:
-            averaging.result()
-
-
-class LaunchesWhatHasItsCount(CountsForBuckets):
-    def gradient_is_ready(self, parameter):
-        number = _number_of(parameter, self.buckets)
-        self.left[number] -= 1
-        if self.left[number] == 0:
-            self.launch(self.buckets[number])
-
-
-class EachGradientAlone(Overlapped):
-    def __init__(self, buckets, group):
-        super().__init__([[parameter] for bucket in buckets for parameter in bucket], group)
-
-
-class CountsOnce(Overlapped):
-    def finish(self):
-        for averaging in self.launched:
-            averaging.result()
-        self.launched = []
-
-
-class CountsOnceAndRaises(Overlapped):
-    def finish(self):
-        missing = self.missing
-        super().finish()
-        self.missing = missing
-
-
-class CountsOnceAndRaisesAgain(Overlapped):
-    def finish(self):
-        missing = self.missing
-        try:
-            super().finish()
-        finally:
-            self.missing = missing
-
-
-class LaunchesWhatEverCame(Overlapped):
-    """Counts gradients for ever, and launches where each parameter of a bucket has had one."""
-
-    def start_over(self):
-        self.came = getattr(self, "came", {each: 0 for bucket in self.buckets for each in bucket})
-        self.launched = []
-
-    def gradient_is_ready(self, parameter):
-        self.came[parameter] += 1
-        for bucket in self.buckets[len(self.launched):]:
-            if not all(self.came[each] for each in bucket):
-                break
-            self.launch(bucket)
-
-    def finish(self):
-        for averaging in self.launched:
-            averaging.result()
-        self.start_over()
-
-
-class CountsBucketsOnce(Overlapped):
-    """Counts the buckets that it has sent, and never sets that back."""
-
-    sent = 0
-
-    def gradient_is_ready(self, parameter):
-        self.missing[parameter] -= 1
-        for bucket in self.buckets[self.sent:]:
-            if any(self.missing[each] for each in bucket):
-                break
-            self.launch(bucket)
-            self.sent += 1
-
-
-class RaisesBeforeItStartsOver(Overlapped):
-    def finish(self):
-        if any(self.missing.values()):
-            raise RuntimeError("not every parameter got one gradient")
-        super().finish()
-
-
-class _WithItsOwnAverage(Overlapped):
-    """Averages a bucket with another function."""
-
-    average: staticmethod
-
-    def launch(self, bucket):
-        self.launched.append(self.thread.submit(self.average, [bucket], self.group))
-
-
-class Sums(_WithItsOwnAverage):
-    average = staticmethod(sums_in_buckets)
-
-
-class DividesTwice(_WithItsOwnAverage):
-    average = staticmethod(divides_twice)
-
-
-class AveragesCopies(_WithItsOwnAverage):
-    average = staticmethod(leaves_the_gradients)
-
-
-class SeveralThreads(Overlapped):
-    def __init__(self, buckets, group):
-        super().__init__(buckets, group)
-        self.thread = ThreadPoolExecutor(max_workers=len(buckets))
-
-
-class AThreadForEachBucket(Overlapped):
-    def launch(self, bucket):
-        self.launched.append(
-            ThreadPoolExecutor(1).submit(average_in_buckets, [bucket], self.group))
-
-
-class InTheGroupOfAll(Overlapped):
-    def __init__(self, buckets, group):
-        super().__init__(buckets, None)
-
-
-class TakesWhatItGets(Overlapped):
-    def finish(self):
-        launched = self.launched
-        self.start_over()
-        for averaging in launched:
-            averaging.result()
-
-
-class AllowsASecondBackward(Overlapped):
-    def finish(self):
-        launched, missing = self.launched, self.missing
-        self.start_over()
-        for averaging in launched:
-            averaging.result()
-        if any(count > 0 for count in missing.values()):
-            raise RuntimeError("a parameter got no gradient")
-
-
-class Asserts(Overlapped):
-    def finish(self):
-        complete = not any(self.missing.values())
-        launched = self.launched
-        self.start_over()
-        for averaging in launched:
-            averaging.result()
-        assert complete
-
-
-def _number_of(parameter, buckets):
-    return next(number for number, bucket in enumerate(buckets)
-                if any(each is parameter for each in bucket))
-
-_WAITS = ("You wait in the hook, so backward stands still until the other ranks have come: nothing "
-          "overlaps. Hand the bucket to the thread, keep what `submit` returns, and wait in "
-          "`finish`.")
-
-_ALL_HANDLES = ("`finish` does not wait for every bucket. An earlier `.grad` may be the mean while "
-                "a later one is not yet: wait for all that was launched.")
-
-_COUNTS = ("The first step is right, the second is not: `finish` has to set the counts back, those "
-           "of gradients and, if you keep one, that of buckets.")
-
-_ORDER = ("You send whatever is full. Where gradients become ready in another order on another "
-          "rank, the ranks send different buckets at the same time: numbers of one bucket are "
-          "added to those of another one, and nobody is told. Every rank has to send the buckets "
-          "in the order of the list: a full one waits for those before it.")
-
-_ONE_THREAD = ("Two of your threads send at the same time, in one group. Their messages are "
-               "mixed up: nothing says which bucket one belongs to. One thread, with a queue, "
-               "averages one bucket after another.")
+# Where a fact was seen. Each is also the name of the samples of that step.
+FIRST, SECOND = " in step 1", " in step 2"
+ON_ALL = " where all ranks' gradients become ready in another order than the list"
+ON_ONE = " where the last rank's gradients become ready in another order"
+BESIDE_ANOTHER = " where two objects of the class are at work at once"
+IN_A_PAIR = f"{BESIDE_ANOTHER}, in the second (of four ranks, two are its group)"
+
+EARLY = "the number of buckets sent before the first layer's gradients are there"
+NUMBER = "the number of all-reduces"
+ELSEWHERE = "the number of calls in another group"
+APART = "that no two threads send at the same time"
+GOES_ON = "that backward waits for no other rank"
+WAITS = "that `finish` waits for all that was launched"
+UNCHANGED = "that the parameters are as they were"
+RAISES = "what `finish` raises"
+UNUSED = f"{RAISES} when a parameter got no gradient"
+AFTER = f"{RAISES} in the next step, where each gradient came once"
+TWICE = f"{RAISES} when backward ran twice before it"
+IN_PLACE_OF = f"{RAISES} when one parameter got two gradients and its neighbour none"
+
+
+class Seen(Slip):
+    """A sentence, when an attempt's facts say that it is so, and edits that bring it about.
+
+    ``apart``: it has nothing to do with what else is wrong, and is said in any case.
+    """
+
+    def __init__(self, when, why, *ways, apart=False):
+        super().__init__(why, *ways)
+        self.when, self.apart = when, apart
+
+
+class Facts:
+    """What all ranks saw of an attempt."""
+
+    def __init__(self, expected, got, ranks):
+        self.ranks = ranks
+        self.failure = str(got) if isinstance(got, RankError) else ""
+        self.of_ranks = [] if self.failure else list(zip(expected, got, strict=True))
+
+    def some(self, fact, test):
+        """Whether it was tried, and on some rank this is so of what was found."""
+        return any(fact in found and test(found[fact]) for _, found in self.of_ranks)
+
+    def missed(self, *facts):
+        """Whether some rank did not find what the exercise asks for."""
+        return any(fact in right and not agree(right[fact], found.get(fact), 1e-5)
+                   for right, found in self.of_ranks for fact in facts)
+
+    def gradients(self, where, factor):
+        """Whether all gradients are this factor times what they should be."""
+        pairs = [(value, found.get(fact)) for right, found in self.of_ranks
+                 for fact, value in right.items()
+                 if fact.startswith("the gradient of") and fact.endswith(where)]
+        return bool(pairs) and all(agree(factor * value, mine, 1e-5) for value, mine in pairs)
+
+    def none_met(self):
+        """Whether a tensor was expected, and there was None."""
+        name = self.failure.partition("'NoneType' object has no attribute '")[2].partition("'")[0]
+        return bool(name) and hasattr(torch.Tensor, name)
+
+    def fails(self, where):
+        return f"({where.strip()})" in self.failure
 
 
 class OverlapGradients(Exercise):
@@ -351,6 +136,52 @@ class OverlapGradients(Exercise):
     minutes = 30
     world_sizes = (2, 3, 4, 1)
     seconds = 15.0
+    solution = OverlappedGradients
+
+    def trial(self, attempt):
+        overlapped, layers, group = at_work(attempt)
+        facts = step(overlapped, layers, group, FIRST, until_two_are_sent)
+        facts |= step(overlapped, layers, group, SECOND, with_a_late_rank)
+        overlapped, layers, group = at_work(attempt)
+        for where in ON_ALL, ON_ONE:
+            layers.turned = where == ON_ALL or dist.get_rank() == dist.get_world_size() - 1
+            facts |= step(overlapped, layers, group, where, until_two_are_sent)
+            if dist.get_world_size() > 1 and facts[f"{NUMBER}{where}"] < len(layers):
+                return facts  # ranks that send different buckets might wait for ever
+        return facts | side_by_side(attempt) | of_wrong_steps(attempt)
+
+    def expected(self, world_size):
+        every = range(world_size)
+        facts = right_step(FIRST, every) | right_step(SECOND, every)
+        facts |= right_step(ON_ALL, every) | right_step(ON_ONE, every)
+        facts |= right_result(BESIDE_ANOTHER, every)
+        raised = {UNUSED: "RuntimeError", AFTER: "nothing", TWICE: "RuntimeError",
+                  IN_PLACE_OF: "RuntimeError"}
+        return [facts | right_result(IN_A_PAIR, own_pair(rank, world_size)) | raised
+                for rank in every]
+
+    def parts(self, world_size, rank):
+        """In each gradient may be what any rank has for this parameter, or for its like."""
+        found = {}
+        for where in FIRST, SECOND, ON_ALL, ON_ONE, BESIDE_ANOTHER, IN_A_PAIR:
+            of_ranks = [own_gradients(each, where) for each in range(world_size)]
+            for fact in of_ranks[0]:
+                kind = fact.split("`")[1].partition(".")[2]
+                found[fact] = {f"rank {each}'s gradient of `{layer}.{kind}`":
+                               of_ranks[each][f"the gradient of `{layer}.{kind}`{where}"]
+                               for each in range(world_size) for layer in range(3)}
+        return found
+
+    def quantities(self, world_size, rank):
+        return {"the ranks": world_size}
+
+    def explanation(self, attempt, got, world_size):
+        """Facts say what an attempt does: nothing has to be run beside it."""
+        facts = Facts(self.expected_of_all(world_size), got, world_size)
+        found = [slip for slip in self.slips if slip.when(facts)]
+        apart = [slip for slip in found if slip.apart and not found[0].apart]
+        return " And: ".join(slip.why for slip in found[:1] + apart[:1])
+
     hints = (
         "`parameter.register_post_accumulate_grad_hook(f)` calls `f(parameter)` when backward has "
         "added up that parameter's `.grad`. How does a hook know that its bucket is complete?",
@@ -362,152 +193,317 @@ class OverlapGradients(Exercise):
         "(all counts, an empty list), wait for each future with `result()`; and raise if a count "
         "was not one.",
     )
-    solution = Overlapped
-    mistakes = (
-        Mistake(TakesTheParameterForTheGradient, "You sent the parameters, not their gradients. "
-                "The hook is called with the *parameter*, when its gradient is ready: what has to "
-                "be averaged is `parameter.grad`."),
-        Mistake(LaunchesInFinish, "You launch when backward is over: nothing overlaps. "
-                "Launch a bucket in the hook of its last missing gradient."),
-        *(Mistake(attempt, _WAITS) for attempt in (WaitsInTheHook, AveragesInTheHook)),
-        *(Mistake(attempt, _ALL_HANDLES) for attempt in (WaitsForTheFirst, WaitsForNone)),
-        Mistake(LaunchesAtEachGradient, "A bucket leaves before its last gradient is there: "
-                "another one's `.grad` is still None, or old. Count what is missing; and use "
-                "`register_post_accumulate_grad_hook`, since `register_hook` runs before `.grad` "
-                "is written. (A lambda in a loop sees the loop's last values: write "
-                "`lambda p, number=number: …`.)"),
-        *(Mistake(attempt, _ORDER) for attempt in (LaunchesWhatIsFull, LaunchesWhatHasItsCount)),
-        Mistake(LaunchesOneAtMost, "A bucket that was full early is never sent. It has waited for "
-                "those before it, and when the last of these has left, it may leave at once: look "
-                "further, until you meet a bucket that is not full."),
-        Mistake(CountsForBuckets, "One parameter got two gradients, another one of the same bucket "
-                "got none, and `finish` says nothing. Count for each parameter: in a count for the "
-                "whole bucket, one stands in for the other."),
-        Mistake(EachGradientAlone, "Each gradient travels by itself as soon as it is there. "
-                "That overlaps, and pays a latency for each: one all-reduce for a bucket."),
-        *(Mistake(attempt, _COUNTS)
-          for attempt in (CountsOnce, CountsOnceAndRaises, CountsOnceAndRaisesAgain)),
-        Mistake(LaunchesWhatEverCame, "In step 2: `finish` has to set the counts of gradients "
-                "back. With those of step 1 each bucket is full from the beginning, and leaves "
-                "before its gradients are there."),
-        Mistake(CountsBucketsOnce, "The first step is right, and the second sends nothing: "
-                "`finish` has to set back how many buckets were sent, too."),
-        Mistake(RaisesBeforeItStartsOver, "After `finish` has raised once, the next step is not "
-                "right, and that step has all its gradients. Start over in any case: keep what you "
-                "have counted, set it back, and raise then."),
-        Mistake(DividesTwice, _TWICE),
-        Mistake(Sums, _SUM),
-        Mistake(AveragesCopies, _COPIES),
-        *(Mistake(attempt, _ONE_THREAD) for attempt in (SeveralThreads, AThreadForEachBucket)),
-        Mistake(InTheGroupOfAll, "The buckets travel in the group of all ranks, where other calls "
-                "of yours may be under way at the same time. Hand `group` on."),
-        Mistake(TakesWhatItGets, "A parameter got no gradient, so its bucket was never sent, and "
-                "`finish` says nothing: every rank would step along its own gradients. Raise "
-                "RuntimeError."),
-        Mistake(AllowsASecondBackward, "Backward ran twice before `finish`. The buckets had left "
-                "with the first gradients, so what was added later is each rank's own. Raise "
-                "RuntimeError."),
-        Mistake(Asserts, "`finish` fails, and not with a RuntimeError. (`assert` is for your own "
-                "mistakes, and is left out under `python -O`.)"),
+    slips = (
+        Seen(lambda facts: facts.none_met() and facts.fails(SECOND),
+             "In step 2: `finish` has to set the counts of gradients back. With those of step 1 "
+             "each bucket is full from the beginning, and leaves before its gradients are there.",
+             {"if any(self.missing[each] for": "if any(self.missing[each] > 0 for",
+              "        self.start_over()\n        for averaging":
+                  "        self.launched = []\nfor averaging"}),
+        Seen(lambda facts: facts.none_met() or facts.some(
+            f"{RAISES}{ON_ALL}", lambda raised: raised in ("AttributeError", "TypeError")),
+             "A bucket leaves before its last gradient is there: another one's `.grad` is still "
+             "None, or old. Count what is missing; and use `register_post_accumulate_grad_hook`, "
+             "since `register_hook` runs before `.grad` is written. (A lambda in a loop sees the "
+             "loop's last values: write `lambda p, number=number: …`.)",
+             {"self.buckets[len(self.launched):]": "self.buckets",
+              "any(self.missing[each] for each in bucket):\n                break":
+                  "all(each is not parameter for each in bucket):\n    continue"}),
+        Seen(lambda facts: facts.fails(BESIDE_ANOTHER) and facts.ranks < 4,
+             "With one object of your class all is right, and with a second one at work it fails: "
+             "the two share what they keep. What stands in the class body, or is global, is the "
+             "same for all objects. Set it in `__init__`, as `self.name = …`.",
+             {"self.missing = {": "type(self).missing = {"}),
+        Seen(lambda facts: facts.missed(*(f"{APART}{where}" for where in (FIRST, SECOND))),
+             "Two of your threads send at the same time, in one group. Their messages are mixed "
+             "up: nothing says which bucket one belongs to. One thread, with a queue, averages "
+             "one bucket after another.",
+             {"max_workers=1": "max_workers=3"},
+             {"self.thread.submit(": "ThreadPoolExecutor(1).submit("}),
+        Seen(lambda facts: facts.missed(f"{WAITS}{FIRST}", f"{WAITS}{SECOND}"),
+             "`finish` does not wait for every bucket. An earlier `.grad` may be the mean while a "
+             "later one is not yet: wait for all that was launched.",
+             {"in launched:": "in launched[:1]:"}, {"in launched:": "in launched[:0]:"}),
+        Seen(lambda facts: facts.missed(f"{UNCHANGED}{FIRST}"),
+             "You sent the parameters, not their gradients. The hook is called with the "
+             "*parameter*, when its gradient is ready: what has to be averaged is "
+             "`parameter.grad`.",
+             {"[bucket], self": "[[mock.Mock(grad=each.data) for each in bucket]], self"}),
+        Seen(lambda facts: facts.missed(f"{GOES_ON}{SECOND}"),
+             "You wait in the hook, so backward stands still until the other ranks have come: "
+             "nothing overlaps. Hand the bucket to the thread, keep what `submit` returns, and "
+             "wait in `finish`.",
+             {"self.launched.append(averaging)": "self.launched.append(averaging)\n"
+                                                 "averaging.result()"},
+             {"averaging = self.thread.submit(average_in_buckets, [bucket], self.group)":
+              "average_in_buckets([bucket], self.group)\naveraging = self.thread.submit(int)"}),
+        Seen(lambda facts: facts.ranks > 1 and facts.some(f"{EARLY}{FIRST}", lambda sent: sent == 0)
+             and facts.some(f"{NUMBER}{FIRST}", lambda number: number > 0),
+             "You launch when backward is over, or has come to its last gradients: nothing "
+             "overlaps. Launch a bucket in the hook of its last missing gradient.",
+             {"    def gradient_is_ready(self, parameter):\n        self.missing[parameter] -= 1":
+              "    def gradient_is_ready(self, parameter):\n    self.missing[parameter] -= 1\n\n"
+              "def launch_all(self):",
+              "launched, missing =": "self.launch_all()\nlaunched, missing ="}),
+        Seen(lambda facts: facts.some(f"{NUMBER}{FIRST}", lambda number: number == 6),
+             "Each gradient travels by itself as soon as it is there. That overlaps, and pays a "
+             "latency for each: one all-reduce for a bucket.",
+             {"self.buckets, self.group = buckets":
+              "buckets = [[each] for bucket in buckets for each in bucket]\n"
+              "self.buckets, self.group = buckets"}),
+        Seen(lambda facts: facts.some(f"{ELSEWHERE}{FIRST}", lambda number: number > 0),
+             "The buckets travel in the group of all ranks, where other calls of yours may be "
+             "under way at the same time. Hand `group` on.",
+             {"= buckets, group": "= buckets, None"}),
+        Seen(lambda facts: facts.ranks > 1 and facts.gradients(FIRST, facts.ranks),
+             "You summed and did not divide by the world size: every rank has to end with the "
+             "mean.",
+             {"average_in_buckets, [bucket], self.group":
+              "lambda: (average_in_buckets([bucket], self.group), [\n"
+              "    each.grad.mul_(dist.get_world_size(self.group)) for each in bucket])"}),
+        Seen(lambda facts: facts.ranks > 1 and facts.gradients(FIRST, 1 / facts.ranks),
+             "You divided by the world size twice.",
+             {"average_in_buckets, [bucket], self.group":
+              "lambda: (average_in_buckets([bucket], self.group), [\n"
+              "    each.grad.div_(dist.get_world_size(self.group)) for each in bucket])"}),
+        Seen(lambda facts: keeps_its_own(facts, FIRST),
+             "The sum over the ranks does not come back into `.grad`. `pack` makes a copy, and the "
+             "ring returns a new tensor: write each part of what it returns into its `.grad`.",
+             {"[bucket], self": "[[mock.Mock(grad=each.grad.clone()) for each in bucket]], "
+                                "self"}),
+        Seen(lambda facts: facts.missed(f"{NUMBER}{SECOND}", f"{RAISES}{SECOND}")
+             and not facts.missed(f"{NUMBER}{FIRST}"),
+             "The first step is right, the second is not: `finish` has to set the counts back, "
+             "those of gradients and, if you keep one, that of how many buckets were sent.",
+             {"        self.start_over()\n        for averaging":
+              "        self.launched = []\nfor averaging"},
+             {"self.thread = ": "self.sent = 0\nself.thread = ",
+              "len(self.launched):]": "self.sent:]",
+              "self.launch(bucket)": "self.launch(bucket)\nself.sent += 1"}),
+        Seen(lambda facts: facts.missed(f"{EARLY}{ON_ALL}", f"{EARLY}{ON_ONE}")
+             and not facts.missed(f"{EARLY}{FIRST}"),
+             "A bucket that was full early leaves too late, or never. It has waited for those "
+             "before it, and when the last of these has left, it may leave at once: look further, "
+             "until you meet a bucket that is not full.",
+             {"self.launch(bucket)": "self.launch(bucket)\nbreak"}),
+        Seen(lambda facts: facts.some(f"{NUMBER}{ON_ONE}", lambda number: number == 3)
+             and facts.gradients(ON_ALL, 1) and not facts.gradients(ON_ONE, 1),
+             "You send whatever is full. Where gradients become ready in another order on another "
+             "rank, the ranks send different buckets at the same time: numbers of one bucket are "
+             "added to those of another one, and nobody is told. Every rank has to send the "
+             "buckets in the order of the list: a full one waits for those before it.",
+             {"self.buckets[len(self.launched):]": "self.buckets",
+              "if any(self.missing[each] for each in bucket):\n                break":
+                  "if (any(self.missing[each] for each in bucket)\n"
+                  "        or all(each is not parameter for each in bucket)):\n    continue"}),
+        Seen(lambda facts: facts.ranks == 4 and (facts.fails(BESIDE_ANOTHER) or (
+            facts.gradients(BESIDE_ANOTHER, 1) and not facts.gradients(IN_A_PAIR, 1))),
+             "Where all ranks are the group this is right; where two of four are, it is not. They "
+             "are then all that there are: pass `group` on to each call, and to "
+             "`dist.get_world_size`, by which the sum is divided.",
+             {"average_in_buckets, [bucket], self.group":
+              "lambda: (average_in_buckets([bucket], self.group), [each.grad.mul_(\n"
+              "    dist.get_world_size(self.group) / dist.get_world_size()) for each in bucket])"}),
+        Seen(lambda facts: facts.gradients(ON_ONE, 1) and (
+            facts.missed(f"{RAISES}{BESIDE_ANOTHER}", f"{RAISES}{IN_A_PAIR}")
+            or not facts.gradients(BESIDE_ANOTHER, 1) or not facts.gradients(IN_A_PAIR, 1)),
+             "With one object of your class all is right, and with a second one at work it is not: "
+             "the two share what they keep. What stands in the class body, or is global, is the "
+             "same for all objects. Set it in `__init__`, as `self.name = …`.",
+             {"self.launched = []": "type(self).launched = []"}),
+        Seen(lambda facts: facts.missed(AFTER) and not facts.missed(UNUSED),
+             "After `finish` has raised once, the next step is not right, and that step has all "
+             "its gradients. Start over in any case: keep what you have counted, set it back, and "
+             "raise then.",
+             {"launched, missing =": "if any(self.missing.values()):\n"
+                                     "    raise RuntimeError(\"a gradient is missing\")\n"
+                                     "launched, missing ="}),
+        Seen(lambda facts: facts.some(UNUSED, lambda raised: raised == "nothing"),
+             "A parameter got no gradient, so its bucket was never sent, and `finish` says "
+             "nothing: every rank would step along its own gradients. Raise RuntimeError.",
+             {"if wrong:": "if False:"}, apart=True),
+        Seen(lambda facts: facts.some(TWICE, lambda raised: raised == "nothing"),
+             "Backward ran twice before `finish`. The buckets had left with the first gradients, "
+             "so what was added later is each rank's own. Raise RuntimeError.",
+             {"any(missing[each] for": "any(missing[each] > 0 for"}, apart=True),
+        Seen(lambda facts: facts.some(IN_PLACE_OF, lambda raised: raised == "nothing"),
+             "One parameter got two gradients, another one of the same bucket got none, and "
+             "`finish` says nothing. Count for each parameter: in a count for the whole bucket, "
+             "one stands in for the other.",
+             {"self.missing[parameter] -= 1":
+              "bucket = next(bucket for bucket in self.buckets\n"
+              "              if any(each is parameter for each in bucket))\n"
+              "first = next((each for each in bucket if self.missing[each]), parameter)\n"
+              "self.missing[first] -= 1"}, apart=True),
+        Seen(lambda facts: facts.missed(UNUSED, TWICE, IN_PLACE_OF),
+             "`finish` fails, and not with a RuntimeError. (`assert` is for your own mistakes, and "
+             "is left out under `python -O`.)", {"raise RuntimeError(": "raise AssertionError("}),
     )
 
-    def trial(self, attempt):
-        group, model = dist.new_group(), _Layers()
-        overlapped = attempt(model.buckets(), group)
-        facts, said = {}, ""
-        for step, backward in enumerate((_that_looks_for_sends, _with_a_late_rank), start=1):
-            model.zero_grad()
-            loss = model.loss(step, [dist.get_rank()])
-            with _Watch(group) as watch, _that_names_the_step(step):
-                found = backward(model, loss, watch)
-                try:
-                    overlapped.finish()
-                except RuntimeError as error:
-                    if step == 1 or not _is_of(attempt, error):
-                        raise
-                    said = f"  it says    {error}"
-                seen, forgotten = gradients(model, f" in step {step}"), watch.forgotten
-                watch.settle()
-            facts |= _of_step(step, seen, found, watch.all_reduces, watch.elsewhere, forgotten,
-                              watch.mixed)
-        raised = "RuntimeError" if said else "nothing"
-        return {**facts, _SECOND: raised, BESIDE: {_SECOND: said}, **_in_another_order(attempt),
-                **_of_a_missing_gradient(attempt), _AGAIN: _raised_by(_twice(attempt)),
-                _IN_PLACE_OF: _raised_by(_two_for_one(attempt))}
 
-    def explanation(self, attempt, got, world_size):
-        facts = [pair for of_rank in got for pair in of_rank.items()] if isinstance(
-            got, list) else []
-        if any(fact.startswith(_MIXED) and value is True for fact, value in facts):
-            return _ONE_THREAD
-        if any(fact.startswith(_FORGOTTEN) and value for fact, value in facts):
-            return _ALL_HANDLES
-        return super().explanation(attempt, got, world_size)
-
-    def expected(self, world_size):
-        model, facts = _Layers(), {_SECOND: "nothing"}
-        elsewhere = AtMost(0, "all of them belong into the group that you were given")
-        for step, found in ((1, 2), (2, False)):
-            model.zero_grad()
-            model.loss(step, range(world_size)).backward()
-            facts |= _of_step(step, gradients(model, f" in step {step}"), found, 3, elsewhere, 0,
-                              False)
-        if world_size == 1:  # a ring of one rank sends nothing
-            facts = {fact: value for fact, value in facts.items()
-                     if fact != _EARLY and not fact.startswith(f"{_NUMBER} in step")}
-        for number, where in enumerate((_ON_ALL, _ON_ONE), start=3):
-            model = _Branches()
-            model.loss(number, range(world_size)).backward()
-            facts |= gradients(model, where) | {f"what `finish` raises{where}": "nothing"}
-        return facts | {_UNUSED: "RuntimeError", _AFTER: "nothing", _AGAIN: "RuntimeError",
-                        _IN_PLACE_OF: "RuntimeError"}
-
-_FORGOTTEN = "the number of all-reduces that nobody waits for"
-
-_MIXED = "whether two threads send at the same time"
-
-_EARLY = "the number of buckets sent before the first layer's gradients are there"
-
-_WAITING = "whether backward waits for other ranks"
-
-_UNUSED = "what `finish` raises when a parameter got no gradient"
-
-_SECOND = "what `finish` raises in the second step, where each gradient came once"
-
-_AFTER = "what `finish` raises in the next step, where each gradient came once"
-
-_AGAIN = "what `finish` raises when backward ran twice before it"
-
-_IN_PLACE_OF = "what `finish` raises when one parameter got two gradients and its neighbour none"
-
-_ON_ALL = " where all ranks' gradients become ready in another order than the list"
-
-_ON_ONE = " where the last rank's gradients become ready in another order"
+def keeps_its_own(facts, where):
+    """Whether buckets were sent, and each rank still has its own gradients."""
+    return facts.ranks > 1 and not facts.missed(f"{NUMBER}{where}") and all(
+        agree(own, found[fact], 1e-5) for rank, (_, found) in enumerate(facts.of_ranks)
+        for fact, own in own_gradients(rank, where).items())
 
 
-def _of_step(step, seen, found, number, elsewhere, forgotten, mixed):
-    when = f" in step {step}"
-    return {f"{_MIXED}{when}": mixed, {1: _EARLY, 2: _WAITING}[step]: found,
-            f"{_NUMBER}{when}": number, f"the number of calls in another group{when}": elsewhere,
-            f"{_FORGOTTEN}{when}": forgotten, **seen}
+class Layers(nn.ModuleList):
+    """A layer and, behind it, two that lie side by side; each rank has weights of its own.
+
+    Their buckets are equally large, so that messages which are mixed up bring wrong numbers, and
+    not the end of the process. Autograd goes back first through what was computed last: through
+    layer 2, then 1, or, if ``turned``, through 1, then 2. Before it comes to layer 0 it calls
+    ``before_first_layer``.
+    """
+
+    turned = False
+
+    def __init__(self, rank):
+        torch.manual_seed(6 + rank)
+        super().__init__([nn.Linear(9, 9) for _ in range(3)])
+        self.rank = rank
+
+    def buckets(self):
+        return [list(layer.parameters()) for layer in reversed(self)]
+
+    def loss(self, where):
+        first = self[0](seeded(f"samples of rank {self.rank}{where}", 3, 9))
+        first.register_hook(lambda _: self.before_first_layer())
+        first = torch.tanh(first)
+        sides = [torch.tanh(self[index](first)) for index in ((2, 1) if self.turned else (1, 2))]
+        return (sides[0] + sides[1]).square().mean()
+
+    def before_first_layer(self):
+        pass
+
+
+def own_gradients(rank, where):
+    layers = Layers(rank)
+    layers.loss(where).backward()
+    return gradients(layers, where)
+
+
+def own_pair(rank, world_size):
+    """The ranks of this one's group beside the group of all: two of four, and else all."""
+    return [rank % 2, rank % 2 + 2] if world_size == 4 else range(world_size)
+
+
+def right_result(where, ranks):
+    own = [own_gradients(rank, where) for rank in ranks]
+    means = {fact: sum(each[fact] for each in own) / len(own) for fact in own[0]}
+    return {f"{RAISES}{where}": "nothing", **means}
+
+
+def right_step(where, ranks):
+    found = {APART: True, EARLY: 2, GOES_ON: True, NUMBER: 3, WAITS: True, UNCHANGED: True,
+             ELSEWHERE: AtMost(0, "all of them belong into the group that you were given")}
+    found.pop(EARLY if where == SECOND else GOES_ON)
+    if len(ranks) == 1:  # a ring of one rank sends nothing
+        found.pop(NUMBER)
+        found.pop(EARLY, None)
+    return {f"{fact}{where}": value for fact, value in found.items()} | right_result(where, ranks)
+
+
+def at_work(attempt):
+    """An object of the class with layers and a group of its own."""
+    group, layers = dist.new_group(), Layers(dist.get_rank())
+    return attempt(layers.buckets(), group), layers, group
+
+
+def step(overlapped, layers, group, where, backward):
+    """What is seen of one step."""
+    layers.zero_grad()
+    before = [parameter.detach().clone() for parameter in layers.parameters()]
+    with Watch(group, slowly=where in (FIRST, SECOND)) as watch, naming(where):
+        fact, seen = backward(layers, layers.loss(where), watch)
+        raised, words = raised_by(overlapped.finish, where)
+        now, forgotten = gradients(layers, where), watch.forgotten
+        watch.settle()
+        later = gradients(layers, where)
+    waited = not forgotten and all(
+        value is later[fact] or torch.equal(value, later[fact]) for fact, value in now.items())
+    found = {APART: not watch.mixed, fact: seen, NUMBER: watch.all_reduces, WAITS: waited,
+             UNCHANGED: all(map(torch.equal, layers.parameters(), before)),
+             ELSEWHERE: watch.elsewhere, RAISES: raised}
+    facts = {f"{name}{where}": value for name, value in found.items()} | now
+    return facts | {BESIDE: {f"{RAISES}{where}": words}} if where == SECOND else facts
+
+
+def side_by_side(attempt):
+    """What comes of two objects whose steps lie one in the other, on four ranks one in a pair."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    pairs = [dist.new_group(own_pair(each, ranks)) for each in range(2 if ranks == 4 else 1)]
+    groups = {BESIDE_ANOTHER: dist.new_group(), IN_A_PAIR: pairs[rank % len(pairs)]}
+    layers = {where: Layers(rank) for where in groups}
+    facts = {}
+    with naming(BESIDE_ANOTHER):
+        objects = {where: attempt(layers[where].buckets(), groups[where]) for where in groups}
+        for where in objects:
+            layers[where].loss(where).backward()
+        for where, overlapped in reversed(objects.items()):
+            facts[f"{RAISES}{where}"], _ = raised_by(overlapped.finish)
+            facts |= gradients(layers[where], where)
+    return facts
+
+
+def of_wrong_steps(attempt):
+    """What `finish` raises after steps that are not as they should be, and in the step after."""
+    overlapped, layers, _ = at_work(attempt)
+    layers[2](torch.ones(1, 9)).sum().backward()
+    facts = {UNUSED: raised_by(overlapped.finish)[0]}
+    time.sleep(0.1)  # if it has not waited: what was launched comes to its end
+    layers.zero_grad()
+    layers.loss(FIRST).backward()
+    facts[AFTER] = raised_by(overlapped.finish)[0]
+
+    overlapped, layers, _ = at_work(attempt)
+    for _ in range(2):
+        layers.loss(FIRST).backward()
+    facts[TWICE] = raised_by(overlapped.finish)[0]
+
+    overlapped, layers, _ = at_work(attempt)
+    for parameter in layers.parameters():
+        parameter.grad = torch.zeros_like(parameter)  # a bias has an old one, and gets none
+    for _ in range(2):
+        sum(layer.weight.sum() for layer in layers).backward()
+    return facts | {IN_PLACE_OF: raised_by(overlapped.finish)[0]}
+
+
+def raised_by(finish, where=""):
+    """What `finish` raises, and what it says.
+
+    In the first two steps, a failure is to be seen as it is: all but what the class itself says of
+    the second.
+    """
+    try:
+        finish()
+    except Exception as error:
+        own = {method.__code__.co_filename for kind in type(finish.__self__).__mro__
+               for method in vars(kind).values() if inspect.isfunction(method)}
+        is_own = traceback.extract_tb(error.__traceback__)[-1].filename in own
+        if where == FIRST or (where == SECOND and not (isinstance(error, RuntimeError) and is_own)):
+            raise
+        return type(error).__name__, f"  it says    {error}"
+    return "nothing", ""
 
 
 @contextlib.contextmanager
-def _that_names_the_step(step):
-    """What is raised in step 2 says so: it is not the mistake that would raise it in step 1."""
+def naming(where):
+    """What is raised later says where: it is not the mistake that would raise it in step 1."""
     try:
         yield
     except Exception as error:
-        if step > 1:
-            error.args = (f"{error} (in step {step})",)
+        if where != FIRST:
+            error.args = (f"{error} ({where.strip()})",)
         raise
 
 
-def _that_looks_for_sends(model, loss, watch):
+def until_two_are_sent(layers, loss, watch):
     """Backward; before the first layer it gives two buckets the time to be sent. How many were."""
     sent = 0
 
-    def wait(_):
+    def wait():
         nonlocal sent
         limit = time.monotonic() + 0.6 * (dist.get_world_size() > 1)
         while watch.all_reduces < 2 and time.monotonic() < limit:
@@ -515,29 +511,19 @@ def _that_looks_for_sends(model, loss, watch):
         sent = min(2, int(watch.all_reduces))
         time.sleep(3 * watch.pause)  # until they have arrived
 
-    model.before_first_layer = wait
-    _back_from(loss, model)
-    model.before_first_layer = lambda _: None
-    return sent
+    layers.before_first_layer = wait
+    back_from(loss, layers, watch)
+    return EARLY, sent
 
 
-def _back_from(loss, model):
-    """Backward. After its first gradient it gives a thread the time to send what is not full."""
-    pauses = [0.05]
-    hooks = [parameter.register_post_accumulate_grad_hook(
-        lambda _: time.sleep(pauses.pop() if pauses else 0)) for parameter in model.parameters()]
-    loss.backward()
-    for hook in hooks:
-        hook.remove()
-
-
-def _with_a_late_rank(model, loss, watch):
-    """The last rank begins when the others have ended; whether one of them waits for it."""
+def with_a_late_rank(layers, loss, watch):
+    """The last rank begins when the others have ended; whether none of them waits for it."""
     rank, others = dist.get_rank(), dist.get_world_size() - 1
     store = _get_default_store()
     keys = [f"backward of rank {other} is done" for other in range(others)]
     waits = "backward waits"
     done = True
+    layers.before_first_layer = lambda: None
     if rank == others > 0:
         limit = time.monotonic() + 1.0
         while not (done := store.check(keys)) and not store.check([waits]) and (
@@ -545,109 +531,39 @@ def _with_a_late_rank(model, loss, watch):
             time.sleep(0.002)
     elif others:
         watch.on_wait = lambda: store.set(waits, "")
-    _back_from(loss, model)
+    back_from(loss, layers, watch)
     watch.on_wait = lambda: None
     if rank < others:
         store.set(keys[rank], "")
-    return not done
+    return GOES_ON, done
 
 
-def _is_of(attempt, error):
-    """Whether the code of this class raises the error, and not a collective that it calls."""
-    own = {method.__code__.co_filename for each in attempt.__mro__
-           for method in vars(each).values() if inspect.isfunction(method)}
-    return traceback.extract_tb(error.__traceback__)[-1].filename in own
+def back_from(loss, layers, watch):
+    """Backward. After its first gradient it gives a thread the time to send what is not full."""
+    pauses = [0.05] if watch.pause else []
+    hooks = [parameter.register_post_accumulate_grad_hook(
+        lambda _: time.sleep(pauses.pop() if pauses else 0)) for parameter in layers.parameters()]
+    loss.backward()
+    for hook in hooks:
+        hook.remove()
 
 
-def _in_another_order(attempt):
-    """The gradients of two layers that lie side by side, and which are ready in turned order.
-
-    On the last rank alone only if the first try has sent all: else ranks might wait for ever.
-    """
-    facts, rank, ranks = {}, dist.get_rank(), dist.get_world_size()
-    for number, where in enumerate((_ON_ALL, _ON_ONE), start=3):
-        group, model = dist.new_group(), _Branches()
-        model.turned = where == _ON_ALL or rank == ranks - 1
-        overlapped = attempt(model.buckets(), group)
-        with _Watch(group) as watch:
-            watch.pause = 0
-            model.loss(number, [rank]).backward()
-            raised = _raised_by(overlapped.finish)
-            watch.settle()
-            seen = _standing_still(model, where)
-        facts |= seen | {f"what `finish` raises{where}": raised}
-        if ranks > 1 and watch.all_reduces < len(model.buckets()):
-            break
-    return dict.fromkeys([*gradients(model, _ON_ONE), f"what `finish` raises{_ON_ONE}"]) | facts
-
-
-def _standing_still(model, where):
-    """The gradients once nobody changes them any more: who does not wait is told so above."""
-    before, now = None, gradients(model, where)
-    while before is None or any(now[fact] is not None and not torch.equal(value, now[fact])
-                                for fact, value in before.items()):
-        time.sleep(0.1)
-        before, now = now, gradients(model, where)
-    return now
-
-
-def _of_a_missing_gradient(attempt):
-    """What `finish` raises after backward through one layer of three, and in the step after."""
-    model = _Layers()
-    overlapped = attempt(model.buckets(), dist.new_group())
-    model[2](torch.ones(1, 5)).sum().backward()
-    facts = {_UNUSED: _raised_by(overlapped.finish)}
-    _standing_still(model, "")
-    model.zero_grad()
-    model.loss(5, [dist.get_rank()]).backward()
-    return facts | {_AFTER: _raised_by(overlapped.finish)}
-
-
-def _twice(attempt):
-    """A `finish` before which backward ran twice."""
-    model = _Layers()
-    overlapped = attempt(model.buckets(), dist.new_group())
-    for _ in range(2):
-        model.loss(4, [dist.get_rank()]).backward()
-    return overlapped.finish
-
-
-def _two_for_one(attempt):
-    """A `finish` before which each weight got two gradients, and each bias none, but has old ones.
-    """
-    model = _Layers()
-    overlapped = attempt(model.buckets(), dist.new_group())
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    for _ in range(2):
-        sum(layer.weight.sum() for layer in model).backward()
-    return overlapped.finish
-
-
-def _raised_by(finish):
-    try:
-        finish()
-    except Exception as error:
-        return type(error).__name__
-    return "nothing"
-
-
-class _Watch:
+class Watch:
     """In this block: this rank's sends and all-reduces, and which handles are waited for.
 
-    ``on_wait`` is called before the thread of backward waits. A send of another thread takes
-    ``pause`` seconds longer, so who does not wait for that thread has no mean yet.
+    ``on_wait`` is called before the thread of backward waits. ``slowly``: a send of another thread
+    takes ``pause`` seconds longer, so who does not wait for that thread has no mean yet.
     """
 
-    def __init__(self, group):
+    def __init__(self, group, slowly):
         self.group, self.calls, self.senders, self.works, self.asked = group, [], [], [], set()
-        self.on_wait, self.pause = lambda: None, 0.04 / dist.get_world_size()
+        self.on_wait, self.pause = lambda: None, slowly * 0.04 / dist.get_world_size()
         self._patches = [mock.patch.object(dist.Work, name, self._noting(getattr(dist.Work, name)))
                          for name in ("wait", "get_future", "is_completed")]
 
     @property
     def all_reduces(self):
-        return _all_reduces(self.calls, dist.get_world_size())
+        return all_reduces(self.calls, dist.get_world_size())
 
     @property
     def elsewhere(self):
@@ -669,7 +585,7 @@ class _Watch:
             limit = time.monotonic() + 0.5 * (dist.get_world_size() > 1)
             while self.all_reduces < 3 and time.monotonic() < limit:
                 time.sleep(0.01)
-            time.sleep(5 * self.pause)
+            time.sleep(max(0.1, 5 * self.pause) * (dist.get_world_size() > 1))
         for work in self.works:
             work.wait()
 
@@ -708,41 +624,3 @@ class _Watch:
         recording.recorder_here().work_listeners.remove(self._launched)
         for each in self._patches:
             each.stop()
-
-
-class _Layers(nn.ModuleList):
-    """Three layers; ``before_first_layer`` is called when backward comes to it.
-
-    Their buckets are equally large, so that messages which are mixed up bring wrong numbers, and
-    not the end of the process.
-    """
-
-    def __init__(self):
-        torch.manual_seed(6)
-        super().__init__([nn.Linear(5, 5) for _ in range(3)])
-
-    def buckets(self):
-        return [list(layer.parameters()) for layer in reversed(self)]
-
-    def loss(self, step, ranks):
-        x = torch.cat([seeded(f"samples of rank {rank} in step {step}", 3, 5) for rank in ranks])
-        first = self[0](x)
-        first.register_hook(lambda gradient: self.before_first_layer(gradient))
-        return self[2](torch.tanh(self[1](torch.tanh(first)))).square().mean()
-
-    def before_first_layer(self, _):
-        pass
-
-
-class _Branches(_Layers):
-    """The first two layers lie side by side; ``turned``: the second one is computed first.
-
-    Autograd goes back first through what was computed last.
-    """
-
-    turned = False
-
-    def loss(self, step, ranks):
-        x = torch.cat([seeded(f"samples of rank {rank} in step {step}", 3, 5) for rank in ranks])
-        sides = [torch.tanh(self[index](x)) for index in ((1, 0) if self.turned else (0, 1))]
-        return self[2](sides[0] + sides[1]).square().mean()

@@ -1,12 +1,12 @@
-"""Exercise 3.2: the first half of the ring: reduce-scatter."""
+"""The half of a ring in which sums travel; and what the checks of the three rings share."""
 
 from functools import partial
 
 import torch
 import torch.distributed as dist
 
-from dplab import RankError
 from dplab.checks.compare import AtMost
+from dplab.checks.composition import NEAR, made_of
 from dplab.checks.exercise import Exercise
 from dplab.checks.mistakes import Slip
 from dplab.checks.trials import seeded, whole_numbers
@@ -27,13 +27,26 @@ def ring_reduce_scatter(flat, group=None):
         total = arriving + chunks[(rank - 1 - step) % ranks]
     return total
 
+
+def with_all_chunks(flat, group=None):
+    """The same, with a copy of all chunks to add into."""
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    right, left = (rank + 1) % ranks, (rank - 1) % ranks
+    chunks = flat.clone().view(ranks, -1)
+    for step in range(ranks - 1):
+        sent = (rank - 1 - step) % ranks
+        arriving = exchange(chunks[sent], right, left, group)
+        mine = (rank - 2 - step) % ranks
+        chunks[mine] += arriving
+    return chunks[rank].clone()
+
+
 # Elements of a chunk, by dtype: more than the sixteen chunks that four ranks have, so that a sum of
 # some of them says which.
 CHUNKS = {"float32": (40, torch.float32), "float64": (24, torch.float64),
           "int64": (32, torch.int64)}
-
-
 IN_A_PAIR = ", in a group of two ranks"
+SENT = "what it sends"
 
 
 class OnARing(Exercise):
@@ -50,16 +63,6 @@ class OnARing(Exercise):
     steps = 1  # times N−1
     fact: str
 
-    def explanation(self, attempt, got, world_size):
-        """What fails in a group only is not compared with what hangs among all ranks."""
-        if isinstance(got, RankError) and self._fails_in_a_group_only(attempt, world_size):
-            return _WITHOUT_GROUP
-        return super().explanation(attempt, got, world_size)
-
-    def parts(self, world_size, rank):
-        return {f"{self.fact}, {name}": self.parts_of(_inputs(name, range(world_size)), rank)
-                for name in CHUNKS}
-
     def trial(self, attempt):
         rank, ranks = dist.get_rank(), dist.get_world_size()
         facts = {}
@@ -72,36 +75,39 @@ class OnARing(Exercise):
                                  self.given_to("float32", rank, rank // 2, 2), pair)
         return facts
 
-    def expected(self, world_size):
-        every, facts = range(world_size), [{} for _ in range(world_size)]
-        for name, (length, dtype) in CHUNKS.items():
-            for rank in every:
-                facts[rank] |= self._limits(
-                    f", {name}", self.result_of(_inputs(name, every), rank),
-                    length * dtype.itemsize, world_size)
-        if world_size == 4:
-            for rank in every:
-                pair = _inputs("float32", [rank % 2, rank % 2 + 2], 2)
-                facts[rank] |= self._limits(IN_A_PAIR, self.result_of(pair, rank // 2),
-                                             4 * CHUNKS["float32"][0], 2)
-        return facts
-
     def given_to(self, name, rank, place, ranks):
         """What rank ``rank`` brings as number ``place`` of a group of so many ranks."""
-        return _inputs(name, [rank], ranks)[0]
+        return inputs_of(name, [rank], ranks)[0]
 
     def _facts(self, where, attempt, tensor, group):
         before = tensor.clone()
         with CallLog() as log:
             returned = attempt(tensor, group)
+        result, own = returned, False
+        if isinstance(returned, torch.Tensor):
+            result = returned.clone()
+            if where == ", float32":
+                attempt(-tensor, group)
+            own = torch.equal(returned, result) and (
+                returned.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr())
         sent = [call for call in log.calls if call.operation == "send"]
         others = len(log.calls) - len(sent) - log.count("recv")
-        is_tensor = isinstance(returned, torch.Tensor)
-        return self._named(
-            where, returned.clone() if is_tensor else returned, torch.equal(tensor, before),
-            is_tensor and returned.untyped_storage().data_ptr()
-            != tensor.untyped_storage().data_ptr(),
-            len(sent), log.bytes("send"), len({call.peer for call in sent}), others)
+        return self._named(where, result, torch.equal(tensor, before), own, len(sent),
+                           log.bytes("send"), len({call.peer for call in sent}), others)
+
+    def expected(self, world_size):
+        every, facts = range(world_size), [{} for _ in range(world_size)]
+        for name, (length, dtype) in CHUNKS.items():
+            for rank in every:
+                facts[rank] |= self._limits(
+                    f", {name}", self.result_of(inputs_of(name, every), rank),
+                    length * dtype.itemsize, world_size)
+        if world_size == 4:
+            for rank in every:
+                pair = inputs_of("float32", [rank % 2, rank % 2 + 2], 2)
+                facts[rank] |= self._limits(IN_A_PAIR, self.result_of(pair, rank // 2),
+                                            4 * CHUNKS["float32"][0], 2)
+        return facts
 
     def _limits(self, where, result, chunk_bytes, ranks):
         steps = self.steps * (ranks - 1)
@@ -115,241 +121,40 @@ class OnARing(Exercise):
     def _named(self, where, result, same, own, messages, nbytes, peers, others):
         return {f"{self.fact}{where}": result,
                 f"that the input is as it was{where}": same,
-                f"that the result has memory of its own{where}": own,
+                "that the result has memory of its own, which neither the input nor a later call "
+                f"uses{where}": own,
                 f"the number of messages sent{where}": messages,
                 f"the number of bytes sent{where}": nbytes,
                 f"the number of ranks sent to{where}": peers,
                 f"the number of collectives{where}": others}
 
+    def parts(self, world_size, rank):
+        return {f"{self.fact}, {name}": self.parts_of(inputs_of(name, range(world_size)), rank)
+                for name in CHUNKS}
 
-def _inputs(name, ranks, world_size=None):
+    def quantities(self, world_size, rank):
+        return {"the ranks": world_size}
+
+
+def inputs_of(name, ranks, world_size=None):
     """The whole tensors of these ranks, N equal chunks each."""
     ranks = list(ranks)
     length, dtype = CHUNKS[name]
     draw = partial(seeded, dtype=dtype) if dtype.is_floating_point else whole_numbers
     return [draw(f"rank {rank}", length * (world_size or len(ranks))) for rank in ranks]
 
-_ONE_STEP_MORE = ("You go around once too often: N-1 steps are enough. After those, a chunk has "
-                  "been at every rank.")
-
-_ONE_STEP_LESS = ("You stop one step too early: with N ranks, a chunk has to make N-1 hops to "
-                  "have been at every rank.")
-
-_NO_SUCH_RANK = ("There is no rank N, nor a rank -1: the neighbours are (rank + 1) % N and "
-                 "(rank - 1) % N.")
-
-_CIRCLE = ("Every rank sends before it receives, and each send waits until its neighbour "
-           "receives: all wait in a circle. `exchange` does both at once.")
-
-_EMPTY_CIRCLE = ("Every rank waits to receive before it sends, so nobody ever sends, around the "
-                 "whole circle. `exchange` does both at once.")
-
-_WRONG_SIDE = ("You receive from the neighbour that you send to. On a ring, what you send goes to "
-               "one side, and what arrives comes from the other.")
-
-_FINISHED = ("You called a finished collective. Here, you build one: from send and receive alone.")
-
-_FLOAT32 = ("What travels is float32, which rounds large integers and float64. `exchange` keeps "
-            "the dtype of what you hand it.")
-
-_WITHOUT_GROUP = ("You left out the group in some call. Pass it on to `dist.get_rank`, "
-                  "`dist.get_world_size` and `exchange`: where only some of the ranks call, they "
-                  "are all that there are.")
-
-_SHARES_MEMORY = ("On one rank you return a view of the input: who changes the result changes the "
-                  "input too. Copy it (`clone`).")
-
-_STRAIGHT = ("The result is right, and the bytes are as few as can be; but you send to every rank "
-             "directly. On a ring, each rank needs one link only, to its neighbour: pass the "
-             "chunks on.")
-
-_DIVIDED = "You divided by the world size: this exercise asks for the sum."
-
-_NOTHING = "You return nothing: return the result as a new tensor."
-
-
-def with_all_chunks(flat, group=None):
-    """The same, with a copy of all chunks to add into."""
-    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
-    right, left = (rank + 1) % ranks, (rank - 1) % ranks
-    chunks = flat.clone().view(ranks, -1)
-    for step in range(ranks - 1):
-        sent = (rank - 1 - step) % ranks
-        arriving = exchange(chunks[sent], right, left, group)
-        mine = (rank - 2 - step) % ranks
-        chunks[mine] += arriving
-    return chunks[rank].clone()
-
-_NOT_SENT_ON = ("You return chunk r as it was. What arrives is added to a tensor that you do not "
-                "send on: in each step, send the sum of the step before.")
-
-_ENDS_ELSEWHERE = ("The sums travel as they should, but they end elsewhere: the chunk that is "
-                   "complete on rank r is a neighbour's, and you return chunk r as it was. Start "
-                   "with another chunk, so that the way of chunk r ends at rank r.")
-
-_MIXED = ("Parts of different chunks come together, and you return chunk r as it was. What arrives "
-          "belongs to your own part of the same chunk: if you send to the right, the chunk that "
-          "you send is one further back in each step; to the left, one further on.")
-
-_SEND_FIRST = """arriving = torch.empty_like(total)
-dist.send(total, group_dst=right, group=group)
-dist.recv(arriving, group_src=left, group=group)"""
-
-_RECEIVE_FIRST = """arriving = torch.empty_like(total)
-dist.recv(arriving, group_src=left, group=group)
-dist.send(total, group_dst=right, group=group)"""
-
-_AS_IT_WAS = {"its own part": _NOT_SENT_ON, "a sum": _ENDS_ELSEWHERE, "a mixture": _MIXED}
-
-_SENT_ON = "what it sends in the second step"
-
-
-def _sent_on(sent, rank, ranks):
-    """What the second message of this rank holds: a sum of parts of one chunk, or not."""
-    parts = [tensor.chunk(ranks) for tensor in _inputs("float32", range(ranks))]
-    own = parts[rank]
-    if (sent.shape, sent.dtype) != (own[0].shape, own[0].dtype):
-        return "another kind of tensor"
-    if any(torch.equal(sent, part) for part in own):
-        return "its own part"
-    neighbours = parts[(rank + 1) % ranks], parts[(rank - 1) % ranks]
-    return "a sum" if any(torch.allclose(sent, mine + theirs[chunk]) for theirs in neighbours
-                          for chunk, mine in enumerate(own)) else "a mixture"
-
 
 class RingReduceScatter(OnARing):
     number = "3.2"
     title = "The first half of the ring: reduce-scatter"
     minutes = 25
-    fact = "this rank's chunk of the sum"
-    hints = (
-        "Take one chunk and follow it: it visits every rank once, each adds its own part, and its "
-        "way must end at the rank that is to keep it. Where does chunk c have to start?",
-        "Going right, chunk c starts at rank c+1. So rank r first sends chunk r-1; in the next "
-        "step it sends the one that has just arrived from the left, with its own part added.",
-        "Keep one tensor, `total`: first chunk r-1. In step s of N-1, `exchange(total, right, "
-        "left, group)` brings a partial sum of chunk (r-1-s) mod N: add your own part of it.",
-    )
+    world_sizes = (3, 2, 4, 1)  # three ranks first: with two, there is no second step to see
     solution = staticmethod(ring_reduce_scatter)
     also_right = (with_all_chunks,)
-    slips = (
-        Slip("The chunk is complete, but it is a neighbour's. Rank r has to end with chunk r: "
-             "start "
-             "with another chunk, so that its way ends there.",
-             {"chunks[left]": "chunks[rank]", "rank - 1 - step": "rank - step"},
-             {"rank - 1 - step": "rank - step", "rank - 2 - step": "rank - 1 - step",
-              "chunks[rank].clone()": "chunks[right].clone()"}),
-        Slip("The chunk is complete, but it is a neighbour's. Rank r has to end with chunk r: you "
-             "start one chunk too far back.",
-             {"chunks[left]": "chunks[(rank - 2) % ranks]", "rank - 1 - step": "rank - 2 - step"}),
-        Slip("The chunk that arrives overwrites yours. It holds the sum of the ranks that it has "
-             "passed: add it to your own part.",
-             {"arriving + chunks[(rank - 1 - step) % ranks]": "arriving"},
-             {"+= arriving": "= arriving"}),
-        Slip(_NOT_SENT_ON, {"chunks[mine] += arriving": "arriving += chunks[mine]"}),
-        Slip(_ENDS_ELSEWHERE,
-             {"rank - 1 - step": "rank - step", "rank - 2 - step": "rank - 1 - step"},
-             {"rank - 1 - step": "rank + step", "rank - 2 - step": "rank + 1 + step",
-              "], right, left,": "], left, right,"}),
-        Slip(_MIXED,
-             {"rank - 1 - step": "rank + step", "rank - 2 - step": "rank + 1 + step"},
-             {"rank - 1 - step": "rank - step", "rank - 2 - step": "rank - 1 - step",
-              "], right, left,": "], left, right,"}),
-        Slip("You add the same chunk in every step, so parts of different chunks come together. "
-             "Another chunk arrives each time: add your own part of that one.",
-             {"chunks[(rank - 1 - step) % ranks]": "chunks[rank]"}),
-        Slip("You add a part of the wrong chunk. What arrives from the left is one chunk further "
-             "back in each step, not one further on; from the right, one further on.",
-             {"+ chunks[(rank - 1 - step) % ranks]": "+ chunks[(rank - 1 + step) % ranks]"},
-             {"right, left, group)": "left, right, group)"},
-             {"rank - 1 - step": "rank + step", "rank - 2 - step": "rank + 1 + step",
-              "return chunks[rank]": "return chunks[right]"},
-             {"chunks[left]": "chunks[right]", "rank - 1 - step": "rank + 1 + step"}),
-        Slip("You add your own part of the chunk that you have just sent. What arrives from the "
-             "left "
-             "is one chunk further back: add your own part of that one.",
-             {"+ chunks[(rank - 1 - step) % ranks]": "+ chunks[(rank - step) % ranks]"}),
-        Slip("All that arrives is added to your chunk r, and it holds the left neighbour's parts "
-             "of "
-             "other chunks. Add it to your own part of the same chunk, and send that sum on.",
-             {"chunks[mine] += arriving": "chunks[rank] += arriving"}),
-        Slip("You send your own parts, and not the sums: only one other rank's part gets into your "
-             "chunk. Send what has arrived, with your part added.",
-             {"exchange(total,": "exchange(chunks[(rank - step) % ranks],"},
-             {"exchange(chunks[sent],": "exchange(flat.view(ranks, -1)[sent],"}),
-        Slip(_ONE_STEP_MORE + " Another step adds a part a second time.",
-             {"range(1, ranks)": "range(1, ranks + 1)"},
-             {"chunks[left]": "chunks[rank]", "rank - 1 - step": "rank - step",
-              "range(1, ranks)": "range(1, ranks + 1)"}),
-        Slip(_ONE_STEP_MORE, {"range(ranks - 1)": "range(ranks)"}),
-        Slip(_ONE_STEP_LESS, {"range(1, ranks)": "range(1, ranks - 1)"},
-             {"range(ranks - 1)": "range(ranks - 2)"}),
-        Slip("You pass the whole tensor around. In each step, send only one of the N chunks: that "
-             "is "
-             "where a ring saves its bytes.",
-             {"chunks = flat.view(ranks, -1)": "passing = flat",
-              "chunks[left].clone()": "flat.view(ranks, -1)[rank].clone()",
-              "arriving = exchange(total,": "passing = exchange(passing,",
-              "arriving + chunks[(rank - 1 - step) % ranks]":
-                  "total + passing.view(ranks, -1)[rank]"}),
-        Slip("You send your sum so far, whole, and add the sum that arrives: parts are added more "
-             "than once. Send one chunk in each step, another one each time.",
-             {"chunks[left].clone()": "flat.clone()",
-              "arriving + chunks[(rank - 1 - step) % ranks]": "total + arriving",
-              "return total": "return total.view(ranks, -1)[rank].clone()"}),
-        Slip("The caller's tensor is changed: its chunks hold partial sums now. Add into a tensor "
-             "of "
-             "your own.",
-             {"flat.clone()": "flat"}),
-        Slip(_SHARES_MEMORY, {"chunks[left].clone()": "chunks[left]"}),
-        Slip(_FLOAT32, {"flat.view(": "flat.float().view(",
-                        "return total": "return total.to(flat.dtype)"},
-             {"flat.clone()": "flat.clone().float()", "return chunks[rank].clone()":
-                  "return chunks[rank].to(flat.dtype)"}),
-        Slip("What you return is float32. A result keeps the dtype of `flat`, and so does what "
-             "travels: float32 rounds large integers and float64.",
-             {"flat.view(": "flat.float().view("}, {"flat.clone()": "flat.clone().float()"}),
-        Slip(_STRAIGHT,
-             {"total = chunks[left].clone()": "total = chunks[rank].clone()",
-              "exchange(total, right, left,": "exchange(chunks[(rank + step) % ranks], "
-                                              "(rank + step) % ranks, (rank - step) % ranks,",
-              "arriving + chunks[(rank - 1 - step) % ranks]": "total + arriving"}),
-        Slip(_FINISHED, {"for step in range(1, ranks):": "dist.all_reduce(flat.clone(), "
-                                                         "group=group)\n"
-                                                       "for step in range(1, ranks):"},
-             {"for step in range(ranks - 1):": "dist.all_reduce(chunks, group=group)\n"
-                                               "for step in []:"}),
-        Slip(_WITHOUT_GROUP, {"left, group)": "left)"}, {"get_rank(group)": "get_rank()"},
-             {"get_world_size(group)": "get_world_size()"}, {"(group)": "()"},
-             {"(group)": "()", "left, group)": "left)"}),
-        Slip(_CIRCLE, {"arriving = exchange(total, right, left, group)": _SEND_FIRST}, hangs=True),
-        Slip(_EMPTY_CIRCLE, {"arriving = exchange(total, right, left, group)": _RECEIVE_FIRST},
-             hangs=True),
-        Slip(_WRONG_SIDE, {"right, left, group": "right, right, group"}, hangs=True),
-        Slip(_NO_SUCH_RANK, {"(rank + 1) % ranks, (rank - 1) % ranks": "rank + 1, rank - 1",
-                             "[left]": "[rank - 1]", "[(rank - 1 - step) % ranks]":
-                             "[rank - 1 - step]"}),
-        Slip(_DIVIDED, {"return total": "return total / ranks"},
-             {"chunks[rank].clone()": "chunks[rank] / ranks"}),
-        Slip("You return the whole tensor, and only chunk r of it is complete on rank r: return "
-             "that "
-             "one.",
-             {"return total": "whole = flat.clone()\nwhole.view(ranks, -1)[rank] = total\n"
-                              "return whole"}),
-        Slip(_NOTHING, {"return total": ""}, {"return chunks[rank].clone()": ""}),
-    )
-
-    def explanation(self, attempt, got, world_size):
-        """Where chunk r comes back as it was, what three ranks send on tells the reason."""
-        why = super().explanation(attempt, got, world_size)
-        if why in _AS_IT_WAS.values():
-            on_three = self._observe(attempt, 3, quiet=True)
-            if not isinstance(on_three, RankError):
-                return _AS_IT_WAS.get(on_three[0].get(_SENT_ON), "")
-        return why
+    fact = "this rank's chunk of the sum"
 
     def _facts(self, where, attempt, tensor, group):
-        """With what is sent in the second step: on two ranks there is none."""
+        """With each message that is sent."""
         sent, send = [], dist.ProcessGroup.send
 
         def keep(group, tensors, *arguments):
@@ -361,13 +166,149 @@ class RingReduceScatter(OnARing):
             facts = super()._facts(where, attempt, tensor, group)
         finally:
             dist.ProcessGroup.send = send
-        if where == ", float32" and len(sent) > 1:
-            facts[_SENT_ON] = _sent_on(sent[1], dist.get_rank(), dist.get_world_size())
-        return facts
+        return facts | {SENT + where: sent[:facts[f"the number of messages sent{where}"]]}
+
+    def result_of(self, tensors, rank):
+        return torch.stack([tensor.chunk(len(tensors))[rank] for tensor in tensors]).sum(dim=0)
 
     def parts_of(self, tensors, rank):
         return {f"rank {other}'s chunk {chunk}": part for other, tensor in enumerate(tensors)
                 for chunk, part in enumerate(tensor.chunk(len(tensors)))}
 
-    def result_of(self, tensors, rank):
-        return torch.stack([tensor.chunk(len(tensors))[rank] for tensor in tensors]).sum(dim=0)
+    def described(self, difference, got, world_size):
+        """With what the rank sends in each step."""
+        words = super().described(difference, got, world_size)
+        parts = self.parts(world_size, difference.rank).get(difference.fact)
+        where = difference.fact.removeprefix(self.fact)
+        messages = [made_of(message, parts) for message in
+                    got[difference.rank].get(SENT + where, ())] if parts else []
+        if not messages or None in messages:
+            return words
+        steps = [" + ".join(name if abs(times - 1) < NEAR else f"{times:.3g} · {name}"
+                            for name, times in message.items() if abs(times) > NEAR) or "zeros"
+                 for message in messages]
+        return f"{words}\nRank {difference.rank} sends {'; then '.join(steps)}."
+
+    hints = (
+        "Take one chunk and follow it: it visits every rank once, each adds its own part, and its "
+        "way must end at the rank that is to keep it. Where does chunk c have to start?",
+        "Going right, chunk c starts at rank c+1. So rank r first sends chunk r-1; in the next "
+        "step it sends the one that has just arrived from the left, with its own part added.",
+        "Keep one tensor, `total`: first chunk r-1. In step s of N-1, `exchange(total, right, "
+        "left, group)` brings a partial sum of chunk (r-1-s) mod N: add your own part of it.",
+    )
+    slips = (
+        # Which chunk.
+        Slip("The chunk is complete, but it is a neighbour's. Rank r has to end with chunk r: "
+             "start with another chunk, so that its way ends there.",
+             {"chunks[left]": "chunks[rank]", "rank - 1 - step": "rank - step"},
+             {"chunks[left]": "chunks[(rank - 2) % ranks]", "rank - 1 - step": "rank - 2 - step"},
+             {"rank - 1 - step": "rank - step", "rank - 2 - step": "rank - 1 - step",
+              "chunks[rank].clone()": "chunks[right].clone()"}),
+        Slip("You return chunk r as it was: no sum has ended there. In each of N-1 steps send what "
+             "has just arrived, with your own part of the same chunk added to it, and start with "
+             "such a chunk that the way of chunk r ends at rank r.",
+             {"range(ranks - 1)": "range(ranks - 2)"},
+             {"chunks[mine] += arriving": "arriving += chunks[mine]"},
+             {"rank - 1 - step": "rank - step", "rank - 2 - step": "rank - 1 - step"},
+             {"rank - 1 - step": "rank + step", "rank - 2 - step": "rank + 1 + step"}),
+        Slip("Parts of different chunks come together. What arrives belongs to your own part of "
+             "the same chunk: if you send to the right, that is one chunk further back in each "
+             "step; to the left, one further on.",
+             {"+ chunks[(rank - 1 - step) % ranks]": "+ chunks[(rank - 1 + step) % ranks]"},
+             {"right, left, group)": "left, right, group)"},
+             {"rank - 1 - step": "rank + step", "rank - 2 - step": "rank + 1 + step",
+              "return chunks[rank]": "return chunks[right]"},
+             {"chunks[left]": "chunks[right]", "rank - 1 - step": "rank + 1 + step"}),
+        Slip("You add the same chunk in every step, so parts of different chunks come together. "
+             "Another chunk arrives each time: add your own part of that one.",
+             {"chunks[(rank - 1 - step) % ranks]": "chunks[rank]"}),
+        Slip("You add your own part of the chunk that you have just sent. Another one arrives: add "
+             "your own part of that.",
+             {"+ chunks[(rank - 1 - step) % ranks]": "+ chunks[(rank - step) % ranks]"},
+             {"chunks[left]": "chunks[right]", "(total, right, left,": "(total, left, right,",
+              "rank - 1 - step": "rank + step"}),
+        # What is added, and sent on.
+        Slip("The chunk that arrives overwrites yours. It holds the sum of the ranks that it has "
+             "passed: add it to your own part.",
+             {"arriving + chunks[(rank - 1 - step) % ranks]": "arriving"},
+             {"+= arriving": "= arriving"}),
+        Slip("All that arrives is added to your chunk r, and it holds a neighbour's parts of other "
+             "chunks. Add it to your own part of the same chunk, and send that sum on.",
+             {"chunks[mine] += arriving": "chunks[rank] += arriving"}),
+        Slip("You send your own parts, and not the sums: only one other rank's part gets into your "
+             "chunk. Send what has arrived, with your part added.",
+             {"exchange(total,": "exchange(chunks[(rank - step) % ranks],"},
+             {"exchange(chunks[sent],": "exchange(flat.view(ranks, -1)[sent],"}),
+        Slip("You pass the whole tensor around. In each step, send only one of the N chunks: that "
+             "is where a ring saves its bytes.",
+             {"chunks = flat.view(ranks, -1)": "passing = flat",
+              "chunks[left].clone()": "flat.view(ranks, -1)[rank].clone()",
+              "arriving = exchange(total,": "passing = exchange(passing,",
+              "arriving + chunks[(rank - 1 - step) % ranks]":
+              "total + passing.view(ranks, -1)[rank]"}),
+        Slip("You send your sum so far, whole, and add the sum that arrives: parts are added more "
+             "than once. Send one chunk in each step, another one each time.",
+             {"chunks[left].clone()": "flat.clone()",
+              "arriving + chunks[(rank - 1 - step) % ranks]": "total + arriving",
+              "return total": "return total.view(ranks, -1)[rank].clone()"}),
+        # The steps and the neighbours.
+        Slip("You go around once too often: N-1 steps are enough. After those, a chunk has been at "
+             "every rank.",
+             {"range(1, ranks)": "range(1, ranks + 1)"}, {"range(ranks - 1)": "range(ranks)"},
+             {"chunks[left]": "chunks[rank]", "rank - 1 - step": "rank - step",
+              "range(1, ranks)": "range(1, ranks + 1)"}),
+        Slip("You stop one step too early: with N ranks, a chunk has to make N-1 hops to have been "
+             "at every rank.", {"range(1, ranks)": "range(1, ranks - 1)"}),
+        Slip("The result is right, and the bytes are as few as can be; but you send to every rank "
+             "directly. On a ring, each rank needs one link only, to its neighbour: pass the "
+             "chunks on.",
+             {"total = chunks[left].clone()": "total = chunks[rank].clone()",
+              "exchange(total, right, left,": "exchange(chunks[(rank + step) % ranks], "
+                                              "(rank + step) % ranks, (rank - step) % ranks,",
+              "arriving + chunks[(rank - 1 - step) % ranks]": "total + arriving"}),
+        Slip("You called a finished collective. Here, you build one: from send and receive alone.",
+             {"arriving = exchange": "dist.all_reduce(flat.clone(), group=group)\n"
+                                     "arriving = exchange"},
+             {"for step in range(ranks - 1):": "dist.all_reduce(chunks, group=group)\n"
+                                               "for step in []:"}),
+        Slip("You receive from the neighbour that you send to. On a ring, what you send goes to "
+             "one side, and what arrives comes from the other.",
+             {"right, left, group": "right, right, group"}, hangs=True),
+        Slip("Every rank sends before it receives, and each send waits until its neighbour "
+             "receives: all wait in a circle. `exchange` does both at once.",
+             {"arriving = exchange(total, right, left, group)":
+              "arriving = torch.empty_like(total)\ndist.send(total, group_dst=right, group=group)\n"
+              "dist.recv(arriving, group_src=left, group=group)"}, hangs=True),
+        Slip("Every rank waits to receive before it sends, so nobody ever sends, around the whole "
+             "circle. `exchange` does both at once.",
+             {"arriving = exchange(total, right, left, group)":
+              "arriving = torch.empty_like(total)\ndist.recv(arriving, group_src=left, group=group)"
+              "\ndist.send(total, group_dst=right, group=group)"}, hangs=True),
+        Slip("There is no rank N, nor a rank -1: the neighbours are (rank + 1) % N and "
+             "(rank - 1) % N.",
+             {"(rank + 1) % ranks, (rank - 1) % ranks": "rank + 1, rank - 1",
+              "[left]": "[rank - 1]"}),
+        # The tensors.
+        Slip("The caller's tensor is changed: its chunks hold partial sums now. Add into a tensor "
+             "of your own.", {"flat.clone()": "flat"}),
+        Slip("On one rank you return a view of the input: who changes the result changes the input "
+             "too. Copy it (`clone`).", {"chunks[left].clone()": "chunks[left]"}),
+        Slip("What travels is float32, which rounds large integers and float64. `exchange` keeps "
+             "the dtype of what you hand it.",
+             {"flat.view(": "flat.float().view(", "return total": "return total.to(flat.dtype)"},
+             {"flat.clone()": "flat.clone().float()",
+              "return chunks[rank].clone()": "return chunks[rank].to(flat.dtype)"}),
+        Slip("What you return is float32. A result keeps the dtype of `flat`, and so does what "
+             "travels: float32 rounds large integers and float64.",
+             {"flat.view(": "flat.float().view("}, {"flat.clone()": "flat.clone().float()"}),
+        Slip("You divided by the world size: this exercise asks for the sum.",
+             {"return total": "return total / ranks"},
+             {"chunks[rank].clone()": "chunks[rank] / ranks"}),
+        Slip("You return the whole tensor, and only chunk r of it is complete on rank r: return "
+             "that one.",
+             {"return total": "whole = flat.clone()\nwhole.view(ranks, -1)[rank] = total\n"
+                              "return whole"}, {"return chunks[rank]": "return chunks.view(-1)"}),
+        Slip("You return nothing: return the result as a new tensor.",
+             {"return total": ""}, {"return chunks[rank].clone()": ""}),
+    )

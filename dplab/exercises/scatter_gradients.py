@@ -1,4 +1,4 @@
-"""Exercise 8.3: reduce-scatter the gradients."""
+"""The mean of all gradients, of which each rank keeps its chunk: ZeRO's second stage."""
 
 import math
 
@@ -7,14 +7,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from dplab import parallel
 from dplab.checks.compare import AtMost
-from dplab.checks.exercise import Exercise, Mistake
-from dplab.checks.trials import reduced, seeded
-from dplab.exercises.sharded_optimizer import _a_chunk_more, _chunk_size, _times
+from dplab.checks.exercise import Exercise
+from dplab.checks.mistakes import Slip
+from dplab.checks.trials import seeded
+from dplab.exercises.sharded_optimizer import chunk_size, times_sent
 from dplab.measure import CallLog
-
-SHAPES = (((3, 5), (4,), (3,)), ((2,), (1,)))
 
 
 def scatter_gradients(parameters):
@@ -29,89 +27,17 @@ def scatter_gradients(parameters):
     return own
 
 
-def _scatter(own, flat):
-    dist.reduce_scatter_single(own, flat)
-    return own
-
-
-def _chunk_of(flat, own):
-    return flat.split(len(own))[dist.get_rank()]
-
-
-def _scattered(reduce=_scatter, *, power=1, free=True, size=_chunk_size, order=list,
-               of=lambda parameter: parameter.grad,
-               pad=lambda flat, padding: F.pad(flat, (0, padding))):
-    """Scatters gradients with one thing wrong; ``reduce(own, flat)`` returns this rank's chunk."""
-
-    def attempt(parameters):
-        ranks = dist.get_world_size()
-        flat = torch.cat([of(each).flatten() for each in order(parameters)]) / ranks**power
-        chunk = size(len(flat), ranks)
-        flat = pad(flat, ranks * chunk - len(flat))
-        if free:
-            for parameter in parameters:
-                parameter.grad = None
-        return reduce(torch.zeros(chunk), flat)
-
-    return attempt
-
-_SLICED = ("The values are right, but every rank is sent everything, as in an all-reduce, with "
-           "twice the bytes, and throws most of it away. Reduce-scatter sends it its own chunk.")
+# The chunks of the first have more elements than the parts that are known of a chunk.
+SHAPES = (((13, 5), (4,), (5,)), ((2,), (1,)))
+SCATTERING = "dist.reduce_scatter_single(own, flat)"
+PADDING = "flat = F.pad(flat, (0, ranks * chunk - len(flat)))"
 
 
 class ScatterGradients(Exercise):
     number = "8.3"
     title = "Reduce-scatter the gradients"
     minutes = 15
-    hints = (
-        "One flat tensor of all gradients, divided by N, and padded with zeros at its end to a "
-        "multiple of N: its r-th chunk is the one that rank r owns.",
-        "`dist.reduce_scatter_single(own, flat)` adds up the ranks' `flat`, and `own` gets this "
-        "rank's chunk of the sum. `own` has ⌈n/N⌉ elements.",
-        "Set each parameter's `.grad` to None. And return a tensor of its own: a slice of the flat "
-        "tensor would keep all of it in memory.",
-    )
     solution = staticmethod(scatter_gradients)
-    mistakes = (
-        Mistake(_scattered(power=0), "You summed and did not divide by the world size: the chunk "
-                "has to be the mean over the ranks."),
-        Mistake(_scattered(power=2), "You divided by the world size twice (`ReduceOp.AVG` divides "
-                "already)."),
-        Mistake(_scattered(lambda own, flat: _chunk_of(reduced(flat), own).clone()), _SLICED),
-        Mistake(_scattered(lambda own, flat: _chunk_of(reduced(flat), own)), _SLICED),
-        Mistake(_scattered(lambda own, flat: reduced(flat)), "You return the whole gradient. A "
-                "rank needs no more than the mean for its own chunk."),
-        Mistake(_scattered(lambda own, flat: _scatter(own, flat.roll(-len(own)))), "Your chunk is "
-                "the one of the next rank: rank r owns chunk r."),
-        Mistake(_scattered(lambda own, flat: (dist.reduce(flat, 0), _chunk_of(flat, own).clone())[
-                -1]), "`dist.reduce` puts the sum on one rank alone; the others cut their chunk "
-                "out of something else. Each rank wants its own chunk: reduce-scatter."),
-        Mistake(_scattered(lambda own, flat: _chunk_of(flat, own).clone()), "You took this rank's "
-                "chunk of its own gradient: nothing was added up over the ranks."),
-        Mistake(_scattered(free=False), "Each parameter still holds its whole gradient, so no "
-                "memory is saved: set `.grad` to None."),
-        Mistake(_scattered(lambda own, flat: parallel.ring_reduce_scatter(flat)), "You return a "
-                "view, which keeps all of the flat tensor in memory: `clone()` the chunk."),
-        Mistake(_scattered(pad=lambda flat, padding: F.pad(flat, (padding, 0))), "You put the "
-                "padding in front, which shifts every element. It belongs at the end."),
-        Mistake(_scattered(lambda own, flat: parallel.ring_reduce_scatter(flat).clone(),
-                pad=lambda flat, padding: flat), "You cut without padding, into chunks whose sizes "
-                "differ by one. Here all have ⌈n/N⌉ elements: pad with zeros first."),
-        Mistake(lambda parameters: torch.cat([scatter_gradients([each]) for each in parameters]),
-                "You cut each gradient by itself. The chunks are those of all gradients together, "
-                "one behind the other: make one flat tensor first."),
-        Mistake(_scattered(order=reversed), "You lay the gradients flat from the last to the "
-                "first. Backward makes them in that order; the chunks are cut in the list's."),
-        Mistake(_scattered(size=lambda n, ranks: n // ranks), "You rounded the chunk down, and the "
-                "last elements are nobody's. Round up, and pad."),
-        Mistake(_scattered(pad=lambda flat, padding: flat), "The world size does not divide the "
-                "number of elements, so that `reduce_scatter_single` refuses: pad with zeros to a "
-                "multiple of it."),
-        Mistake(_scattered(size=_a_chunk_more), "Where the world size divides n you pad by a whole "
-                "N, which is what `N - n % N` is there. `-n % N` is 0."),
-        Mistake(_scattered(of=lambda parameter: parameter.detach()), "You sent the parameters' "
-                "values; what has to be averaged is their `.grad`."),
-    )
 
     def trial(self, attempt):
         facts = {}
@@ -123,23 +49,90 @@ class ScatterGradients(Exercise):
             held = chunk.untyped_storage().nbytes() if isinstance(chunk, torch.Tensor) else 0
             facts |= _of_chunk(shapes, chunk, held, [each.grad is None for each in parameters],
                                all(map(torch.equal, before, parameters)),
-                               _times(log, sum(map(math.prod, shapes))))
+                               times_sent(log, sum(map(math.prod, shapes))))
         return facts
 
     def expected(self, world_size):
         expected = [{} for _ in range(world_size)]
         for shapes in SHAPES:
-            gradients = [parameter.grad.flatten()
-                         for parameter in _with_gradients(shapes, range(world_size))]
-            size = sum(map(len, gradients))
-            chunk = _chunk_size(size, world_size)
-            flat = F.pad(torch.cat(gradients), (0, world_size * chunk - size))
-            for facts, own in zip(expected, flat.split(chunk), strict=True):
+            gradients = [parameter.grad for parameter in _with_gradients(shapes, range(world_size))]
+            for facts, own in zip(expected, _padded(gradients, world_size).chunk(world_size),
+                                  strict=True):
                 facts |= _of_chunk(
-                    shapes, own, AtMost(4 * chunk, "a slice keeps the whole flat tensor alive"),
+                    shapes, own, AtMost(own.nbytes, "a slice keeps the whole flat tensor alive"),
                     [True] * len(shapes), True,
                     AtMost(1, "one reduce-scatter of the gradients is enough"))
         return expected
+
+    def parts(self, world_size, rank):
+        parts = {}
+        for other in range(world_size):
+            parameters = _with_gradients(SHAPES[0], [other])
+            chunks = _padded([each.grad for each in parameters], world_size).chunk(world_size)
+            parts |= {f"chunk {number} of rank {other}'s gradients": chunk
+                      for number, chunk in enumerate(chunks)}
+        values = _padded(list(map(torch.detach, parameters)), world_size).chunk(world_size)
+        return {_fact("the chunk", SHAPES[0]): parts | {"its chunk of the parameters":
+                                                        values[rank]}}
+
+    hints = (
+        "One flat tensor of all gradients, divided by N, and padded with zeros at its end to a "
+        "multiple of N: its r-th chunk is the one that rank r owns.",
+        "`dist.reduce_scatter_single(own, flat)` adds up the ranks' `flat`, and `own` gets this "
+        "rank's chunk of the sum. `own` has ⌈n/N⌉ elements.",
+        "Set each parameter's `.grad` to None. And return a tensor of its own: a slice of the flat "
+        "tensor would keep all of it in memory.",
+    )
+    slips = (
+        # The flat tensor.
+        Slip("You summed and did not divide by the world size: the chunk has to be the mean over "
+             "the ranks.", {"parameters]) / ranks": "parameters])"}),
+        Slip("You divided by the world size twice (`ReduceOp.AVG` divides already).",
+             {"parameters]) / ranks": "parameters]) / ranks**2"}),
+        Slip("You sent the parameters' values; what has to be averaged is their `.grad`.",
+             {"parameter.grad.flatten()": "parameter.detach().flatten()"}),
+        Slip("You lay the gradients flat from the last to the first. Backward makes them in that "
+             "order; the chunks are cut in the list's.",
+             {"in parameters])": "in reversed(parameters)])"}),
+        Slip("You cut each gradient by itself. The chunks are those of all gradients together, "
+             "one behind the other: make one flat tensor first.",
+             {"ranks = dist.get_world_size()": "if len(parameters) > 1:\n    return torch.cat("
+              "[scatter_gradients([each]) for each in parameters])\n"
+              "ranks = dist.get_world_size()"}),
+        Slip("You put the padding in front, which shifts every element. It belongs at the end.",
+             {"(0, ranks * chunk - len(flat))": "(ranks * chunk - len(flat), 0)"}),
+        Slip("You cut without padding, into chunks whose sizes differ by one. Here all have ⌈n/N⌉ "
+             "elements: pad with zeros first.",
+             {PADDING: "pass", SCATTERING: "from dplab.parallel import ring_reduce_scatter\n"
+              "own = ring_reduce_scatter(flat).clone()"}),
+        Slip("You rounded the chunk down, and the last elements are nobody's. Round up, and pad.",
+             {"-(-len(flat) // ranks)": "len(flat) // ranks"}),
+        Slip("The world size does not divide the number of elements, so that "
+             "`reduce_scatter_single` refuses: pad with zeros to a multiple of it.",
+             {PADDING: "pass"}),
+        Slip("Where the world size divides n you pad by a whole N, which is what `N - n % N` is "
+             "there. `-n % N` is 0.", {"-(-len(flat) // ranks)": "len(flat) // ranks + 1"}),
+        Slip("Each parameter still holds its whole gradient, so no memory is saved: set `.grad` "
+             "to None.", {"parameter.grad = None": "pass"}),
+        # This rank's chunk.
+        Slip("The values are right, but every rank is sent everything, as in an all-reduce, with "
+             "twice the bytes, and throws most of it away. Reduce-scatter sends it its own chunk.",
+             {SCATTERING: "dist.all_reduce(flat)\nown = flat.split(chunk)[dist.get_rank()]"},
+             {SCATTERING: "dist.all_reduce(flat)\n"
+              "own = flat.split(chunk)[dist.get_rank()].clone()"}),
+        Slip("You return the whole gradient. A rank needs no more than the mean for its own "
+             "chunk.", {SCATTERING: "dist.all_reduce(flat)\nown = flat"}),
+        Slip("Your chunk is the one of the next rank: rank r owns chunk r.",
+             {"(own, flat)": "(own, flat.roll(-chunk))"}),
+        Slip("`dist.reduce` puts the sum on one rank alone; the others cut their chunk out of "
+             "something else. Each rank wants its own chunk: reduce-scatter.",
+             {SCATTERING: "dist.reduce(flat, 0)\n"
+              "own = flat.split(chunk)[dist.get_rank()].clone()"}),
+        Slip("You took this rank's chunk of its own gradient: nothing was added up over the "
+             "ranks.", {SCATTERING: "own = flat.split(chunk)[dist.get_rank()].clone()"}),
+        Slip("You return a view, which keeps all of the flat tensor in memory: `clone()` the "
+             "chunk.", {"torch.empty(chunk)": "torch.empty_like(flat)[:chunk]"}),
+    )
 
 
 def _with_gradients(shapes, ranks):
@@ -152,10 +145,19 @@ def _with_gradients(shapes, ranks):
     return parameters
 
 
+def _padded(tensors, world_size):
+    """All of them, laid flat and padded."""
+    flat = torch.cat([tensor.flatten() for tensor in tensors])
+    return F.pad(flat, (0, world_size * chunk_size(len(flat), world_size) - len(flat)))
+
+
 def _of_chunk(shapes, chunk, held, freed, untouched, sent):
-    of = f", for {len(shapes)} parameters"
-    return {f"the chunk{of}": chunk,
-            f"the bytes of memory behind the chunk{of}": held,
-            f"which parameters' `.grad` is None{of}": freed,
-            f"that the parameters are not changed{of}": untouched,
-            f"how many times the bytes of one reduce-scatter this rank sends{of}": sent}
+    return {_fact("the chunk", shapes): chunk,
+            _fact("the bytes of memory behind the chunk", shapes): held,
+            _fact("which parameters' `.grad` is None", shapes): freed,
+            _fact("that the parameters are not changed", shapes): untouched,
+            _fact("how many times the bytes of one reduce-scatter this rank sends", shapes): sent}
+
+
+def _fact(name, shapes):
+    return f"{name}, for {len(shapes)} parameters"

@@ -1,16 +1,26 @@
-"""Exercise 7.1: what must agree, and what must differ."""
+"""What is random in an epoch: which of its seeds have the rank in them, and which the epoch."""
 
 import torch
 import torch.distributed as dist
 
-from dplab.checks.exercise import AT_LEAST, Exercise, Mistake
+from dplab.checks.exercise import AT_LEAST, Exercise
+from dplab.checks.mistakes import Slip
 
-EPOCHS, SEED = 5, 11
 
-DATA_SIZE = 13
+def draw(seed, epoch, size):
+    def from_seed(number):
+        return torch.Generator().manual_seed(number)
 
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    of_epoch = (1000 * seed + epoch) * (ranks + 1)  # one for the order, one for each rank's noise
+    weights = torch.randn(6, generator=from_seed(-1 - seed))  # no epoch has a number below 0
+    order = torch.randperm(size, generator=from_seed(of_epoch))
+    noise = torch.rand(8, generator=from_seed(of_epoch + 1 + rank))
+    return weights, order[rank::ranks], noise
+
+
+EPOCHS, SEED, DATA_SIZE = 5, 11, 13
 SAME_RUN = "that a second run with the same seed draws the same"
-
 OF_DRAWS = (
     SAME_RUN,
     "that there are 6 weights and 8 numbers of noise",
@@ -34,59 +44,28 @@ RIGHT_DRAWS = dict.fromkeys(OF_DRAWS, True) | {
     "how many samples the ranks draw together in an epoch": DATA_SIZE}
 
 
-def draw(seed, epoch, size):
-    def from_seed(number):
-        return torch.Generator().manual_seed(number)
-
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    of_epoch = (1000 * seed + epoch) * (ranks + 1)  # one for the order, one for each rank's noise
-    weights = torch.randn(6, generator=from_seed(-1 - seed))  # no epoch has a number below 0
-    order = torch.randperm(size, generator=from_seed(of_epoch))
-    noise = torch.rand(8, generator=from_seed(of_epoch + 1 + rank))
-    return weights, order[rank::ranks], noise
-
-
-def _seeded(number):
-    return torch.Generator().manual_seed(number)
-
-
-def _drawn(weights=lambda seed, epoch, rank, ranks: seed,
-           order=lambda seed, epoch, rank, ranks: 1000 * seed + epoch,
-           noise=lambda seed, epoch, rank, ranks: (1000 * seed + epoch) * ranks + rank,
-           part=lambda order, rank, ranks: order[rank::ranks], shuffled=True, numbers=torch.rand):
-    """The draws with one seed, or the part of the samples, wrong."""
-
-    def attempt(seed, epoch, size):
-        place = seed, epoch, dist.get_rank(), dist.get_world_size()
-        indices = torch.randperm(size, generator=_seeded(order(*place)))
-        indices = indices if shuffled else torch.arange(size)
-        return (torch.randn(6, generator=_seeded(weights(*place))), part(indices, *place[2:]),
-                numbers(8, generator=_seeded(noise(*place))))
-
-    return attempt
-
-
-def _from_one_seed(seed_of):
-    return _drawn(seed_of, seed_of, seed_of)
-
-
-def _from_global_state(seed, epoch, size):
-    order = torch.randperm(size)
-    dist.broadcast(order, src=0)
-    return torch.randn(6), order[dist.get_rank() :: dist.get_world_size()], torch.rand(8)
-
-_ONE = ("One seed for all three cannot be right. The weights follow from the seed alone, the order "
-        "from the seed and the epoch, the noise from the seed, the epoch and the rank.")
-
-_GLOBAL = ("You draw from the random state that a rank happens to have, so that a second run with "
-           "the same seed is another run. Seed a `torch.Generator` for each of the three.")
-
-
 class Draw(Exercise):
     number = "7.1"
     title = "What must agree, and what must differ"
     minutes = 15
     communicates = False
+    solution = staticmethod(draw)
+
+    def trial(self, attempt):
+        return _facts_of_draws(attempt)
+
+    def expected(self, world_size):
+        return RIGHT_DRAWS
+
+    def explanation(self, attempt, got, world_size):
+        why = super().explanation(attempt, got, world_size)
+        another_run = isinstance(got, list) and not got[0][SAME_RUN]
+        if another_run and (not why or why.startswith(AT_LEAST)):
+            return ("You draw from the random state that a rank happens to have, so that a second "
+                    "run with the same seed is another run. Seed a `torch.Generator` for each of "
+                    "the three.")
+        return why
+
     hints = (
         "Ask for each of the three: may it depend on the rank? On the epoch? `torch.randn(…, "
         "generator=torch.Generator().manual_seed(number))` draws from a seed of its own.",
@@ -96,62 +75,47 @@ class Draw(Exercise):
         "`(1000 * seed + epoch) * (ranks + 1) + 1 + rank` never is, and leaves each epoch a number "
         "for the order. The weights need one that no epoch has, such as `-1 - seed`.",
     )
-    solution = staticmethod(draw)
-    mistakes = (
-        Mistake(_from_one_seed(lambda seed, epoch, rank, ranks: seed), _ONE),
-        Mistake(_from_one_seed(lambda seed, epoch, rank, ranks: seed + rank), _ONE),
-        Mistake(_from_one_seed(lambda seed, epoch, rank, ranks: 1000 * seed + epoch), _ONE),
-        Mistake(_from_one_seed(lambda seed, epoch, rank, ranks: seed + 1000 * epoch + rank), _ONE),
-        Mistake(_from_global_state, _GLOBAL),
-        Mistake(_drawn(weights=lambda seed, epoch, rank, ranks: seed + rank), "Each rank draws "
-                "its own initial weights. They have to be the same on all: no rank in their seed."),
-        Mistake(_drawn(weights=lambda seed, epoch, rank, ranks: 1000 * seed + epoch), "The initial "
-                "weights change with the epoch, so that a job resumed in another epoch would "
-                "build another model: no epoch in their seed."),
-        Mistake(_drawn(order=lambda seed, epoch, rank, ranks: 1000 * seed + 100 * epoch + rank),
-                "Each rank shuffles in its own way and takes its slice of another order, so some "
-                "samples are drawn twice and some never: no rank in the seed of the order."),
-        Mistake(_drawn(order=lambda seed, epoch, rank, ranks: seed), "Every epoch has the same "
-                "order: its seed has to depend on the epoch (`set_epoch`, in a sampler)."),
-        Mistake(_drawn(shuffled=False), "The samples come in the order in which they lie in the "
-                "data set. Shuffle them, anew in every epoch."),
-        Mistake(_drawn(order=lambda seed, epoch, rank, ranks: seed,
-                       noise=lambda seed, epoch, rank, ranks: seed + rank), "You make no use of "
-                "the epoch: each has the same order, and on each rank the same noise."),
-        Mistake(_drawn(part=lambda order, rank, ranks: order[: len(order) // ranks]), "All ranks "
-                "take the same part of the order: where it begins has to depend on the rank."),
-        Mistake(_drawn(part=lambda order, rank, ranks: order), "Every rank takes all samples: "
-                "each has to take its own part, every N-th."),
-        Mistake(_drawn(part=lambda order, rank, ranks: order.view(-1)[
-                rank * (len(order) // ranks) : (rank + 1) * (len(order) // ranks)]), "The world "
-                "size does not divide the samples, and you drop the rest: give some ranks one "
-                "more, as `order[rank::ranks]` does."),
-        Mistake(_drawn(part=lambda order, rank, ranks: torch.cat(
-                [order, order[: -len(order) % ranks]])[rank::ranks]), "The order is padded to a "
-                "multiple of the ranks, as `DistributedSampler` does it, so some samples come "
-                "twice. Give some ranks one more, as `order[rank::ranks]` does."),
-        Mistake(_drawn(numbers=torch.randn), "The noise is normally distributed. It should be "
-                "uniform, between 0 and 1, as `torch.rand` draws it."),
-        Mistake(_drawn(noise=lambda seed, epoch, rank, ranks: 1000 * seed + epoch), "All ranks "
-                "draw the same noise, so N samples drop the same units: the rank belongs in its "
-                "seed."),
-        Mistake(_drawn(noise=lambda seed, epoch, rank, ranks: 1000 * seed + rank), "A rank draws "
-                "the same noise in every epoch: the epoch belongs in its seed."),
-        Mistake(_drawn(noise=lambda seed, epoch, rank, ranks: seed + epoch + rank), "A sum "
-                "collides: `seed + epoch + rank` is the same for rank 1 in epoch 0 and for rank 0 "
-                "in epoch 1."),
+    slips = (
+        Slip("One seed for all three cannot be right. The weights follow from the seed alone, the "
+             "order from the seed and the epoch, the noise from the seed, the epoch and the rank.",
+             {"manual_seed(number)": "manual_seed(seed)"},
+             {"manual_seed(number)": "manual_seed(seed + rank)"},
+             {"manual_seed(number)": "manual_seed(1000 * seed + epoch)"},
+             {"manual_seed(number)": "manual_seed(seed + 1000 * epoch + rank)"}),
+        Slip("Each rank draws its own initial weights. They have to be the same on all: no rank "
+             "in their seed.", {"-1 - seed": "-1 - seed - rank"}),
+        Slip("The initial weights change with the epoch, so that a job resumed in another epoch "
+             "would build another model: no epoch in their seed.",
+             {"-1 - seed": "-1 - 1000 * seed - epoch"}),
+        Slip("Each rank shuffles in its own way and takes its slice of another order, so some "
+             "samples are drawn twice and some never: no rank in the seed of the order.",
+             {"from_seed(of_epoch))": "from_seed(of_epoch + rank))"}),
+        Slip("Every epoch has the same order: its seed has to depend on the epoch (`set_epoch`, "
+             "in a sampler).", {"from_seed(of_epoch))": "from_seed(seed))"}),
+        Slip("The samples come in the order in which they lie in the data set. Shuffle them, anew "
+             "in every epoch.",
+             {"torch.randperm(size, generator=from_seed(of_epoch))": "torch.arange(size)"}),
+        Slip("You make no use of the epoch: each has the same order, and on each rank the same "
+             "noise.", {"1000 * seed + epoch": "seed"}),
+        Slip("All ranks take the same part of the order: where it begins has to depend on the "
+             "rank.", {"order[rank::ranks]": "order[: size // ranks]"}),
+        Slip("Every rank takes all samples: each has to take its own part, every N-th.",
+             {"order[rank::ranks]": "order"}),
+        Slip("The world size does not divide the samples, and you drop the rest: give some ranks "
+             "one more, as `order[rank::ranks]` does.",
+             {"order[rank::ranks]": "order.split(size // ranks)[rank]"}),
+        Slip("The order is padded to a multiple of the ranks, as `DistributedSampler` does it, so "
+             "some samples come twice. Give some ranks one more, as `order[rank::ranks]` does.",
+             {"order[rank::ranks]": "torch.cat([order, order[: -size % ranks]])[rank::ranks]"}),
+        Slip("The noise is normally distributed. It should be uniform, between 0 and 1, as "
+             "`torch.rand` draws it.", {"torch.rand(": "torch.randn("}),
+        Slip("All ranks draw the same noise, so N samples drop the same units: the rank belongs "
+             "in its seed.", {"of_epoch + 1 + rank": "of_epoch + 1"}),
+        Slip("A rank draws the same noise in every epoch: the epoch belongs in its seed.",
+             {"of_epoch + 1 + rank": "1000 * seed + rank"}),
+        Slip("A sum collides: `seed + epoch + rank` is the same for rank 1 in epoch 0 and for "
+             "rank 0 in epoch 1.", {"of_epoch + 1 + rank": "seed + epoch + rank"}),
     )
-
-    def explanation(self, attempt, got, world_size):
-        why = super().explanation(attempt, got, world_size)
-        another_run = isinstance(got, list) and not got[0][SAME_RUN]
-        return _GLOBAL if another_run and (not why or why.startswith(AT_LEAST)) else why
-
-    def trial(self, attempt):
-        return _facts_of_draws(attempt)
-
-    def expected(self, world_size):
-        return RIGHT_DRAWS
 
 
 def _facts_of_draws(attempt):

@@ -1,6 +1,7 @@
-"""Exercise 4.3: a whole training loop that matches DDP."""
+"""A broadcast before the first step, an average in each, and the ranks train as one device."""
 
 import copy
+import itertools
 
 import torch
 import torch.distributed as dist
@@ -8,19 +9,12 @@ import torch.nn.functional as F
 from torch import nn
 
 from dplab.checks.composition import Held, made_of
-from dplab.checks.exercise import Exercise, Mistake
-from dplab.checks.trials import optimizer_for
-from dplab.exercises.average_gradients import average_gradients, sums_gradients
-from dplab.exercises.broadcast_weights import (
-    _WITHOUT_GROUP,
-    IN_A_PAIR,
-    average_weights,
-    broadcast_weights,
-    named,
-    own_pair,
-)
+from dplab.checks.mistakes import Slip
+from dplab.checks.trials import optimizer_for, seeded
+from dplab.exercises.average_gradients import average_gradients
+from dplab.exercises.broadcast_weights import WITHOUT_GROUP, InPairsToo, broadcast_weights
 from dplab.measure import CallLog
-from dplab.workloads.digits import digits_classifier, load_digits
+from dplab.workloads.digits import load_digits
 
 
 def train_by_hand(model, optimizer, images, labels, batches, group=None):
@@ -34,274 +28,88 @@ def train_by_hand(model, optimizer, images, labels, batches, group=None):
         average_gradients(model, group)
         optimizer.step()
 
-_NOT_GIVEN = ("Your loop trains on the notebook's own `images` and `labels`, as `backward_on` "
-              "does. Compute the loss from the arguments `images` and `labels`: they hold other "
-              "samples.")
-
-STEPS, GLOBAL_BATCH = 8, 24
-
-SAMPLES_OF_ALL = STEPS * GLOBAL_BATCH
-
 
 def one_device(model, optimizer, images, labels, batches):
+    """What the ranks together have to do."""
     for batch in batches:
         optimizer.zero_grad()
         F.cross_entropy(model(images[batch]), labels[batch]).backward()
         optimizer.step()
 
 
-def starts_apart(model, optimizer, images, labels, batches, group=None):
-    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
-    for batch in batches:
-        mine = batch[rank::ranks]
-        optimizer.zero_grad()
-        F.cross_entropy(model(images[mine]), labels[mine]).backward()
-        average_gradients(model, group)
-        optimizer.step()
+# As they stand in the right answer, and what comes in their place.
+SENT, AVERAGED = "broadcast_weights(model, group)", "average_gradients(model, group)"
+CLEARED, STEP = "optimizer.zero_grad()", "optimizer.step()"
+LOSS = "F.cross_entropy(model(images[mine]), labels[mine])"
+SENT_ALONE = "{}\n    dist.broadcast(each.data, group_src=0, group=group)"
+FROM_THE_NOTEBOOK = "images, labels = load_digits()[:2]"
+NOT_GIVEN = ("Your loop trains on the notebook's own `images` and `labels`, as `backward_on` "
+             "does. Compute the loss from the arguments `images` and `labels`: they hold other "
+             "samples.")
+
+STEPS, GLOBAL_BATCH = 8, 12
+SAMPLES = [f"sample {number} of the batch" for number in range(GLOBAL_BATCH)]
 
 
-def broadcasts_last(model, optimizer, images, labels, batches, group=None):
-    starts_apart(model, optimizer, images, labels, batches, group)
-    broadcast_weights(model, group)
+def _in_either_cut(edits):
+    """Where the ranks' models differ, the weights depend on who computed which samples."""
+    return edits, edits | {"batch[rank::ranks]": "batch.chunk(ranks)[rank]"}
 
 
-def trains_apart(model, optimizer, images, labels, batches, group=None):
-    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
-    broadcast_weights(model, group)
-    for batch in batches:
-        mine = batch[rank::ranks]
-        optimizer.zero_grad()
-        F.cross_entropy(model(images[mine]), labels[mine]).backward()
-        optimizer.step()
-
-
-def averages_too_late(model, optimizer, images, labels, batches, group=None):
-    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
-    broadcast_weights(model, group)
-    for batch in batches:
-        mine = batch[rank::ranks]
-        optimizer.zero_grad()
-        F.cross_entropy(model(images[mine]), labels[mine]).backward()
-        optimizer.step()
-        average_gradients(model, group)
-
-
-def broadcasts_after_each_step(model, optimizer, images, labels, batches, group=None):
-    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
-    broadcast_weights(model, group)
-    for batch in batches:
-        mine = batch[rank::ranks]
-        optimizer.zero_grad()
-        F.cross_entropy(model(images[mine]), labels[mine]).backward()
-        optimizer.step()
-        broadcast_weights(model, group)
-
-
-def broadcasts_before_each_step(model, optimizer, images, labels, batches, group=None):
-    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
-    for batch in batches:
-        broadcast_weights(model, group)
-        mine = batch[rank::ranks]
-        optimizer.zero_grad()
-        F.cross_entropy(model(images[mine]), labels[mine]).backward()
-        optimizer.step()
-
-
-def divides_the_loss_too(model, optimizer, images, labels, batches, group=None):
-    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
-    broadcast_weights(model, group)
-    for batch in batches:
-        mine = batch[rank::ranks]
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model(images[mine]), labels[mine]) / ranks
-        loss.backward()
-        average_gradients(model, group)
-        optimizer.step()
-
-
-def trains_with_ddp(model, optimizer, images, labels, batches, group=None):
-    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
-    replica = nn.parallel.DistributedDataParallel(model, process_group=group)
-    for batch in batches:
-        mine = batch[rank::ranks]
-        optimizer.zero_grad()
-        F.cross_entropy(replica(images[mine]), labels[mine]).backward()
-        optimizer.step()
-
-
-def sums_in_the_loop(model, optimizer, images, labels, batches, group=None):
-    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
-    broadcast_weights(model, group)
-    for batch in batches:
-        mine = batch[rank::ranks]
-        optimizer.zero_grad()
-        F.cross_entropy(model(images[mine]), labels[mine]).backward()
-        sums_gradients(model, group)
-        optimizer.step()
-
-
-def averages_the_loss(model, optimizer, images, labels, batches, group=None):
-    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
-    broadcast_weights(model, group)
-    for batch in batches:
-        mine = batch[rank::ranks]
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model(images[mine]), labels[mine])
-        dist.all_reduce(loss.data, group=group)
-        (loss / ranks).backward()
-        optimizer.step()
-
-
-def averages_weights_after_the_step(model, optimizer, images, labels, batches, group=None):
-    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
-    broadcast_weights(model, group)
-    for batch in batches:
-        mine = batch[rank::ranks]
-        optimizer.zero_grad()
-        F.cross_entropy(model(images[mine]), labels[mine]).backward()
-        optimizer.step()
-        average_weights(model, group)
-
-
-def never_clears(model, optimizer, images, labels, batches, group=None):
-    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
-    broadcast_weights(model, group)
-    for batch in batches:
-        mine = batch[rank::ranks]
-        F.cross_entropy(model(images[mine]), labels[mine]).backward()
-        average_gradients(model, group)
-        optimizer.step()
-
-
-def clears_too_late(model, optimizer, images, labels, batches, group=None):
-    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
-    broadcast_weights(model, group)
-    for batch in batches:
-        mine = batch[rank::ranks]
-        F.cross_entropy(model(images[mine]), labels[mine]).backward()
-        optimizer.zero_grad(set_to_none=False)
-        average_gradients(model, group)
-        optimizer.step()
-
-
-def shares_out_the_batches(model, optimizer, images, labels, batches, group=None):
-    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
-    broadcast_weights(model, group)
-    steps = len(batches) // ranks * ranks
-    for batch in batches[rank:steps:ranks]:
-        optimizer.zero_grad()
-        F.cross_entropy(model(images[batch]), labels[batch]).backward()
-        average_gradients(model, group)
-        optimizer.step()
-
-
-def takes_the_whole_batch(model, optimizer, images, labels, batches, group=None):
-    broadcast_weights(model, group)
-    for batch in batches:
-        optimizer.zero_grad()
-        F.cross_entropy(model(images[batch]), labels[batch]).backward()
-        average_gradients(model, group)
-        optimizer.step()
-
-
-def takes_the_first_part(model, optimizer, images, labels, batches, group=None):
-    ranks = dist.get_world_size(group)
-    broadcast_weights(model, group)
-    for batch in batches:
-        mine = batch[: len(batch) // ranks]
-        optimizer.zero_grad()
-        F.cross_entropy(model(images[mine]), labels[mine]).backward()
-        average_gradients(model, group)
-        optimizer.step()
-
-
-def takes_neighbours(model, optimizer, images, labels, batches, group=None):
-    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
-    broadcast_weights(model, group)
-    for batch in batches:
-        mine = batch.chunk(ranks)[rank]
-        optimizer.zero_grad()
-        F.cross_entropy(model(images[mine]), labels[mine]).backward()
-        average_gradients(model, group)
-        optimizer.step()
-
-
-def trains_among_all(model, optimizer, images, labels, batches, group=None):
-    train_by_hand(model, optimizer, images, labels, batches)
-
-
-def cuts_by_all_ranks(model, optimizer, images, labels, batches, group=None):
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    broadcast_weights(model, group)
-    for batch in batches:
-        mine = batch[rank::ranks]
-        optimizer.zero_grad()
-        F.cross_entropy(model(images[mine]), labels[mine]).backward()
-        average_gradients(model, group)
-        optimizer.step()
-
-
-def takes_its_rank_of_all(model, optimizer, images, labels, batches, group=None):
-    rank, ranks = dist.get_rank(), dist.get_world_size(group)
-    broadcast_weights(model, group)
-    for batch in batches:
-        mine = batch[rank::ranks]
-        optimizer.zero_grad()
-        F.cross_entropy(model(images[mine]), labels[mine]).backward()
-        average_gradients(model, group)
-        optimizer.step()
-
-
-def calls_its_parts_without_the_group(model, optimizer, images, labels, batches, group=None):
-    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
-    broadcast_weights(model)
-    for batch in batches:
-        mine = batch[rank::ranks]
-        optimizer.zero_grad()
-        F.cross_entropy(model(images[mine]), labels[mine]).backward()
-        average_gradients(model)
-        optimizer.step()
-
-
-def trains_on_the_notebooks_data(model, optimizer, images, labels, batches, group=None):
-    digits = load_digits()
-    train_by_hand(model, optimizer, digits.train_images, digits.train_labels, batches, group)
-
-
-def both_cuts(attempt):
-    """The attempt, which takes ``batch[rank::n]``, and the same with ``batch.chunk(n)[rank]``.
-
-    Where the ranks' models differ, the weights depend on who computed which samples.
-    """
-    def in_pieces(model, optimizer, images, labels, batches, group=None):
-        ranks = dist.get_world_size(group)
-        dealt = [batch.view(ranks, -1).t().flatten() for batch in batches]
-        attempt(model, optimizer, images, labels, dealt, group)
-
-    return attempt, in_pieces
-
-TAKEN = "the gradient of step 1", "the gradient of step 2"
-
-SAMPLES = "the number of samples that this rank computed"
-
-OF_ALL = "the number of different samples that all ranks together computed"
-
-EVERY_STEP = "that you call a collective yourself in every step"
-
-OWN_SAMPLES = "that rank r computes `batch[r::N]`"
-
-_OVERWRITTEN = ("Rank 0's weights overwrite the others' in each step, so what the other ranks "
-                "computed is lost. Average the gradients instead.")
-
-
-class TrainByHand(Exercise):
+class TrainByHand(InPairsToo):
     number = "4.3"
     title = "A whole training loop that matches DDP"
     minutes = 10
     seconds = 20.0
-    with_groups = True
     tolerance = 1e-4
     communicates = False  # DDP, in an attempt's place, does so unseen
+    solution = staticmethod(train_by_hand)
+
+    def prepare(self):
+        """Samples in another order than the notebook's, so that an index is another one; and
+        batches as indices, which 1, 2, 3 and 4 ranks divide equally.
+        """
+        digits = load_digits()
+        generator = torch.Generator().manual_seed(3)
+        batches = torch.randperm(100, generator=generator)[: STEPS * GLOBAL_BATCH]
+        return (digits.train_images[-100:], digits.train_labels[-100:],
+                list(batches.split(GLOBAL_BATCH)))
+
+    def facts_of(self, attempt, group):
+        model, seen, calls = classifier(seed=dist.get_rank()), [], []  # each pair has its own model
+        optimizer = optimizer_for(model)
+        steps = Steps(model, optimizer, of=(0, 1))
+        looking = model.register_forward_pre_hook(
+            lambda _, inputs: seen.extend(inputs[0].detach().clone()))
+        with CallLog() as log:
+            optimizer.register_step_post_hook(lambda *_: calls.append(log.count()))
+            attempt(model, optimizer, *self.given, group)
+        looking.remove()
+        computed = len(seen)  # the copies in `steps` have the hook too
+        rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+        everybodys = [None] * ranks
+        dist.all_gather_object(everybodys, _distinct(seen), group)
+        images, labels, batches = self.given
+        asked = _distinct(images[torch.cat([batch[rank::ranks] for batch in batches])])
+        held = steps.made_of(images, labels, [dict(zip(SAMPLES, batch, strict=True))
+                                              for batch in batches])
+        return _facts(computed, len(set.union(*everybodys)), held, model,
+                      everybodys[rank] == asked, dist.get_world_size() == 1 or all(
+                          before < after for before, after in itertools.pairwise([0, *calls])))
+
+    def right(self, ranks):
+        model = classifier(seed=ranks[0])
+        one_device(model, optimizer_for(model), *self.given)
+        held = Held(dict.fromkeys(SAMPLES, 1 / GLOBAL_BATCH), {
+            "each of the batch's samples": SAMPLES,
+            **{f"each of rank {rank}'s samples": SAMPLES[rank :: len(ranks)]
+               for rank in range(len(ranks))},
+            **{f"each of the samples of `batch.chunk(N)[{number}]`": [SAMPLES[i] for i in piece]
+               for number, piece in enumerate(torch.arange(GLOBAL_BATCH).chunk(len(ranks)))}})
+        return _facts(STEPS * GLOBAL_BATCH // len(ranks), STEPS * GLOBAL_BATCH,
+                      {"the gradient of step 1": held, "the gradient of step 2": held},
+                      model, True, True)
+
     hints = (
         "A loop of one device has four lines. Which one changes, what comes between `backward` and "
         "`step`, and what has to be done once, before the first step?",
@@ -310,132 +118,139 @@ class TrainByHand(Exercise):
         "Once: `broadcast_weights(model, group)`. In each step: `mine = batch[rank::ranks]`, "
         "`zero_grad`, forward on `mine`, `backward`, `average_gradients(model, group)`, `step`.",
     )
-    solution = staticmethod(train_by_hand)
-    mistakes = (
-        *(Mistake(attempt, "The ranks started from different weights and never agreed: broadcast "
-                  "rank 0's before the first step.") for attempt in both_cuts(starts_apart)),
-        *(Mistake(attempt, "The broadcast comes after the training. The ranks start from different "
-                  "weights, so their gradients do not belong to one model.")
-          for attempt in both_cuts(broadcasts_last)),
-        *(Mistake(attempt, "The ranks trained apart: each step was taken with this rank's own "
-                  "gradients. Average them between `backward` and `step`.")
-          for attempt in both_cuts(trains_apart)),
-        *(Mistake(attempt, "You call collectives in each step, and still each step was taken with "
-                  "this rank's own gradients. Average them between `backward` and `step`, not "
-                  "before and not after, and in `parameter.grad` itself, not in a copy.")
-          for attempt in both_cuts(averages_too_late)),
-        *(Mistake(attempt, _OVERWRITTEN) for attempt in (
-            *both_cuts(broadcasts_after_each_step), *both_cuts(broadcasts_before_each_step))),
-        Mistake(divides_the_loss_too, "The gradients were divided by the world size twice: the "
-                "mean over the ranks needs no smaller loss."),
-        Mistake(trains_with_ddp, "The weights come out right, but PyTorch's DDP did the work. Here "
-                "you write what it does: call the broadcast and the all-reduces yourself."),
-        Mistake(sums_in_the_loop, "The gradients were summed and not divided by the world size: "
-                "each step was too long."),
-        *(Mistake(attempt, "You averaged the loss. `backward` follows only this rank's own graph, "
-                  "so the gradients still differ: all-reduce the gradients.")
-          for attempt in both_cuts(averages_the_loss)),
-        *(Mistake(attempt, "You averaged the weights after each rank's own step. With this "
-                  "optimizer that is not the step of the averaged gradient.")
-          for attempt in both_cuts(averages_weights_after_the_step)),
-        Mistake(never_clears, "The gradients of all steps so far add up: `zero_grad` is missing."),
-        Mistake(clears_too_late, "The gradients are cleared between `backward` and `step`, so the "
-                "optimizer sees zeros and the model never changes."),
-        Mistake(shares_out_the_batches, "Each rank took other global batches. All ranks work on "
-                "the same global batch at a time, each on its own part of it."),
-        Mistake(takes_the_whole_batch, "Every rank computed the whole batch, so nothing is faster "
-                "than on one rank: each has to take its own part."),
-        Mistake(takes_the_first_part, "Every rank took the same part of the batch, so most of it "
-                "was never seen: the part must depend on the rank."),
-        Mistake(takes_neighbours, "The weights come out right, but each rank took other samples of "
-                "the batch than it was asked to: rank r of the group takes `batch[r::N]`."),
-        Mistake(trains_among_all, _WITHOUT_GROUP),
-        Mistake(cuts_by_all_ranks, _WITHOUT_GROUP),
-        Mistake(takes_its_rank_of_all, _WITHOUT_GROUP),
-        Mistake(calls_its_parts_without_the_group, _WITHOUT_GROUP),
-        Mistake(trains_on_the_notebooks_data, _NOT_GIVEN),
+    slips = (
+        Slip("The ranks started from different weights and never agreed: broadcast rank 0's before "
+             "the first step.", *_in_either_cut({SENT: "pass"})),
+        Slip("The broadcast comes after the training. The ranks start from different weights, so "
+             "their gradients do not belong to one model.",
+             *_in_either_cut({SENT: "pass",
+                              STEP: f"{STEP}\nif batch is batches[-1]:\n    {SENT}"})),
+        Slip("Rank 0's buffers or frozen parameters never reach the other ranks, and a forward "
+             "pass reads them. `broadcast_weights(model, group)` sends them too.",
+             {SENT: SENT_ALONE.format("for each in model.parameters():")},
+             {SENT: SENT_ALONE.format("for each in [each for each in model.parameters() "
+                                      "if each.requires_grad]:")}),
+        Slip("The ranks trained apart: each step was taken with this rank's own gradients. Average "
+             "them between `backward` and `step`.", *_in_either_cut({AVERAGED: "pass"})),
+        Slip("You call collectives in each step, and still each step was taken with this rank's "
+             "own gradients. Average them between `backward` and `step`, not before and not after, "
+             "and in `parameter.grad` itself, not in a copy.",
+             *_in_either_cut({AVERAGED: "pass", STEP: f"{STEP}\n{AVERAGED}"})),
+        Slip("Rank 0's weights overwrite the others' in each step, so what the other ranks "
+             "computed is lost. Average the gradients instead.",
+             *_in_either_cut({AVERAGED: "pass", STEP: f"{STEP}\n{SENT}"}),
+             *_in_either_cut({AVERAGED: "pass", CLEARED: f"{SENT}\n{CLEARED}"})),
+        Slip("The gradients were divided by the world size twice: the mean over the ranks needs no "
+             "smaller loss.", {LOSS: f"({LOSS} / ranks)"}),
+        Slip("The weights come out right, but PyTorch's DDP did the work. Here you write what it "
+             "does: call the broadcast and the all-reduces yourself.",
+             {SENT: "model = nn.parallel.DistributedDataParallel(model, process_group=group)",
+              AVERAGED: "pass"}),
+        Slip("The gradients were summed and not divided by the world size: each step was too long.",
+             {AVERAGED: f"{AVERAGED}\nfor each in model.parameters():\n"
+                        "    each.grad is None or each.grad.mul_(ranks)"}),
+        Slip("You averaged the loss. `backward` follows only this rank's own graph, so the "
+             "gradients still differ: all-reduce the gradients.",
+             *_in_either_cut({f"{LOSS}.backward()":
+                              f"loss = {LOSS}\ndist.all_reduce(loss.data, group=group)\n"
+                              "(loss / ranks).backward()", AVERAGED: "pass"})),
+        Slip("You averaged the weights after each rank's own step. With this optimizer that is not "
+             "the step of the averaged gradient.",
+             *_in_either_cut({AVERAGED: "pass", STEP:
+                              f"{STEP}\nfor each in model.parameters():\n    each.data /= ranks\n"
+                              "    dist.all_reduce(each.data, group=group)"})),
+        Slip("The gradients of all steps so far add up: `zero_grad` is missing.",
+             {CLEARED: "pass"}),
+        Slip("The gradients are cleared between `backward` and `step`, so the optimizer sees zeros "
+             "and the model never changes.",
+             *({CLEARED: "pass", AVERAGED: f"optimizer.zero_grad({how})\n{AVERAGED}"}
+               for how in ("", "False"))),
+        Slip("Each rank took other global batches. All ranks work on the same global batch at a "
+             "time, each on its own part of it.",
+             {"in batches:": "in batches[rank : len(batches) // ranks * ranks : ranks]:",
+              "batch[rank::ranks]": "batch"}),
+        Slip("Every rank computed the whole batch, so nothing is faster than on one rank: each has "
+             "to take its own part.", {"batch[rank::ranks]": "batch"}),
+        Slip("Every rank took the same part of the batch, so most of it was never seen: the part "
+             "must depend on the rank.", {"batch[rank::ranks]": "batch[: len(batch) // ranks]"},
+             {"batch[rank::ranks]": "batch[::ranks]"}),
+        Slip("The ranks share out each batch in another way than asked: rank r of the group takes "
+             "`batch[r::N]`.", {"batch[rank::ranks]": "batch.chunk(ranks)[rank]"}),
+        Slip(WITHOUT_GROUP, {"(group)": "()", "(model, group)": "(model)"}, {"(group)": "()"},
+             {"get_rank(group)": "get_rank()"}, {"(model, group)": "(model)"}),
+        Slip(NOT_GIVEN, {SENT: f"{FROM_THE_NOTEBOOK}\n{SENT}"}),
     )
 
-    def prepare(self):
-        """The training set, and batches as indices, which 1, 2, 3 and 4 ranks divide equally.
 
-        The samples are in another order than the notebook's, so that an index is another sample.
-        """
-        digits = load_digits()
-        generator = torch.Generator().manual_seed(3)
-        order = torch.randperm(len(digits.train_labels), generator=generator)
-        batches = list(order[: STEPS * GLOBAL_BATCH].split(GLOBAL_BATCH))
-        return digits.train_images.flip(0), digits.train_labels.flip(0), batches
+class _Scaled(nn.Module):
+    """Multiplies each pixel by a buffer."""
 
-    def trial(self, attempt):
-        facts = self._trained(attempt, None)
-        if dist.get_world_size() == 4 and self.with_groups:
-            facts |= named(self._trained(attempt, own_pair()), IN_A_PAIR)
-        return facts
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("scale", torch.empty(64))
 
-    def _trained(self, attempt, group):
-        model, seen = digits_classifier(seed=dist.get_rank()), []  # each pair has its own model
-        models, taken, optimizer = [], [], optimizer_for(model)
-        looking = model.register_forward_pre_hook(
-            lambda _, inputs: seen.extend(inputs[0].detach().clone()))
+    def forward(self, images):
+        return self.scale * images.flatten(1)
+
+
+def classifier(seed):
+    """A small one, which reads a frozen parameter and a buffer; ``seed`` decides all values."""
+    model = nn.Sequential(_Scaled(), nn.Linear(64, 12), nn.GELU(), nn.Linear(12, 10))
+    model[1].bias.requires_grad_(False)
+    for name, tensor in model.state_dict().items():
+        tensor.copy_(0.3 * seeded(f"{name} of {seed}", *tensor.shape))
+    return model
+
+
+def weights_of(model):
+    """All values at the end, those first that training leaves alone."""
+    values = {**dict(model.named_buffers()), **dict(model.named_parameters())}
+    return {f"`{name}` at the end": values[name].detach().clone()
+            for name in sorted(values, key=lambda name: values[name].requires_grad)}
+
+
+def _facts(own, of_all, taken, model, as_asked, communicated):
+    return {"the number of samples that this rank computed": own,
+            "the number of different samples that all ranks together computed": of_all,
+            **taken, **weights_of(model),
+            "that rank r computes `batch[r::N]`": as_asked,
+            "that you call a collective yourself in every step": communicated}
+
+
+class Steps:
+    """What is in the gradients that some of the optimizer's steps are taken with.
+
+    Gradients of samples are those of the weights that this rank has in that step, right or wrong.
+    """
+
+    def __init__(self, model, optimizer, of):
+        self.model, self.of = model, of
+        self.models, self.gradients = {}, []
         # A closure computes the gradient within the step, from the weights before it.
-        optimizer.register_step_pre_hook(
-            lambda *_: models.append(copy.deepcopy(model)) if len(models) < 2 else None)
-        optimizer.register_step_post_hook(
-            lambda *_: taken.append(_gradient_of(model)) if len(taken) < 2 else None)
-        with CallLog() as log:
-            attempt(model, optimizer, *self.given, group)
-        looking.remove()
-        rank, ranks = dist.get_rank(group), dist.get_world_size(group)
-        everybodys = [None] * ranks
-        dist.all_gather_object(everybodys, _distinct(seen), group)
-        images, _, batches = self.given
-        asked = _distinct(images[torch.cat([batch[rank::ranks] for batch in batches])])
-        return {SAMPLES: len(seen), OF_ALL: len(set.union(*everybodys)),
-                **self._made_of_samples(models, taken), **_weights_of(model),
-                OWN_SAMPLES: everybodys[rank] == asked,
-                EVERY_STEP: dist.get_world_size() == 1 or log.count() >= STEPS}
+        optimizer.register_step_pre_hook(self._before)
+        optimizer.register_step_post_hook(self._after)
 
-    def _made_of_samples(self, models, taken):
-        """How often the gradient of each sample is in what the first two steps are taken with.
+    def _before(self, *_):
+        if len(self.gradients) in self.of:
+            self.models[len(self.gradients)] = copy.deepcopy(self.model)
 
-        Gradients are those of the weights that this rank has in that step, right or wrong.
+    def _after(self, *_):
+        self.gradients.append(_gradient_of(self.model))
+
+    def made_of(self, images, labels, samples):
+        """``samples``: by step, the indices of those that may be in it, by name.
+
+        The fact is None, which is held against nobody, where that is unknown or no step was taken.
         """
-        images, labels, batches = self.given
-        facts, before = {}, {}
-        for fact, model, gradient, batch in zip(TAKEN, models, taken, batches, strict=False):
-            parts = dict(before)
-            for number, index in enumerate(batch):
+        facts = dict.fromkeys(f"the gradient of step {step + 1}" for step in self.of)
+        for step, model in self.models.items():
+            parts = {f"the gradient of step {step}": self.gradients[step - 1]} if step else {}
+            for name, index in samples[step].items():
                 model.zero_grad()
                 F.cross_entropy(model(images[index, None]), labels[index, None]).backward()
-                parts[_sample(number)] = _gradient_of(model)
-            facts[fact] = made_of(gradient, parts)
-            before = {"the gradient of step 1": gradient}
+                parts[name] = _gradient_of(model)
+            facts[f"the gradient of step {step + 1}"] = made_of(self.gradients[step], parts)
         return facts
-
-    def expected(self, world_size):
-        facts = self._right(0, world_size)
-        if world_size < 4:
-            return facts
-        pairs = [named(self._right(seed, 2), IN_A_PAIR) for seed in (0, 1)]
-        return [facts | pairs[rank % 2] for rank in range(4)]
-
-    def _right(self, seed, ranks):
-        images, _, batches = self.given
-        model = digits_classifier(seed=seed)
-        one_device(model, optimizer_for(model), *self.given)
-        samples = [_sample(number) for number in range(GLOBAL_BATCH)]
-        held = Held(dict.fromkeys(samples, 1 / GLOBAL_BATCH), {
-            "each of the batch's samples": samples,
-            **{f"each of rank {rank}'s samples": samples[rank::ranks] for rank in range(ranks)}})
-        return {SAMPLES: SAMPLES_OF_ALL // ranks,
-                OF_ALL: len(images[torch.cat(batches)].unique(dim=0)),
-                **dict.fromkeys(TAKEN, held), **_weights_of(model), OWN_SAMPLES: True,
-                EVERY_STEP: True}
-
-
-def _sample(number):
-    return f"sample {number} of the batch"
 
 
 def _gradient_of(model):
@@ -446,7 +261,3 @@ def _gradient_of(model):
 
 def _distinct(images):
     return {image.numpy().tobytes() for image in images}
-
-
-def _weights_of(model):
-    return {f"`{name}` at the end": tensor.clone() for name, tensor in model.state_dict().items()}

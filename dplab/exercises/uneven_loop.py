@@ -1,14 +1,23 @@
-"""Exercise 4.4: repair a loop that hangs."""
+"""Ranks whose lists of batches differ in length, and what one out of data has to bring."""
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from dplab.checks.exercise import Exercise, Mistake
+from dplab.checks.composition import Held
+from dplab.checks.exercise import Exercise
+from dplab.checks.mistakes import Slip
 from dplab.checks.trials import optimizer_for
 from dplab.exercises.average_gradients import average_gradients
-from dplab.exercises.train_by_hand import _NOT_GIVEN, _weights_of, one_device
-from dplab.workloads.digits import digits_classifier, load_digits
+from dplab.exercises.train_by_hand import (
+    FROM_THE_NOTEBOOK,
+    NOT_GIVEN,
+    Steps,
+    classifier,
+    one_device,
+    weights_of,
+)
+from dplab.workloads.digits import load_digits
 
 
 def train_uneven(model, optimizer, images, labels, batches):
@@ -36,224 +45,16 @@ def train_uneven_stub(model, optimizer, images, labels, batches):
         optimizer.step()
 
 
-def longest_of(batches):
-    steps = torch.tensor(len(batches))
-    dist.all_reduce(steps, op=dist.ReduceOp.MAX)
-    return steps
+# As they stand in the right answer.
+WEIGHT = "dist.get_world_size() / samples"
+LOSS = f"(loss * {WEIGHT})"
+COUNTED, AVERAGED = "dist.all_reduce(samples)", "average_gradients(model)"
+MINE = "batches[step] if step < len(batches) else"
 
-
-def stops_with_the_shortest(model, optimizer, images, labels, batches):
-    steps = torch.tensor(len(batches))
-    dist.all_reduce(steps, op=dist.ReduceOp.MIN)
-    for batch in batches[:steps]:
-        samples = torch.tensor(len(batch))
-        dist.all_reduce(samples)
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model(images[batch]), labels[batch], reduction="sum")
-        (loss * dist.get_world_size() / samples).backward()
-        average_gradients(model)
-        optimizer.step()
-
-
-def stops_with_the_shortest_by_means(model, optimizer, images, labels, batches):
-    steps = torch.tensor(len(batches))
-    dist.all_reduce(steps, op=dist.ReduceOp.MIN)
-    train_uneven_stub(model, optimizer, images, labels, batches[:steps])
-
-
-def divides_by_all_ranks(model, optimizer, images, labels, batches):
-    for step in range(longest_of(batches)):
-        optimizer.zero_grad()
-        if step < len(batches):
-            loss = F.cross_entropy(model(images[batches[step]]), labels[batches[step]])
-        else:
-            loss = 0 * model(images[:1]).sum()
-        loss.backward()
-        average_gradients(model)
-        optimizer.step()
-
-
-def divides_by_those_left(model, optimizer, images, labels, batches):
-    for step in range(longest_of(batches)):
-        left = torch.tensor(float(step < len(batches)))
-        dist.all_reduce(left)
-        optimizer.zero_grad()
-        if step < len(batches):
-            loss = F.cross_entropy(model(images[batches[step]]), labels[batches[step]])
-        else:
-            loss = 0 * model(images[:1]).sum()
-        (loss * dist.get_world_size() / left).backward()
-        average_gradients(model)
-        optimizer.step()
-
-
-def sums_over_the_samples(model, optimizer, images, labels, batches):
-    for step in range(longest_of(batches)):
-        mine = batches[step] if step < len(batches) else torch.tensor([], dtype=torch.int64)
-        optimizer.zero_grad()
-        F.cross_entropy(model(images[mine]), labels[mine], reduction="sum").backward()
-        average_gradients(model)
-        optimizer.step()
-
-
-def forgets_the_ranks(model, optimizer, images, labels, batches):
-    for step in range(longest_of(batches)):
-        mine = batches[step] if step < len(batches) else torch.tensor([], dtype=torch.int64)
-        samples = torch.tensor(len(mine))
-        dist.all_reduce(samples)
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model(images[mine]), labels[mine], reduction="sum")
-        (loss / samples).backward()
-        average_gradients(model)
-        optimizer.step()
-
-
-def does_not_step_when_out(model, optimizer, images, labels, batches):
-    for step in range(longest_of(batches)):
-        mine = batches[step] if step < len(batches) else torch.tensor([], dtype=torch.int64)
-        samples = torch.tensor(len(mine))
-        dist.all_reduce(samples)
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model(images[mine]), labels[mine], reduction="sum")
-        (loss * dist.get_world_size() / samples).backward()
-        average_gradients(model)
-        if len(mine) > 0:
-            optimizer.step()
-
-
-def repeats_its_last_batch(model, optimizer, images, labels, batches):
-    for step in range(longest_of(batches)):
-        mine = torch.tensor([], dtype=torch.int64)
-        if batches:
-            mine = batches[min(step, len(batches) - 1)]
-        samples = torch.tensor(len(mine))
-        dist.all_reduce(samples)
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model(images[mine]), labels[mine], reduction="sum")
-        (loss * dist.get_world_size() / samples).backward()
-        average_gradients(model)
-        optimizer.step()
-
-
-def begins_anew_when_out(model, optimizer, images, labels, batches):
-    for step in range(longest_of(batches)):
-        mine = torch.tensor([], dtype=torch.int64)
-        if batches:
-            mine = batches[step % len(batches)]
-        samples = torch.tensor(len(mine))
-        dist.all_reduce(samples)
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model(images[mine]), labels[mine], reduction="sum")
-        (loss * dist.get_world_size() / samples).backward()
-        average_gradients(model)
-        optimizer.step()
-
-
-def keeps_its_last_gradients(model, optimizer, images, labels, batches):
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    for step in range(longest_of(batches)):
-        mine = batches[step] if step < len(batches) else torch.tensor([], dtype=torch.int64)
-        samples = torch.tensor(len(mine))
-        dist.all_reduce(samples)
-        if len(mine) > 0:
-            optimizer.zero_grad()
-            loss = F.cross_entropy(model(images[mine]), labels[mine], reduction="sum")
-            (loss * dist.get_world_size() / samples).backward()
-        average_gradients(model)
-        optimizer.step()
-
-
-def goes_on_alone(model, optimizer, images, labels, batches):
-    steps = torch.tensor(len(batches))
-    dist.all_reduce(steps, op=dist.ReduceOp.MIN)
-    stops_with_the_shortest(model, optimizer, images, labels, batches)
-    one_device(model, optimizer, images, labels, batches[steps:])
-
-
-def counts_all_samples_once(model, optimizer, images, labels, batches):
-    samples = torch.tensor(sum(map(len, batches)))
-    dist.all_reduce(samples)
-    steps = longest_of(batches)
-    for step in range(steps):
-        mine = batches[step] if step < len(batches) else torch.tensor([], dtype=torch.int64)
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model(images[mine]), labels[mine], reduction="sum")
-        (loss * dist.get_world_size() * steps / samples).backward()
-        average_gradients(model)
-        optimizer.step()
-
-
-def has_no_gradients_when_out(model, optimizer, images, labels, batches):
-    for step in range(longest_of(batches)):
-        optimizer.zero_grad()
-        if step < len(batches):
-            F.cross_entropy(model(images[batches[step]]), labels[batches[step]]).backward()
-        average_gradients(model)
-        optimizer.step()
-
-
-def counts_and_has_no_gradients_when_out(model, optimizer, images, labels, batches):
-    for step in range(longest_of(batches)):
-        mine = batches[step] if step < len(batches) else torch.tensor([], dtype=torch.int64)
-        samples = torch.tensor(len(mine))
-        dist.all_reduce(samples)
-        optimizer.zero_grad()
-        if len(mine) > 0:
-            loss = F.cross_entropy(model(images[mine]), labels[mine], reduction="sum")
-            (loss * dist.get_world_size() / samples).backward()
-        average_gradients(model)
-        optimizer.step()
-
-
-def averages_only_with_data(model, optimizer, images, labels, batches):
-    for step in range(longest_of(batches)):
-        if step < len(batches):
-            optimizer.zero_grad()
-            F.cross_entropy(model(images[batches[step]]), labels[batches[step]]).backward()
-            average_gradients(model)
-            optimizer.step()
-
-
-def waits_at_the_end(model, optimizer, images, labels, batches):
-    train_uneven_stub(model, optimizer, images, labels, batches)
-    dist.barrier()
-
-
-def asks_in_each_step(model, optimizer, images, labels, batches):
-    for batch in batches:
-        samples = torch.tensor(len(batch))
-        dist.all_reduce(samples)
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model(images[batch]), labels[batch], reduction="sum")
-        (loss * dist.get_world_size() / samples).backward()
-        average_gradients(model)
-        optimizer.step()
-
-
-def weighs_the_notebooks_data(model, optimizer, images, labels, batches):
-    digits = load_digits()
-    train_uneven(model, optimizer, digits.train_images, digits.train_labels, batches)
-
-
-def indexes_past_the_end(model, optimizer, images, labels, batches):
-    for step in range(longest_of(batches)):
-        batch = batches[step]
-        optimizer.zero_grad()
-        F.cross_entropy(model(images[batch]), labels[batch]).backward()
-        average_gradients(model)
-        optimizer.step()
-
-_STILL_LEAVES = ("A rank that is out of data still makes fewer calls than the others, and one of "
-                 "them waits for it. All ranks have to take the same number of steps: let them "
-                 "agree on it before the first.")
-
-_NO_CALL = ("A rank that is out of data makes no call: it does not average, or its gradients are "
-            "None, and `average_gradients` skips those. The others wait for it. It has to bring "
-            "zeros, in as many steps as the longest list has.")
-
-_REPEATS = ("A rank that is out of data trains on some of its samples again. The step's gradient "
-            "must come from the ranks that still have a batch: bring zeros.")
+# Of each rank the sizes of its batches; and the steps whose gradients are looked into: the first,
+# and the first that a rank which has begun sits out.
+SIZES: tuple[list[int], ...] = [3, 5], [4, 2, 5, 3], [], [6]
+LOOKED_AT = 0, 2
 
 
 class UnevenLoop(Exercise):
@@ -262,6 +63,47 @@ class UnevenLoop(Exercise):
     minutes = 20
     seconds = 10.0
     tolerance = 1e-4
+    solution = staticmethod(train_uneven)
+    stub = staticmethod(train_uneven_stub)
+
+    def prepare(self):
+        digits = load_digits()
+        return digits.train_images[-100:], digits.train_labels[-100:]  # not the notebook's first
+
+    def trial(self, attempt):
+        model = classifier(seed=0)
+        optimizer = optimizer_for(model)
+        steps = Steps(model, optimizer, LOOKED_AT)
+        attempt(model, optimizer, *self.given, _batches(dist.get_rank()))
+        samples = {name: index for rank in range(dist.get_world_size())
+                   for names in _samples(rank) for name, index in names.items()}
+        return {"the number of steps": len(steps.gradients),
+                **steps.made_of(*self.given, dict.fromkeys(LOOKED_AT, samples)),
+                **weights_of(model)}
+
+    def expected(self, world_size):
+        batches = [_batches(rank) for rank in range(world_size)]
+        number = max(map(len, batches))
+        model = classifier(seed=0)
+        one_device(model, optimizer_for(model), *self.given,
+                   [torch.cat([own[step] for own in batches if step < len(own)])
+                    for step in range(number)])
+        return {"the number of steps": number, **self._held(world_size, number),
+                **weights_of(model)}
+
+    def _held(self, world_size, number):
+        """Each sample of a step has the same part in its gradient."""
+        of_ranks = [_samples(rank) for rank in range(world_size)]
+        groups = {f"each of the samples in rank {rank}'s batch {step}": list(names)
+                  for rank, own in enumerate(of_ranks) for step, names in enumerate(own)}
+        facts = {}
+        for step in LOOKED_AT:
+            right = [name for own in of_ranks if step < len(own) for name in own[step]]
+            if step < number:
+                facts[f"the gradient of step {step + 1}"] = Held(
+                    dict.fromkeys(right, 1 / len(right)), groups)
+        return facts
+
     hints = (
         "How many times does each rank call `average_gradients`? What would a rank without data "
         "have to bring to that call, so that the others can go on?",
@@ -272,68 +114,67 @@ class UnevenLoop(Exercise):
         "of indices: with `reduction=\"sum\"` its loss is 0, and `backward` gives zeros. Each rank "
         "runs `backward` on loss · world size / samples, then averages and steps.",
     )
-    solution = staticmethod(train_uneven)
-    stub = staticmethod(train_uneven_stub)
-    mistakes = (
-        Mistake(stops_with_the_shortest, "All ranks stop when the shortest list ends. What the "
-                "others still have is never trained on: go on until the longest ends."),
-        Mistake(stops_with_the_shortest_by_means, "All ranks stop when the shortest list ends, and "
-                "each rank counts the same, however many samples it has. Go on until the longest "
-                "list ends, and weigh each sample the same."),
-        Mistake(divides_by_all_ranks, "Each rank's mean loss has the same weight, and ranks "
-                "without data count as well. So a sample in a small batch counts more than one in "
-                "a large batch. Divide by the number of samples of all ranks in this step."),
-        Mistake(divides_by_those_left, "Each rank that has a batch counts the same. But the "
-                "batches differ in size, and each *sample* has to count the same: divide by the "
-                "number of samples of all ranks in this step."),
-        Mistake(sums_over_the_samples, "You sum over the samples and do not divide by their number "
-                "in this step."),
-        Mistake(forgets_the_ranks, "The gradient is N times too small. You divide by all samples "
-                "of this step, and `average_gradients` divides by the number of ranks once more: "
-                "multiply by it."),
-        Mistake(does_not_step_when_out, "A rank that is out of data takes part in the average, but "
-                "not in the step, so its weights stay behind. Every rank takes every step."),
-        Mistake(repeats_its_last_batch, _REPEATS),
-        Mistake(begins_anew_when_out, _REPEATS),
-        Mistake(keeps_its_last_gradients, "A rank that is out of data brings the gradients of the "
-                "step before once more. Clear them first, so that it brings zeros."),
-        Mistake(goes_on_alone, "When the first rank is out of data, the others go on without "
-                "averaging. From there on each trains a model of its own."),
-        Mistake(counts_all_samples_once, "You divide by the mean number of samples of a step. The "
-                "steps differ: ask for the number in each one."),
-        Mistake(has_no_gradients_when_out, _NO_CALL, hangs=True),
-        Mistake(counts_and_has_no_gradients_when_out, _NO_CALL, hangs=True),
-        Mistake(averages_only_with_data, _NO_CALL, hangs=True),
-        Mistake(waits_at_the_end, "A barrier does not help: one rank waits in it, and the others "
-                "wait in their next average. All ranks have to take the same number of steps.",
-                hangs=True),
-        Mistake(asks_in_each_step, _STILL_LEAVES, hangs=True),
-        Mistake(weighs_the_notebooks_data, _NOT_GIVEN),
-        Mistake(indexes_past_the_end, "This rank has no batch for this step. It has to take part "
-                "all the same, with zeros."),
+    slips = (
+        Slip("All ranks stop when the shortest list ends. What the others still have is never "
+             "trained on: go on until the longest ends.", {"ReduceOp.MAX": "ReduceOp.MIN"}),
+        Slip("Each rank's mean loss has the same weight, and ranks without data count as well. So "
+             "a sample in a small batch counts more than one in a large batch. Divide by the "
+             "number of samples of all ranks in this step.", {WEIGHT: "1 / max(1, len(mine))"}),
+        Slip("Each rank that has a batch counts the same. But the batches differ in size, and each "
+             "*sample* has to count the same: divide by the number of samples of all ranks in this "
+             "step.",
+             {COUNTED: "left = torch.tensor(float(len(mine) > 0))\ndist.all_reduce(left)",
+              WEIGHT: "dist.get_world_size() / left / max(1, len(mine))"}),
+        Slip("You sum over the samples and do not divide by their number in this step.",
+             {LOSS: "loss"}, {" / samples": ""}),
+        Slip("The gradient is N times too small. You divide by all samples of this step, and "
+             "`average_gradients` divides by the number of ranks once more: multiply by it.",
+             {WEIGHT: "1 / samples"}),
+        Slip("A rank that is out of data takes part in the average, but not in the step, so its "
+             "weights stay behind. Every rank takes every step.",
+             {"optimizer.step()": "if len(mine) > 0:\n    optimizer.step()"}),
+        Slip("A rank that is out of data trains on some of its samples again. The step's gradient "
+             "must come from the ranks that still have a batch: bring zeros.",
+             {MINE: "batches[min(step, len(batches) - 1)] if batches else"},
+             {MINE: "batches[step % len(batches)] if batches else"}),
+        Slip("A rank that is out of data brings the gradients of the step before once more. Clear "
+             "them first, so that it brings zeros.",
+             {"optimizer.zero_grad()": "if step < len(batches):\n    optimizer.zero_grad()"}),
+        Slip("When the first rank is out of data, the others go on without averaging. From there "
+             "on each trains a model of its own.",
+             {"for step in range(steps)": "first = torch.tensor(len(batches))\n"
+              "dist.all_reduce(first, op=dist.ReduceOp.MIN)\nfor step in range(len(batches))",
+              COUNTED: f"step < first and {COUNTED}", AVERAGED: f"step < first and {AVERAGED}",
+              WEIGHT: f"({WEIGHT} if step < first else 1 / samples)"}),
+        Slip("You divide by the mean number of samples of a step. The steps differ: ask for the "
+             "number in each one.",
+             {"torch.tensor(len(mine))": "torch.tensor(sum(map(len, batches)) / steps)"}),
+        Slip("A rank that is out of data makes no call: it does not average, or its gradients are "
+             "None, and `average_gradients` skips those. The others wait for it. It has to bring "
+             "zeros, in as many steps as the longest list has.",
+             {LOSS: f"if len(mine) > 0:\n    {LOSS}"},
+             {COUNTED: "pass", LOSS: f"if len(mine) > 0:\n    {LOSS}"},
+             {COUNTED: "pass", AVERAGED: f"if len(mine) > 0:\n    {AVERAGED}"}, hangs=True),
+        Slip("A barrier does not help: one rank waits in it, and the others wait in their next "
+             "average. All ranks have to take the same number of steps.",
+             {"range(steps)": "range(len(batches))", COUNTED: "pass", "optimizer.step()":
+              "optimizer.step()\nif step == len(batches) - 1:\n    dist.barrier()"}, hangs=True),
+        Slip("A rank that is out of data still makes fewer calls than the others, and one of them "
+             "waits for it. All ranks have to take the same number of steps: let them agree on it "
+             "before the first.", {"range(steps)": "range(len(batches))"}, hangs=True),
+        Slip(NOT_GIVEN, {"steps = torch": f"{FROM_THE_NOTEBOOK}\nsteps = torch"}),
+        Slip("This rank has no batch for this step. It has to take part all the same, with zeros.",
+             {f"{MINE} torch.tensor([], dtype=torch.int64)": "batches[step]"}),
     )
 
-    def prepare(self):
-        digits = load_digits()
-        return digits.train_images[-100:], digits.train_labels[-100:]  # not the notebook's first
 
-    def trial(self, attempt):
-        model, steps = digits_classifier(seed=0), []
-        optimizer = optimizer_for(model)
-        optimizer.register_step_post_hook(lambda *_: steps.append(1))
-        attempt(model, optimizer, *self.given, _uneven(dist.get_rank()))
-        return {"the number of steps": len(steps), **_weights_of(model)}
-
-    def expected(self, world_size):
-        ranks = [_uneven(rank) for rank in range(world_size)]
-        batches = [torch.cat([own[step] for own in ranks if step < len(own)])
-                   for step in range(max(map(len, ranks)))]
-        model = digits_classifier(seed=0)
-        one_device(model, optimizer_for(model), *self.given, batches)
-        return {"the number of steps": len(batches), **_weights_of(model)}
-
-
-def _uneven(rank):
+def _batches(rank):
     """This rank's batches: their number and their sizes are its own, and rank 2 has none."""
-    sizes = [[3, 7], [5, 2, 6, 4], [], [8]][rank]
+    sizes = SIZES[rank]
     return list(torch.arange(25 * rank, 25 * rank + sum(sizes)).split(sizes)) if sizes else []
+
+
+def _samples(rank):
+    """The same by name, a dict for each batch."""
+    return [{f"sample {place} of rank {rank}'s batch {step}": index
+             for place, index in enumerate(batch)} for step, batch in enumerate(_batches(rank))]
