@@ -283,7 +283,7 @@ def explained(difference: Difference, alone, quantities, parts, tolerance) -> Di
     of_one = alone.get(difference.fact)
     if difference.factor is None and (
             sum_of := _sum_of(difference, parts.get(difference.fact, ()))):
-        notes.append(sum_of)
+        notes = [sum_of]
     elif (difference.factor is None and isinstance(of_one, torch.Tensor)
           and agree(of_one, difference.got, tolerance)
           and not agree(difference.expected, of_one, tolerance)):

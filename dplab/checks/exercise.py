@@ -301,11 +301,15 @@ class Exercise:
             return Verdict(WRONG, f"With `{started}` a call returns at once: keep the handle "
                                   "and `wait()` on it before you use or change the tensor.",
                            verdict.detail.replace(PAIRS, "").rstrip())  # there is a send
-        if self._fails_in_a_group_only(attempt, world_size):
+        in_a_group_only = self._fails_in_a_group_only(attempt, world_size)
+        raised = crashed and got.kind == "raised"
+        if in_a_group_only and not raised:
             return Verdict(WRONG, WITHOUT_GROUP, verdict.detail)
         why = self.explanation(attempt, got, world_size)
         if why and not why.startswith(AT_LEAST):
             return Verdict(WRONG, why, verdict.detail)
+        if in_a_group_only:
+            return Verdict(WRONG, WITHOUT_GROUP, verdict.detail)
         if self._met_none(got, world_size) and (name := used_result(attempt)):
             why = (f"`dist.{name}` returns None. It leaves its result in a tensor that it gets: "
                    f"give that tensor a name, call `dist.{name}` on a line of its own, and go on "

@@ -220,7 +220,8 @@ class AttributeTheLoss(Calculation):
              *in_place_of('split[slowest]["exposed"]', 'split[0]["exposed"]',
                           'split[-1]["exposed"]', 'max(kinds["exposed"] for kinds in split)',
                           'statistics.median(kinds["exposed"] for kinds in split)',
-                          'split[computing.index(min(computing))]["exposed"]')),
+                          'split[computing.index(min(computing))]["exposed"]',
+                          'split[computing.index(statistics.median_low(computing))]["exposed"]')),
         Slip("You took the mean of the exposed times, and so those of ranks that compute faster. "
              "They are done earlier, and are exposed that long because the slow one is late: that "
              "is the straggler's cost, and you count it twice.",

@@ -6,10 +6,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from dplab.checks.compare import AtMost
-from dplab.checks.exercise import Exercise
+from dplab.checks.exercise import WITHOUT_GROUP, Exercise
 from dplab.checks.mistakes import Slip
 from dplab.checks.trials import gradients, seeded
-from dplab.exercises.broadcast_weights import WITHOUT_GROUP, InPairsToo
+from dplab.exercises.broadcast_weights import InPairsToo
 from dplab.exercises.ring_all_reduce import ring_all_reduce
 from dplab.measure import CallLog
 
@@ -138,10 +138,9 @@ class AverageGradients(InPairsToo):
         Slip("Only rank 0 calls the all-reduce, and waits for ever: every rank has to call it.",
              {IF_THERE: "if parameter.grad is not None and dist.get_rank(group) == 0:"},
              hangs=True),
-        Slip("You divided by a constant, or by the number of all ranks. The divisor is the number "
-             "of ranks in the group, whatever it is: `dist.get_world_size(group)`.",
-             *({SCALED: f"{UNSCALED} / {number}"}
-               for number in (2, 4, "dist.get_world_size()"))),
+        Slip("You divided by a constant. The divisor is the number of ranks in the group, whatever "
+             "it is: `dist.get_world_size(group)`.",
+             {SCALED: f"{UNSCALED} / 2"}, {SCALED: f"{UNSCALED} / 4"}),
         Slip("A parameter's gradient is `None`: it is frozen, or the loss does not depend on it. "
              "Skip such parameters.",
              {IF_THERE: "if True:"}, {IF_THERE: "if parameter.grad.copy_:"},
@@ -168,6 +167,7 @@ class AverageGradients(InPairsToo):
              {"pack([parameter.grad]": "pack([parameter.grad.float()]"},
              {"pack(there": "pack([each.float() for each in there]"}),
         Slip(WITHOUT_GROUP, {"(flat, group)": "(flat)"},
+             {SCALED: f"{UNSCALED} / dist.get_world_size()"},
              {"(flat, group)": "(flat)", "size(group)": "size()"}),
     )
 

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import nn
 
 from dplab.checks.compare import wrong_facts
-from dplab.checks.exercise import Exercise
+from dplab.checks.exercise import WITHOUT_GROUP, Exercise
 from dplab.checks.mistakes import Slip
 from dplab.checks.trials import seeded, whole_numbers
 from dplab.measure import CallLog
@@ -35,8 +35,6 @@ SENT = "dist.broadcast(tensor.data, group_src=0, group=group)"
 SUMMED = "dist.all_reduce(tensor.data, group=group)"
 
 IN_A_PAIR = ", in a group of two ranks"
-WITHOUT_GROUP = ("You left out the group. Pass it on to each call: where only some of the ranks "
-                 "train, they are all that there are.")
 
 
 class InPairsToo(Exercise):

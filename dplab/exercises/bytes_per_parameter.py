@@ -56,7 +56,7 @@ class BytesPerParameter(Calculation):
                 adam + 2 * 32 / numbers,
             "a model trained with Adam and its counters": adam,
             "a model trained with SGD without momentum": 8.0,
-            "a model in bf16, trained with SGD with momentum": 6.0,
+            "a model in bf16, trained with SGD with momentum, beside its weights in float32": 10.0,
             "a model whose first layer is frozen, trained with SGD with momentum":
                 (12 * 15 + 4 * 24) / numbers,
             "a model whose first layer is frozen after its last step with SGD": 8.0,
@@ -201,8 +201,10 @@ def each_trained_model(with_ddp):
            (*stepped(model, adam), [*copies, copies[0]]))
     yield "a model trained with Adam and its counters", stepped(two_layers(), adam)
     yield "a model trained with SGD without momentum", stepped(two_layers(), sgd)
-    yield ("a model in bf16, trained with SGD with momentum",
-           stepped(two_layers().bfloat16(), sgd, momentum=0.9))
+    model = two_layers()
+    copies = [each.detach().clone() for each in model.parameters()]
+    yield ("a model in bf16, trained with SGD with momentum, beside its weights in float32",
+           (*stepped(model.bfloat16(), sgd, momentum=0.9), copies))
     model = two_layers()
     model[0].requires_grad_(False)
     yield ("a model whose first layer is frozen, trained with SGD with momentum",

@@ -112,9 +112,10 @@ class FitAlphaBeta(Calculation):
              "goes into α and β. Use all points.",
              {"array(sizes,": "array(sizes[::len(sizes) - 1],",
               "array(seconds,": "array(seconds[::len(seconds) - 1],"}),
-        Slip("You took the time of the smallest message for α, and n/t of the largest for β. Each "
-             "holds some of the other; fit both together.",
-             {"return alpha, 1 / inverse_beta": "return seconds[0], sizes[-1] / seconds[-1]"}),
+        Slip("You took the time of one message for α, and n/t of one for β. Each holds some of the "
+             "other; fit both together, to all points.",
+             {"return alpha, 1 / inverse_beta": "return seconds[0], sizes[-1] / seconds[-1]"},
+             {"return alpha, 1 / inverse_beta": "return min(seconds), max(sizes / seconds)"}),
         Slip("You averaged n/t over all sizes. For a small message that is nearly all latency, not "
              "bandwidth. Fit both together.",
              {"return alpha, 1 / inverse_beta": "return min(seconds), numpy.mean(sizes / seconds)"},

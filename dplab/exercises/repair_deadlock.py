@@ -63,6 +63,7 @@ SENDS_OPEN = "the number of sends without a `wait()`"
 RECEIVES_OPEN = "the number of receives without a `wait()`"
 SHARED = "the number of tensors that are sent and received into at once"
 CHANGED = "the number of tensors that are written to before the `wait()` of their send"
+OWN = "that a rank sends its own numbers"
 
 NONE_BECAUSE = {
     SENDS_OPEN: "until the `wait()` of its handle has returned, some of the numbers may not have "
@@ -99,6 +100,7 @@ class RepairDeadlock(Exercise):
         swaps = (FIRST, 0, floats_of(rank)), (SECOND, 1, integers_of(rank))
         with CallLog() as log, InFlight() as flight:
             for swapped, late, tensor in swaps:
+                flight.own = tensor.flatten().double()
                 if rank % 2 == late:
                     time.sleep(LATE)
                 attempt(tensor)
@@ -108,14 +110,14 @@ class RepairDeadlock(Exercise):
         among_all = sum(not call.is_point_to_point for call in log.calls)
         return {**facts, OF_ALL: among_all, BOTH_WAYS: log.count() - among_all,
                 SENDS_OPEN: left_open["send"], RECEIVES_OPEN: left_open["recv"],
-                SHARED: flight.shared, CHANGED: changed}
+                SHARED: flight.shared, CHANGED: changed, OWN: not flight.sent_other}
 
     def expected(self, world_size):
         none = {fact: AtMost(0, why) for fact, why in NONE_BECAUSE.items()}
         of_all = AtMost(0, "only partners talk to each other. The last of three ranks has none, "
                            "and would have to join a collective or a barrier of all")
         partners = [rank ^ 1 if rank ^ 1 < world_size else rank for rank in range(world_size)]
-        return [{**none, FIRST: floats_of(partner), SECOND: integers_of(partner),
+        return [{**none, OWN: True, FIRST: floats_of(partner), SECOND: integers_of(partner),
                  **({OF_ALL: of_all} if world_size > 1 else {}),
                  BOTH_WAYS: 0 if partner == rank else 4}
                 for rank, partner in enumerate(partners)]
@@ -138,8 +140,10 @@ class RepairDeadlock(Exercise):
         Slip("A rank sends its partner's own numbers back: it has received into `tensor` before it "
              "sent what was there, or it sends the tensor that it received into. Receive into "
              "another tensor, send `tensor`, and copy at the end.",
-             {"recv(theirs, partner)": "recv(tensor, partner)", "tensor.copy_(theirs)": ""},
-             {"recv(theirs, partner)": "recv(tensor, partner)", "tensor.copy_(theirs)": "",
+             {"dist.recv(theirs, partner)": "dist.recv(tensor, partner)",
+              "tensor.copy_(theirs)": ""},
+             {"dist.recv(theirs, partner)": "dist.recv(tensor, partner)",
+              "tensor.copy_(theirs)": "",
               "rank % 2 == 0": "rank % 2 == 1"}),
         Slip("Even ranks send and odd ranks receive, and that is half of a swap. The numbers of "
              "the odd ranks have to come back.",
@@ -150,7 +154,9 @@ class RepairDeadlock(Exercise):
         Slip("The partner's numbers have come, but `tensor` still holds this rank's own. Write "
              "them into it with `tensor.copy_(…)`: an assignment `tensor = …` only gives the name "
              "to another tensor.",
-             {"tensor.copy_(theirs)": "tensor = theirs"}),
+             {"tensor.copy_(theirs)": "tensor = theirs"},
+             *({"tensor.copy_(theirs)": f"if rank % 2 == {parity}:\n    tensor.copy_(theirs)"}
+               for parity in (0, 1))),
         Slip("You send to the next rank and receive from the one before, round in a circle. Here "
              "ranks swap in pairs: 0 with 1, 2 with 3.",
              {"partner < ranks": "ranks > 1", "rank ^ 1": "(rank + 1) % ranks",
@@ -176,11 +182,12 @@ class InFlight:
 
     ``shared``: how often a tensor was given to a send while a receive into the same memory was not
     over, or to a receive while a send from it was not. Time decides nothing here: a call is over
-    when its ``wait()`` has returned.
+    when its ``wait()`` has returned. ``sent_other``: whether anything but ``own`` was sent.
     """
 
     def __init__(self):
         self.shared = 0
+        self.own, self.sent_other = None, False
         self._open = []  # [operation, tensor, its version after the start, work]
         self._changed = 0
 
@@ -223,6 +230,8 @@ class InFlight:
     def _started(self, name, original):
         def call(group, tensors, *args, **kwargs):
             operation = "send" if name == "send" else "recv"
+            self.sent_other |= operation == "send" and not all(
+                torch.equal(tensor.flatten().double(), self.own) for tensor in tensors)
             self.shared += any(other[0] != operation and have_memory_in_common(other[1], tensor)
                                for other in self._open for tensor in tensors)
             work = original(group, tensors, *args, **kwargs)

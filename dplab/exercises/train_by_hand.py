@@ -9,10 +9,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from dplab.checks.composition import Held, made_of
+from dplab.checks.exercise import WITHOUT_GROUP
 from dplab.checks.mistakes import Slip
 from dplab.checks.trials import optimizer_for, seeded
 from dplab.exercises.average_gradients import average_gradients
-from dplab.exercises.broadcast_weights import WITHOUT_GROUP, InPairsToo, broadcast_weights
+from dplab.exercises.broadcast_weights import InPairsToo, broadcast_weights
 from dplab.measure import CallLog
 from dplab.workloads.digits import load_digits
 

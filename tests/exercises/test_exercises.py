@@ -24,6 +24,14 @@ def test_the_solution_passes(exercise):
     assert verdict.world_sizes == (on_ranks if len(exercise.world_sizes) > 1 else [])
 
 
+@pytest.mark.parametrize(("exercise", "answer"), [
+    pytest.param(exercise, answer, id=f"{exercise.slug}-{answer.__name__}")
+    for exercise in EXERCISES for answer in exercise.also_right])
+def test_another_right_answer_passes(exercise, answer):
+    verdict = exercise.judge(answer)
+    assert verdict.outcome == PASSED, f"{verdict.why}\n{verdict.detail}"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("exercise", "mistake"), MISTAKES)
 def test_a_known_mistake_is_named(exercise, mistake, monkeypatch):
