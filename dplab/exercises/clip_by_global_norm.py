@@ -59,7 +59,8 @@ class ClipByGlobalNorm(Exercise):
                 shards = torch.cat(_shards(sizes, factor, rank, world_size))
                 facts |= _of_case(name, norm, shards * min(1.0, max_norm / norm),
                                   AtMost(1, "one number is all that has to be summed"),
-                                  AtMost(8 * len(sizes), "a number has 8 bytes at most"))
+                                  AtMost(8 * max(len(sizes), world_size),
+                                         "a number of each rank, or of each tensor, is enough"))
         return found
 
     hints = (

@@ -28,7 +28,10 @@ CALLS = 6  # more than there are ranks, so that the means say how often each ran
 
 
 def values_of(rank, call):
-    return seeded(f"values of rank {rank} in call {call}", LENGTHS[rank])
+    values = seeded(f"values of rank {rank} in call {call}", LENGTHS[rank])
+    if call == 1:
+        values[0] = 0  # a value as any other
+    return values
 
 
 def sums_of(rank):
@@ -50,17 +53,18 @@ class GlobalMean(Exercise):
         numbers = [torch.as_tensor(mean).flatten() for mean in means if mean is not None]
         return {"the mean": made_of(torch.cat(numbers), {
                     f"rank {each}'s sum": sums_of(each) for each in ranks}) if numbers else None,
-                "the mean of the first call": means[0],
+                **{f"the mean of call {call}": mean for call, mean in enumerate(means)},
                 "the mean of a later call with one value on each rank": of_fewer}
 
     def expected(self, world_size):
         ranks = range(world_size)
-        first = [values_of(rank, 0) for rank in ranks]
+        given = [[values_of(rank, call) for rank in ranks] for call in range(CALLS)]
         share = 1 / sum(LENGTHS[:world_size])
         return {"the mean": Held({f"rank {rank}'s sum": share for rank in ranks}),
-                "the mean of the first call": torch.cat(first).mean(),
+                **{f"the mean of call {call}": torch.cat(values).mean()
+                   for call, values in enumerate(given)},
                 "the mean of a later call with one value on each rank":
-                    torch.stack([values[0] for values in first]).mean()}
+                    torch.stack([values[0] for values in given[0]]).mean()}
 
     hints = (
         "You know the mean of a list: which two numbers do you divide? Which of them can a rank "

@@ -38,6 +38,7 @@ class SumOverRanksExercise(Exercise):
         x, handed = own.clone().requires_grad_() + 0, gradient.clone()  # x is no leaf
         x.retain_grad()
         total = attempt.apply(x)
+        attempt.apply(-own)  # whose sum is another tensor
         seen, untouched = total.detach().clone(), torch.equal(x, own)
         if seen.shape == own.shape:
             total.backward(handed)

@@ -186,7 +186,7 @@ def test_a_check_that_has_changed_tries_again(capsys, passed, monkeypatch):
     assert len(runs) == 1
     monkeypatch.setattr(own, "_check_of", lambda kind: "a stricter one")
     monkeypatch.setattr(find(SLUG), "_expectations", {
-        size: [{"the mean of the first call": torch.tensor(0.25)}] * size
+        size: [{"the mean of call 0": torch.tensor(0.25)}] * size
         for size in (1, 2, 3, 4)})
     assert "no longer passes" in whose(capsys)[1]
 
