@@ -193,7 +193,8 @@ def _note(expected, got):
     if got.shape != expected.shape:
         return f"its shape is {list(got.shape)}, not {list(expected.shape)}", None
     if not expected.is_floating_point():
-        return "", None
+        words = f"its dtype is {got.dtype}, not {expected.dtype}".replace("torch.", "")
+        return words if got.dtype != expected.dtype else "", None
     if not torch.isfinite(got).all():
         return "it holds inf or nan", None
     if got.numel() > 1 and not got.any():

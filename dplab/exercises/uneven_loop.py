@@ -55,6 +55,7 @@ MINE = "batches[step] if step < len(batches) else"
 # and the first that a rank which has begun sits out.
 SIZES: tuple[list[int], ...] = [3, 5], [4, 2, 5, 3], [], [6]
 LOOKED_AT = 0, 2
+STEPS = "the number of steps, of which each rank takes as many as the longest list has batches"
 
 
 class UnevenLoop(Exercise):
@@ -77,7 +78,7 @@ class UnevenLoop(Exercise):
         attempt(model, optimizer, *self.given, _batches(dist.get_rank()))
         samples = {name: index for rank in range(dist.get_world_size())
                    for names in _samples(rank) for name, index in names.items()}
-        return {"the number of steps": len(steps.gradients),
+        return {STEPS: len(steps.gradients),
                 **steps.made_of(*self.given, dict.fromkeys(LOOKED_AT, samples)),
                 **weights_of(model)}
 
@@ -88,7 +89,7 @@ class UnevenLoop(Exercise):
         one_device(model, optimizer_for(model), *self.given,
                    [torch.cat([own[step] for own in batches if step < len(own)])
                     for step in range(number)])
-        return {"the number of steps": number, **self._held(world_size, number),
+        return {STEPS: number, **self._held(world_size, number),
                 **weights_of(model)}
 
     def _held(self, world_size, number):

@@ -132,6 +132,7 @@ A, B = torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0])
     ((1923.0556,), (1923.0556 / 4226349.3,), ""),
     ((1923.0556,), (1923.0,), ""),  # which has few digits in any dtype
     ((0.5, 0.5), (0.0, 0.0), ""),
+    ((A.long(), A.long()), (A, A), "its dtype is float32, not int64"),
 ])
 def test_what_is_said_of_a_difference(expected, got, said):
     right, found = ([{"it": value} for value in values] for values in (expected, got))
