@@ -51,8 +51,8 @@ def unforeseen(model, group=None):
 def test_without_a_known_mistake_the_first_difference_is_shown():
     verdict = find("4.2").judge(unforeseen)
     assert (verdict.outcome, verdict.why) == (WRONG, "")
-    assert re.search(r"on 1 rank, .*: the gradient of `first.weight` is not as expected: it is "
-                     r"0.3 times the reference\n  expected  \[.*\]\n  got       \[", verdict.detail)
+    assert re.search(r"on 2 ranks, rank 0: the gradient of `0.weight` is not as expected: it is "
+                     r"0.6 times the reference\n  expected  \[.*\]\n  got       \[", verdict.detail)
 
 
 def hangs(model, group=None):
