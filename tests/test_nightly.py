@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from dplab.checks import every_exercise
-from dplab.checks.exercise import AT_LEAST, WRONG
+from dplab.checks.exercise import WRONG
+from dplab.checks.known_mistakes import AT_LEAST
 from dplab.checks.mistakes import both
 
 pytestmark = pytest.mark.nightly
@@ -31,7 +32,8 @@ def test_the_launcher_under_fire():
 
 @pytest.mark.parametrize(("exercise", "mistake"), [
     pytest.param(exercise, mistake, id=f"{exercise.slug}-{index}")
-    for exercise in every_exercise() for index, mistake in enumerate(exercise.known)])
+    for exercise in every_exercise()
+    for index, mistake in enumerate(exercise.known_mistakes.all)])
 def test_a_known_mistake_is_named_in_a_fresh_check(exercise, mistake):
     """As a reader's first check finds it: no run is shared with another mistake's test."""
     verdict = type(exercise)().judge(mistake.attempt)
@@ -42,14 +44,14 @@ def test_a_known_mistake_is_named_in_a_fresh_check(exercise, mistake):
 def test_of_two_known_mistakes_in_one_answer_no_third_is_named(exercise, monkeypatch):
     """Rarely, two mistakes together begin as a third one does, and nothing speaks against that."""
     pairs = [(first.why, second.why, attempt) for first, second in itertools.combinations(
-        [mistake for mistake in exercise.known if not mistake.hangs], 2)
-        for attempt in both(first, second, exercise._right_answers)]
+        [mistake for mistake in exercise.known_mistakes.all if not mistake.hangs], 2)
+        for attempt in both(first, second, exercise.right_answers)]
     pairs = random.Random(exercise.slug).sample(pairs, min(PAIRS, len(pairs)))
     exercise.given = exercise.prepare()
     attempts = [attempt for *_, attempt in pairs]
-    found = {size: dict(zip(attempts, exercise._observe_all(attempts, size), strict=True))
+    found = {size: dict(zip(attempts, exercise.observe_all(attempts, size), strict=True))
              for size in exercise.world_sizes}
-    monkeypatch.setattr(exercise, "_observe", lambda attempt, size, **how: found[size][attempt])
+    monkeypatch.setattr(exercise, "observe", lambda attempt, size, **how: found[size][attempt])
     named = [(AT_LEAST in why, why.removeprefix(AT_LEAST) in mistakes)
              for *mistakes, attempt in pairs if all(found[size][attempt] for size in found)
              and (why := exercise.judge(attempt).why)]

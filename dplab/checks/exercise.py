@@ -1,22 +1,18 @@
 """What an exercise is, and how an attempt is judged.
 
 The attempt runs on real ranks at several world sizes; each rank returns facts (tensors, counts),
-which are compared with what a single process computes. Where they differ, the known mistakes run on
-the same inputs. One that is right at the world sizes before, and has the same outcome at this one
-and the larger ones, is the diagnosis; or else one that has the same first wrong fact at each of
-them, and that no other fact speaks against.
+which are compared with what a single process computes. Where they differ, the reader is told why by
+`Exercise._diagnose`: by the first of its sources that knows.
 """
 
 import functools
 import inspect
-import itertools
 import math
 import re
 import textwrap
 import time
 import traceback
 import types
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -26,29 +22,26 @@ import torch
 from dplab import RankError
 from dplab.checks import observe, trials
 from dplab.checks.attempt_code import names_in, unwaited, used_result, words_of
-from dplab.checks.compare import (
-    COMMUNICATED,
-    explained,
-    first_difference,
-    overlap,
-    wrong_facts,
-)
+from dplab.checks.compare import COMMUNICATED, explained, first_difference
 from dplab.checks.composition import fewest, said
-from dplab.checks.mistakes import Mistake, Slip, both
+from dplab.checks.known_mistakes import AT_LEAST, KnownMistakes
+from dplab.checks.mistakes import Slip
 from dplab.desk import course
 from dplab.spawn.parent.output import headed
 from dplab.spawn.parent.report import PAIRS
 
 NOT_ATTEMPTED, PASSED, WRONG, CRASHED = "not attempted", "passed", "wrong", "crashed"
-FOR_TWO, MOST_PAIRS = 5.0, 600  # seconds to try two mistakes at once, and how many pairs
 WITHOUT_GROUP = ("Among all ranks this is right; where two of the four are a group, it is not. "
                  "Pass `group` on to each call: its ranks are then all that there are.")
 CALLED_AGAIN = ("The first call is right, and a later one in the same process is not: something "
                 "is kept from one call to the next.")
+UNWAITED = ("With `{}` a call returns at once: keep the handle and `wait()` on it before you use "
+            "or change the tensor.")
+GIVES_NONE = ("`dist.{0}` returns None. It leaves its result in a tensor that it gets: give that "
+              "tensor a name, call `dist.{0}` on a line of its own, and go on with the tensor.")
+SILENT = "Nothing was communicated: no rank called a collective."
 OVERWRITTEN = ("What a call returns is right at first, and a later call changes it. Give each "
                "result memory of its own.")
-AT_LEAST = "First: "  # before a mistake that explains the first wrong fact, and not all
-
 
 
 @dataclass
@@ -77,7 +70,6 @@ class Exercise:
     minutes: int
     hints: tuple[str, ...]
     solution: Callable
-    mistakes: tuple[Mistake, ...] = ()
     slips: tuple[Slip, ...] = ()
     also_right: tuple[Callable, ...] = ()  # in which the slips can be made, beside the solution
     stub: Callable | None = None  # where the reader repairs code: that code
@@ -94,19 +86,15 @@ class Exercise:
     def __init__(self):
         self.given = None
         self._limit = self.seconds
-        # What is the same in every check:
-        self._expectations = {}  # by world size
-        self._outcomes = {}  # by known mistake and world size
+        self._expectations = {}  # by world size, the same in every check
 
     def __getstate__(self):
         """What a rank gets: not what is known of other attempts."""
-        return vars(self) | {"_expectations": {}, "_outcomes": {}, "known": ()}
+        return vars(self) | {"_expectations": {}, "known_mistakes": None}
 
     @cached_property
-    def known(self) -> tuple[Mistake, ...]:
-        """Every known mistake: those written out, and the slips made in the right answers."""
-        return (*self.mistakes, *(
-            made for slip in self.slips for made in slip.made_in(self._right_answers)))
+    def known_mistakes(self) -> KnownMistakes:
+        return KnownMistakes(self)
 
     @property
     def slug(self) -> str:
@@ -119,8 +107,13 @@ class Exercise:
         return self.solution.__name__
 
     @property
-    def _right_answers(self):
+    def right_answers(self) -> tuple[Callable, ...]:
         return (self.solution, *self.also_right)
+
+    @property
+    def has_trial(self) -> bool:
+        """Whether attempts run in the common way: one trial on ranks that know nothing else."""
+        return type(self).trial is not Exercise.trial
 
     @property
     def chapter(self) -> course.Key:
@@ -197,7 +190,7 @@ class Exercise:
         for world_size in self.world_sizes:
             tell(world_size)
             begin = time.monotonic()
-            got = self._observe(attempt, world_size)
+            got = self.observe(attempt, world_size)
             took = time.monotonic() - begin
             verdict = self._unexplained(got, world_size)
             if verdict is not None:
@@ -213,13 +206,13 @@ class Exercise:
 
         The trial runs twice on the same ranks, the second time with other data.
         """
-        if not self.again or type(self).trial is Exercise.trial:
+        if not (self.again and self.has_trial):
             return None
         world_size = sorted(self.world_sizes)[:2][-1]
         got = observe.alone(functools.partial(observe.twice, self.trial), attempt, world_size,
                             seconds=2 * self._limit, quiet=True)
         if isinstance(got, RankError):
-            verdict = self._failure(got, world_size)
+            verdict = self.on_failure(got, world_size)
             return Verdict(CRASHED, f"{CALLED_AGAIN} {verdict.why}".strip(), verdict.detail)
         with trials.other_data():
             right = self._expected_anew(world_size)
@@ -242,7 +235,7 @@ class Exercise:
         self._limit = self.seconds
         for world_size in world_sizes:
             try:
-                got = self._observe(attempt, world_size, quiet=True)
+                got = self.observe(attempt, world_size, quiet=True)
                 fault = got if isinstance(got, RankError) else first_difference(
                     self.expected_of_all(world_size), got, self.tolerance)
             except Exception as error:
@@ -254,7 +247,7 @@ class Exercise:
     def _unexplained(self, got, world_size):
         """What is wrong, in a verdict without a reason; None if nothing is."""
         if isinstance(got, RankError):
-            return self._failure(got, world_size)
+            return self.on_failure(got, world_size)
         difference = first_difference(self.expected_of_all(world_size), got, self.tolerance)
         if difference is None:
             return None
@@ -272,7 +265,7 @@ class Exercise:
             return f"already on 1 rank, so no other rank has a part in it: {difference}"
         return f"{_on(world_size)}, rank {difference.rank}: {difference}"
 
-    def _failure(self, error, world_size):
+    def on_failure(self, error, world_size):
         """The verdict on an attempt that raised, died or hung."""
         if error.kind == "unpicklable" and error.rank is None:
             return Verdict(CRASHED, "", str(error))
@@ -293,33 +286,34 @@ class Exercise:
         return Verdict(CRASHED, why, detail)
 
     def _diagnose(self, attempt, got, verdict, world_size):
-        """The same verdict, with the known mistake that explains it, if there is one."""
-        crashed = isinstance(got, RankError)
-        if crashed and got.kind == "unpicklable" and got.rank is None:
+        """The same verdict, with what explains it, if anything does."""
+        if isinstance(got, RankError) and got.kind == "unpicklable" and got.rank is None:
             return verdict
         if started := unwaited(attempt):
-            return Verdict(WRONG, f"With `{started}` a call returns at once: keep the handle "
-                                  "and `wait()` on it before you use or change the tensor.",
+            return Verdict(WRONG, UNWAITED.format(started),
                            verdict.detail.replace(PAIRS, "").rstrip())  # there is a send
+        why = self._reason(attempt, got, world_size)
+        return Verdict(WRONG, why, verdict.detail) if why else verdict
+
+    def _reason(self, attempt, got, world_size):
+        """What the first source says that knows: the report, the known mistakes, the code, and
+        what changes where calls know nothing of each other.
+        """
+        crashed = isinstance(got, RankError)
         in_a_group_only = self._fails_in_a_group_only(attempt, world_size)
-        raised = crashed and got.kind == "raised"
-        if in_a_group_only and not raised:
-            return Verdict(WRONG, WITHOUT_GROUP, verdict.detail)
+        if in_a_group_only and not (crashed and got.kind == "raised"):
+            return WITHOUT_GROUP
         why = self.explanation(attempt, got, world_size)
         if why and not why.startswith(AT_LEAST):
-            return Verdict(WRONG, why, verdict.detail)
+            return why
         if in_a_group_only:
-            return Verdict(WRONG, WITHOUT_GROUP, verdict.detail)
+            return WITHOUT_GROUP
         if self._met_none(got, world_size) and (name := used_result(attempt)):
-            why = (f"`dist.{name}` returns None. It leaves its result in a tensor that it gets: "
-                   f"give that tensor a name, call `dist.{name}` on a line of its own, and go on "
-                   "with the tensor.")
-        elif (not crashed and self.stub is None and self.communicates and world_size > 1
-              and not any(facts[COMMUNICATED] for facts in got)):
-            why = "Nothing was communicated: no rank called a collective."
-        elif not why and not crashed:
-            why = self._what_a_call_leaves(attempt, world_size)
-        return Verdict(WRONG, why, verdict.detail) if why else verdict
+            return GIVES_NONE.format(name)
+        if (not crashed and self.stub is None and self.communicates and world_size > 1
+                and not any(facts[COMMUNICATED] for facts in got)):
+            return SILENT
+        return why or ("" if crashed else self._what_a_call_leaves(attempt, world_size))
 
     def _what_a_call_leaves(self, attempt, world_size):
         """What is wrong where it is right with a copy of each result, or if no call knew of the
@@ -339,7 +333,7 @@ class Exercise:
             return False
         self.with_groups = False
         try:
-            got = self._observe(attempt, world_size, quiet=True)
+            got = self.observe(attempt, world_size, quiet=True)
         finally:
             self.with_groups = True
         if isinstance(got, RankError):
@@ -355,145 +349,20 @@ class Exercise:
         return first_difference(self.expected_of_all(world_size), got, self.tolerance).got is None
 
     def explanation(self, attempt, got, world_size) -> str:
-        """The sentence of the known mistake that explains most of what is wrong; empty if none.
+        """The sentence of the known mistake that explains what is wrong; empty if none does."""
+        return self.known_mistakes.explanation(attempt, got, world_size)
 
-        One that explains the first wrong fact and at least half of them, and not all, begins with
-        "First:". One that gets something wrong which the attempt gets right is not the attempt's
-        mistake.
-        """
-        crashed = isinstance(got, RankError)
-        stuck = crashed and got.kind == "stuck"
-        scores = {mistake: 0 for mistake in self.known if mistake.hangs == stuck}
-        explains_all, count = set(scores), 0
-        mine_at = functools.cache(lambda size: got if size == world_size else self._observe(
-            attempt, size, quiet=True))
-        for size in self._around(world_size)[1]:
-            mine = mine_at(size)
-            expected = self.expected_of_all(size)
-            count += 1 if isinstance(mine, RankError) else len(
-                wrong_facts(expected, mine, self.tolerance))
-            for mistake, theirs in self._outcomes_of(scores, size, mine).items():
-                shared = overlap(expected, mine, theirs, self.tolerance,
-                                 communicates=self.communicates and size > 1)
-                must_be_first = size == world_size or (
-                    isinstance(mine, list) and shared.unexplained)
-                if shared.contradicted or (must_be_first and not shared.first):
-                    del scores[mistake]
-                else:
-                    scores[mistake] += shared.explained
-                if shared.unexplained:
-                    explains_all.discard(mistake)
-            if crashed or not scores:
-                break
-        scores = self._right_before(scores, world_size)
-        whole = [mistake.why for mistake in scores if mistake in explains_all]
-        if not whole and not crashed and (two := self._two_at_once(mine_at, world_size)):
-            return two
-        if not scores:
-            return ""
-        best = max(scores.values())
-        partly = {mistake.why for mistake, score in scores.items() if score == best}
-        if whole:
-            return whole[0]
-        # Where several explain as much, there is no telling.
-        return AT_LEAST + partly.pop() if len(partly) == 1 and 2 * best >= count else ""
-
-    def _two_at_once(self, mine_at, world_size):
-        """The sentences of two slips that together do what the attempt does; "" if none do.
-
-        Where several pairs do, the sentence that all have in common. ``mine_at`` gives the
-        attempt's outcome at a world size.
-        """
-        if type(self).trial is Exercise.trial:  # it runs attempts in a way of its own
-            return ""
-        left, until = self._pairs(mine_at(world_size), world_size), time.monotonic() + FOR_TWO
-        before, onward = self._around(world_size)
-        for size in (*onward, *before):
-            found = observe.in_turn(self.trial, [attempt for _, attempt in left], size,
-                                    seconds=3 * self._limit, until=until)
-            left = [each for each, theirs in zip(left, found, strict=False) if (
-                self._is_right(theirs, size) if size in before
-                else self._do_the_same(mine_at(size), theirs, size))]
-            until = math.inf  # few are left
-        whys = list(dict.fromkeys(whys for whys, _ in left))
-        if len(whys) == 1:
-            return " And: ".join(whys[0])
-        in_all = [why for why in whys[0] if all(why in each for each in whys)] if whys else []
-        return AT_LEAST + in_all[0] if in_all else ""
-
-    def _pairs(self, mine, world_size):
-        """Two slips at once: their sentences, and the attempt. Those come first which get wrong
-        what the attempt gets wrong, and of each two sentences one way before the others.
-        """
-        expected = self.expected_of_all(world_size)
-        wrong = wrong_facts(expected, mine, self.tolerance)
-        wrong_in = {mistake: wrong_facts(expected, facts, self.tolerance)
-                    for mistake in self.known if mistake.edits and isinstance(
-                        facts := self._outcomes.get((mistake, world_size)), list)}
-        pairs = sorted(itertools.combinations(wrong_in, 2), key=lambda pair: len(
-            (wrong_in[pair[0]] | wrong_in[pair[1]]) ^ wrong))
-        ways: Counter = Counter()
-        numbered = []
-        for one, other in pairs[:MOST_PAIRS]:
-            whys = one.why, other.why
-            for attempt in both(one, other, self._right_answers):
-                ways[whys] += 1
-                numbered.append((ways[whys], whys, attempt))
-        return [(whys, attempt) for _, whys, attempt in sorted(numbered, key=lambda each: each[0])]
-
-    def _around(self, world_size):
-        """The world sizes tried before this one; then this one, and the larger ones after it."""
-        place = self.world_sizes.index(world_size)
-        return self.world_sizes[:place], [
-            size for size in self.world_sizes[place:] if size >= world_size]
-
-    def _do_the_same(self, mine, theirs, world_size):
-        """Whether two outcomes are alike; theirs is None where its ranks fail."""
-        if isinstance(mine, RankError) or theirs is None:
-            return isinstance(mine, RankError) and theirs is None
-        shared = overlap(self.expected_of_all(world_size), mine, theirs, self.tolerance)
-        return not shared.unexplained and not shared.contradicted
-
-    def _right_before(self, scores, world_size):
-        """The known mistakes that are right, as the attempt is, at the world sizes before this."""
-        for size in self._around(world_size)[0]:
-            for mistake, theirs in self._outcomes_of(scores, size, []).items():
-                if not (mistake.hangs or self._is_right(theirs, size)):
-                    del scores[mistake]
-        return scores
-
-    def _is_right(self, outcome, world_size):
-        return isinstance(outcome, list) and not first_difference(
-            self.expected_of_all(world_size), outcome, self.tolerance)
-
-    def _observe(self, attempt, world_size, *, quiet=False):
+    def observe(self, attempt, world_size, *, quiet=False) -> list[dict] | RankError:
         """The ranks' facts, or the RankError in place of them."""
         where = f", {_on(world_size)}" if self.on_ranks else ""
         with headed(f"Your code printed{where}:"):
             return observe.alone(self.trial, attempt, world_size, seconds=self._limit,
                                  quiet=quiet)
 
-    def _observe_all(self, attempts, world_size):
-        """The ranks' facts of each known mistake; None for one that its ranks do not survive."""
-        return observe.in_turn(self.trial, attempts, world_size, seconds=3 * self._limit)
-
-    def _outcomes_of(self, mistakes, world_size, of_attempt):
-        """By mistake: the ranks' facts, or the RankError.
-
-        None stands for the error where the attempt itself did not fail: nobody asks how.
-        """
-        crashed = isinstance(of_attempt, RankError)
-        unknown = [mistake for mistake in mistakes
-                   if not mistake.hangs and (mistake, world_size) not in self._outcomes]
-        if unknown:
-            facts = self._observe_all([mistake.attempt for mistake in unknown], world_size)
-            self._outcomes |= {(mistake, world_size): outcome
-                               for mistake, outcome in zip(unknown, facts, strict=True)}
-        for mistake in mistakes if crashed else ():
-            if self._outcomes.get((mistake, world_size)) is None:
-                self._outcomes[mistake, world_size] = self._observe(
-                    mistake.attempt, world_size, quiet=True)
-        return {mistake: self._outcomes.get((mistake, world_size)) for mistake in mistakes}
+    def observe_all(self, attempts, world_size, *, until=math.inf) -> list[list[dict] | None]:
+        """The ranks' facts of each attempt, quietly; None for one that its ranks do not survive."""
+        return observe.in_turn(self.trial, attempts, world_size, seconds=3 * self._limit,
+                               until=until)
 
     def expected_of_all(self, world_size) -> list[dict]:
         """What ``expected`` says, rank by rank."""

@@ -62,7 +62,7 @@ class SurvivingCheckpoint(Exercise):
     communicates = False
     solution = Checkpoint
 
-    def _observe(self, attempt, world_size, *, quiet=False):
+    def observe(self, attempt, world_size, *, quiet=False):
         """Three jobs: one that saves, one that dies while it saves, and one on other ranks."""
         with tempfile.TemporaryDirectory() as folder:
             how = {"seconds": self._limit, "quiet": quiet}
@@ -76,9 +76,9 @@ class SurvivingCheckpoint(Exercise):
             last = observe.alone(last_job, given, others, **how)
             return last if isinstance(last, RankError) else of_jobs(first, last)
 
-    def _failure(self, error, world_size):
+    def on_failure(self, error, world_size):
         """As of any attempt, but the job that failed may have had another number of ranks."""
-        verdict = super()._failure(error, world_size)
+        verdict = super().on_failure(error, world_size)
         of = re.match(r"rank \d+ of (\d+) ", verdict.detail)
         if of and int(of[1]) != world_size:
             here, there = number_of_ranks(world_size), number_of_ranks(int(of[1]))
@@ -86,7 +86,7 @@ class SurvivingCheckpoint(Exercise):
                 f"on {here}", f"saved on {here}, and gone on with on {there}", 1)
         return verdict
 
-    def _observe_all(self, attempts, world_size):
+    def observe_all(self, attempts, world_size):
         """The same three jobs for all; who is killed here is only stopped there."""
         with tempfile.TemporaryDirectory() as folder:
             given = [(attempt, os.path.join(folder, str(number)))

@@ -38,7 +38,7 @@ class ChooseUnits(Exercise):
         with torch.device("meta"):
             self._model = Network()
 
-    def _observe(self, attempt, world_size, *, quiet=False):
+    def observe(self, attempt, world_size, *, quiet=False):
         """The facts of a dry run; the reader's own error, if there is one."""
         chosen = observe.alone(self._choice, attempt, 1, seconds=self._limit, quiet=quiet)
         if isinstance(chosen, RankError):
@@ -53,8 +53,8 @@ class ChooseUnits(Exercise):
                      "the number of collectives": found.count()}
         return [{**facts, COMMUNICATED: False}] * world_size
 
-    def _observe_all(self, attempts, world_size):
-        return [self._observe(attempt, world_size, quiet=True) for attempt in attempts]
+    def observe_all(self, attempts, world_size):
+        return [self.observe(attempt, world_size, quiet=True) for attempt in attempts]
 
     def _choice(self, attempt):
         units = attempt(self._model)
@@ -73,7 +73,7 @@ class ChooseUnits(Exercise):
         parts = self._parts(attempt)
         if isinstance(got, RankError) or parts is None:
             return ""
-        for mistake in self.known:
+        for mistake in self.known_mistakes.all:
             if self._parts(mistake.attempt) == parts:
                 return mistake.why
         difference = first_difference(self.expected_of_all(world_size), got, self.tolerance)

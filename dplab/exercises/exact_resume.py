@@ -101,7 +101,7 @@ class ExactResume(Exercise):
             dist.barrier()
         return facts
 
-    def _observe(self, attempt, world_size, *, quiet=False):
+    def observe(self, attempt, world_size, *, quiet=False):
         """Each job on ranks of its own: nothing but files comes from the first to the second."""
         facts = [{} for _ in range(world_size)]
         with (tempfile.TemporaryDirectory() as folder,
@@ -120,7 +120,7 @@ class ExactResume(Exercise):
     def explanation(self, attempt, got, world_size):
         """Beside the known mistakes, one that shows only where the second job has new processes."""
         if not (isinstance(got, RankError) and got.kind == "stuck"):
-            on_the_same = super()._observe(attempt, world_size, quiet=True)
+            on_the_same = super().observe(attempt, world_size, quiet=True)
             if isinstance(on_the_same, list) and not first_difference(
                     self.expected_of_all(world_size), on_the_same, self.tolerance):
                 return ("This is right only where the processes that saved also load. A new job "

@@ -6,8 +6,10 @@ import torch
 import torch.distributed as dist
 
 from dplab import RankError
+from dplab.checks.attempt_code import used_result
 from dplab.checks.compare import AtMost, agree
-from dplab.checks.exercise import AT_LEAST, Exercise, used_result
+from dplab.checks.exercise import Exercise
+from dplab.checks.known_mistakes import AT_LEAST
 from dplab.checks.mistakes import Slip
 from dplab.measure import CallLog
 
@@ -155,7 +157,7 @@ class OneCallEach(Exercise):
             if not wrong[1:]:
                 return super().explanation(attempt, got, world_size)
             attempt = right_but_for(attempt, wrong[0])
-            got = self._observe(attempt, world_size, quiet=True)
+            got = self.observe(attempt, world_size, quiet=True)
             why = (super().explanation(attempt, got, world_size)
                    or f"{AT_LEAST}puzzle {wrong[0]} is not right yet.")
             return why + not_right_either(wrong[1:])
@@ -178,7 +180,7 @@ class OneCallEach(Exercise):
         if at is None:
             return why
         before = "ABCD"[:"ABCD".index(at[1])]
-        got = self._observe(right_but_for(attempt, before), world_size, quiet=True)
+        got = self.observe(right_but_for(attempt, before), world_size, quiet=True)
         wrong = [] if isinstance(got, RankError) else self._wrong(got, world_size)
         if not wrong:
             return why

@@ -3,7 +3,8 @@
 import torch
 import torch.distributed as dist
 
-from dplab.checks.exercise import AT_LEAST, Exercise
+from dplab.checks.exercise import Exercise
+from dplab.checks.known_mistakes import AT_LEAST
 from dplab.checks.mistakes import Slip
 
 

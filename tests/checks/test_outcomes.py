@@ -71,7 +71,7 @@ def test_cards_in_plain_text(capsys):
     dplab.check("4.2", find("4.2").solution)
     assert capsys.readouterr().out.startswith(
         "Exercise 4.2: passed\nRight on 1, 2, 3 and 4 ranks.")
-    dplab.check("average-gradients", find("4.2").known[0].attempt)
+    dplab.check("average-gradients", find("4.2").known_mistakes.all[0].attempt)
     out = capsys.readouterr().out
     assert out.startswith("Exercise 4.2: wrong\nYou summed")
     assert "it is 2 times the reference" in out

@@ -12,7 +12,6 @@ from attempts import raises, stub
 from dplab.checks import find
 from dplab.checks.attempt_code import unwaited
 from dplab.checks.exercise import (
-    AT_LEAST,
     CALLED_AGAIN,
     CRASHED,
     NOT_ATTEMPTED,
@@ -21,7 +20,8 @@ from dplab.checks.exercise import (
     WRONG,
     Exercise,
 )
-from dplab.checks.mistakes import Mistake
+from dplab.checks.known_mistakes import AT_LEAST
+from dplab.checks.mistakes import Slip
 from dplab.checks.trials import seeded
 
 
@@ -152,7 +152,7 @@ def leaves_it_to_ddp(model, optimizer, images, labels, batches, group=None):
 
 def hangs_on_more_than_two(model, group=None):
     if dist.get_world_size() < 3:
-        find("4.2").known[0].attempt(model, group)
+        find("4.2").known_mistakes.all[0].attempt(model, group)
     elif dist.get_rank() == 0:
         dist.barrier()
 
@@ -160,7 +160,8 @@ def hangs_on_more_than_two(model, group=None):
 @pytest.mark.slow
 def test_an_attempt_that_fails_only_at_a_larger_world_size_is_still_judged():
     verdict = find("4.2").judge(hangs_on_more_than_two)
-    assert (verdict.outcome, verdict.why) == (WRONG, AT_LEAST + find("4.2").known[0].why)
+    doubled = find("4.2").known_mistakes.all[0]
+    assert (verdict.outcome, verdict.why) == (WRONG, AT_LEAST + doubled.why)
     assert "it is 2 times the reference" in verdict.detail
 
 
@@ -190,33 +191,14 @@ def test_what_is_seen_without_a_known_mistake(id, attempt, said):
     assert said in verdict.why + verdict.detail
 
 
-def prints_and_is_half(model, group=None):
-    print("the attempt says this")
-    for parameter in model.parameters():
-        if parameter.grad is not None:
-            parameter.grad *= 0.5
-
-
-def a_noisy_mistake(model, group=None):
-    print("a mistake says this")
-    os.write(2, b"Check failed: native words of a mistake")
+def an_attempt_that_aborts(model, group=None):
+    os.write(2, b"Check failed: native words of an attempt")
     os.abort()
 
 
-def test_only_the_attempt_is_heard(capfd):
-    exercise = type(find("4.2"))()
-    exercise.mistakes = (Mistake(a_noisy_mistake, "It aborts."),)
-    assert exercise.judge(prints_and_is_half).outcome == WRONG
-    heard = "".join(capfd.readouterr())
-    assert "the attempt says this" in heard
-    assert "of a mistake" not in heard and "a mistake says" not in heard
-
-
 def test_an_attempt_that_aborts_is_heard(capfd):
-    exercise = type(find("4.2"))()
-    exercise.mistakes = ()
-    assert "SIGABRT" in exercise.judge(a_noisy_mistake).detail
-    assert "native words of a mistake" in "".join(capfd.readouterr())
+    assert "SIGABRT" in find("4.2").judge(an_attempt_that_aborts).detail
+    assert "native words of an attempt" in "".join(capfd.readouterr())
 
 
 def a_functional_collective(x, w):
@@ -292,6 +274,25 @@ class SumsOfTwo(SumOfRanks):
     def expected(self, world_size):
         return {f"the {call} sum": sum(seeded(f"{call} {rank}", 7) for rank in range(world_size))
                 for call in ("first", "second")}
+
+
+class WithANoisyMistake(SumOfRanks):
+    slips = (Slip("It aborts.", {
+        "dist.all_reduce(numbers)": "print('a mistake says this')\n"
+                                    "os.write(2, b'Check failed: native words of a mistake')\n"
+                                    "os.abort()"}),)
+
+
+def prints_and_is_half(numbers):
+    print("the attempt says this")
+    return SumOfRanks.solution(numbers) / 2
+
+
+def test_only_the_attempt_is_heard(capfd):
+    assert WithANoisyMistake().judge(prints_and_is_half).outcome == WRONG
+    heard = "".join(capfd.readouterr())
+    assert "the attempt says this" in heard
+    assert "of a mistake" not in heard and "a mistake says" not in heard
 
 
 def attempts_with_a_memory():

@@ -1,7 +1,5 @@
 """Attempts at exercises: two that many tests use, and ranks that known mistakes share."""
 
-from collections.abc import Callable
-
 
 def stub(model):
     """All-reduce the gradients."""
@@ -12,26 +10,28 @@ def raises(model, group=None):
     return model.no_such_thing
 
 
-def from_shared_ranks(observe: Callable) -> Callable:
-    """`Exercise._observe` in which a known mistake that is judged has no ranks of its own.
+def on_shared_ranks(exercise, monkeypatch):
+    """From here on, a known mistake that is judged has no ranks of its own.
 
     It takes what the exercise has found for the other mistakes to be compared with; only what hangs
     or fails is run, once.
     """
-    failed, under_way = {}, set()
+    observe, failed, under_way = exercise.observe, {}, []
 
-    def shared(exercise, attempt, world_size, *, quiet=False):
-        mistakes = [each for each in exercise.known if each.attempt is attempt]
+    def shared(attempt, world_size, *, quiet=False):
+        mistake = next((each for each in exercise.known_mistakes.all
+                        if each.attempt is attempt), None)
         in_groups = exercise.with_groups == type(exercise).with_groups
-        if mistakes and in_groups and not mistakes[0].hangs and exercise.slug not in under_way:
-            under_way.add(exercise.slug)
-            found = exercise._outcomes_of(exercise.known, world_size, [])[mistakes[0]]
-            under_way.remove(exercise.slug)
+        if mistake and in_groups and not mistake.hangs and not under_way:
+            under_way.append(mistake)
+            found = exercise.known_mistakes.outcomes(
+                exercise.known_mistakes.all, world_size)[mistake]
+            under_way.clear()
             if isinstance(found, list):
                 return found
-        place = exercise.slug, attempt, world_size, in_groups
+        place = attempt, world_size, in_groups
         if place not in failed:
-            failed[place] = observe(exercise, attempt, world_size, quiet=True)
+            failed[place] = observe(attempt, world_size, quiet=True)
         return failed[place]
 
-    return shared
+    monkeypatch.setattr(exercise, "observe", shared)
