@@ -151,8 +151,8 @@ def _often(number):
 
 
 def _number(number):
-    fraction = Fraction(number).limit_denominator(100)
-    near = abs(fraction - number) < NEAR * abs(number)
+    fraction = Fraction(number).limit_denominator(24)
+    near = abs(fraction - number) < NEAR / 10 * abs(number)
     return str(fraction).replace("-", "−") if near else f"{number:.3g}".replace("-", "−")
 
 

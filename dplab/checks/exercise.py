@@ -39,6 +39,8 @@ UNWAITED = ("With `{}` a call returns at once: keep the handle and `wait()` on i
             "or change the tensor.")
 GIVES_NONE = ("`dist.{0}` returns None. It leaves its result in a tensor that it gets: give that "
               "tensor a name, call `dist.{0}` on a line of its own, and go on with the tensor.")
+TAGGED = ("A message meets only a receive with its own tag. Give both ends the same one, or leave "
+          "the tags out.")
 SILENT = "Nothing was communicated: no rank called a collective."
 OVERWRITTEN = ("What a call returns is right at first, and a later call changes it. Give each "
                "result memory of its own.")
@@ -313,7 +315,9 @@ class Exercise:
         if (not crashed and self.stub is None and self.communicates and world_size > 1
                 and not any(facts[COMMUNICATED] for facts in got)):
             return SILENT
-        return why or ("" if crashed else self._what_a_call_leaves(attempt, world_size))
+        if crashed:
+            return why or (TAGGED if got.kind == "stuck" and "tag" in names_in(attempt) else "")
+        return why or self._what_a_call_leaves(attempt, world_size)
 
     def _what_a_call_leaves(self, attempt, world_size):
         """What is wrong where it is right with a copy of each result, or if no call knew of the

@@ -137,8 +137,9 @@ class SurvivingCheckpoint(Exercise):
              "the old one removed or overwritten, and began anew. `replace` puts a new file, once "
              "whole, in the old one's place in one step.",
              {"new = ": "self.path.unlink(missing_ok=True)\nnew = "}),
-        Slip("Every rank writes the same file, and they write into each other's. One rank writes, "
-             "the others wait.", {"dist.get_rank() == 0": "True"}),
+        Slip("Every rank writes a checkpoint, and the last one to finish decides which is there; "
+             "if all write to one name, into each other's. One rank writes, the others wait.",
+             {"dist.get_rank() == 0": "True"}),
         Slip("The other ranks go on before rank 0 has written: a job that ends now leaves no "
              "checkpoint. All have to wait *behind* the writing, at a barrier at the end of "
              "`save`.", {"dist.barrier()": ""}),

@@ -72,6 +72,9 @@ class ChooseStrategy(Calculation):
              "before all.",
              {"in states.items()": "in reversed(states.items())"},
              {"in states.items()": "in sorted(states.items(), key=lambda each: each[1])"}),
+        Slip("You go through the strategies in the order of what they hold. Where `gathered` is "
+             "more than sharding saves, as on one rank, FSDP holds most. Go from DDP to FSDP.",
+             {"in states.items()": "in sorted(states.items(), key=lambda each: -each[1])"}),
         Slip("Where DDP does not fit you go to FSDP at once. In between, ZeRO-1 and ZeRO-2 keep "
              "the parameters whole, so that nothing is gathered in forward and backward.",
              {"for strategy, held": 'del states["ZeRO-1"], states["ZeRO-2"]\nfor strategy, held'}),

@@ -99,6 +99,9 @@ class OuterStep(Exercise):
         Slip("The step starts from this rank's own parameters, so the ranks end in different "
              "places. It starts from the anchor.",
              {"start -= 0.7 *": "start[:] = parameter - 0.7 *"}),
+        Slip("The step starts from the ranks' mean, which lies where the outer gradient leads "
+             "already: its way counts once too often. It starts from the anchor.",
+             {"start -= 0.7 *": "start[:] = start - gradient - 0.7 *"}),
         # What is changed in place.
         Slip("The parameters hold the ranks' average, and the outer step's result does not reach "
              "them. Parameters and anchor get it, in place: `copy_`; `start = …` only gives a "

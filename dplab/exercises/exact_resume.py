@@ -151,6 +151,9 @@ class ExactResume(Exercise):
              "`load_state_dict`.",
              {'model.load_state_dict(saved["model"])': "",
               'optimizer.load_state_dict(saved["optimizer"])': ""}),
+        Slip("With `assign=True` the model gets other parameters. The optimizer still has the old "
+             "ones, and changes those: the model stands still. Load without it, in place.",
+             {'saved["model"])': 'saved["model"], assign=True)'}),
         Slip("The momenta are there, but the learning rate is that of a new optimizer. It stands "
              "in the `param_groups` of `optimizer.state_dict()`: save that whole.",
              {'saved["optimizer"])':

@@ -104,6 +104,10 @@ class GlobalMean(Exercise):
              "up a shorter row is no value: sum the ranks' own numbers of values.",
              {"dist.all_reduce(count)": "dist.all_reduce(count, op=dist.ReduceOp.MAX)\n"
                                         "count *= dist.get_world_size()"}),
+        Slip("A value of 0 is a value, too: you leave it out, as if it only filled up a row. Take "
+             "the number of values from its length on each rank.",
+             {"float(len(values))": "float(values.count_nonzero())"},
+             {"len(values)": "values.count_nonzero()"}),
         Slip("You return two numbers, the sum of all values and how many there are. Divide one by "
              "the other.",
              {"total[0] / total[1]": "total"}),

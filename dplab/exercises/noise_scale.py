@@ -23,6 +23,7 @@ def signal_and_noise(own, averaged, local_batch):
 
 
 LOCAL_BATCH = 3
+APART = "|G|² and tr Σ of gradients that point apart"
 # As they stand in the right answer:
 SIGNAL, NOISE = "(B * big - b * small) / (B - b)", "(small - big) / (1 / b - 1 / B)"
 
@@ -39,20 +40,15 @@ class SignalAndNoise(Exercise):
         own, averaged = _gradient(rank), _mean_gradient(ranks)
         with CallLog() as log:
             found = attempt(own, averaged, LOCAL_BATCH)
-        return {"|G|² and tr Σ": torch.tensor([float(each) for each in found])
-                if isinstance(found, tuple | list) else found if found is None else float(found),
+        apart = attempt(_gradient(rank, True), _mean_gradient(ranks, True), LOCAL_BATCH)
+        return {"|G|² and tr Σ": _as_tensor(found), APART: _as_tensor(apart),
                 "that `own` and `averaged` are not changed": torch.equal(own, _gradient(rank))
                 and torch.equal(averaged, _mean_gradient(ranks)),
                 "the bytes in this rank's messages": log.bytes()}
 
     def expected(self, world_size):
-        found = None
-        if world_size > 1:
-            gradients = torch.stack([_gradient(rank) for rank in range(world_size)]).double()
-            mean = gradients.mean(dim=0)
-            scatter = (gradients - mean).square().sum() / (world_size - 1)
-            found = torch.stack([mean.square().sum() - scatter / world_size, LOCAL_BATCH * scatter])
-        return {"|G|² and tr Σ": found, "that `own` and `averaged` are not changed": True,
+        return {"|G|² and tr Σ": _right(world_size), APART: _right(world_size, True),
+                "that `own` and `averaged` are not changed": True,
                 "the bytes in this rank's messages": AtMost(16, "one number is enough")}
 
     hints = (
@@ -74,6 +70,8 @@ class SignalAndNoise(Exercise):
              {"averaged.square().sum()": "averaged.norm()"}),
         Slip("You squared the mean of the norms. What adds up is the mean of the *squared* norms.",
              {"own.square().sum()": "own.norm()", "small /= ranks": "small = (small / ranks)**2"}),
+        Slip("On one rank there is nothing to compare: return None.",
+             {"return None": "return averaged.square().sum(), 0.0"}),
         Slip("You summed the squared norms over the ranks and did not divide by the world size.",
              {"small /= ranks": "pass"}),
         Slip("You took means over the elements, `square().mean()`. A squared norm is the sum of "
@@ -106,15 +104,35 @@ class SignalAndNoise(Exercise):
              {"local_batch, ranks * local_batch": "1, ranks"}),
         Slip("You exchanged the two norms: the averaged gradient is that of the larger batch B.",
              {"b, B = ": "small, big = big, small\nb, B = "}),
+        Slip("You cut the estimate off at 0. Where noise is all there is, an unbiased estimate of "
+             "|G|² is below 0 about as often as above: cut off, its mean over the steps is too "
+             "large.", {SIGNAL: f"torch.clamp({SIGNAL}, min=0)"}),
         Slip("You return the ratio. Return the two estimates: each has to be smoothed over the "
              "steps before one is divided by the other.",
              {f"{SIGNAL}, {NOISE}": f"{NOISE} / ({SIGNAL})"}),
     )
 
 
-def _gradient(rank):
-    return 1 + seeded(f"gradient of rank {rank}", 11)
+def _gradient(rank, apart=False):
+    """Of all ranks, they point the same way; ``apart``: every second one the other way."""
+    return (-1) ** (apart * rank) + seeded(f"gradient of rank {rank}", 11)
 
 
-def _mean_gradient(ranks):
-    return torch.stack([_gradient(rank) for rank in range(ranks)]).mean(dim=0)
+def _mean_gradient(ranks, apart=False):
+    return torch.stack([_gradient(rank, apart) for rank in range(ranks)]).mean(dim=0)
+
+
+def _right(ranks, apart=False):
+    """From how far the ranks' gradients are apart, without the two equations."""
+    if ranks == 1:
+        return None
+    gradients = torch.stack([_gradient(rank, apart) for rank in range(ranks)]).double()
+    mean = gradients.mean(dim=0)
+    scatter = (gradients - mean).square().sum() / (ranks - 1)
+    return torch.stack([mean.square().sum() - scatter / ranks, LOCAL_BATCH * scatter])
+
+
+def _as_tensor(found):
+    if isinstance(found, tuple | list):
+        return torch.tensor([float(each) for each in found])
+    return found if found is None else float(found)

@@ -15,7 +15,7 @@ def ranks_at_equal_times(b, d, h, flops, bandwidth, element):
 
 # b, d, h, flops, bandwidth, element
 CASES = ((300, 700, 900, 2e12, 3e9, 4), (5120, 2048, 16384, 989e12, 450e9, 2),
-         (64, 96, 512, 9e10, 1e9, 4), (8, 640, 30, 3e13, 5e12, 1))
+         (64, 96, 512, 9e10, 1e9, 4), (8, 640, 30, 3e13, 5e12, 1), (32, 512, 65536, 3e11, 4e11, 4))
 
 
 class RanksAtEqualTimes(Calculation):

@@ -95,6 +95,9 @@ class TwoLayersBackward(Exercise):
                                   (" / dist.get_world_size()", "dist.all_reduce(to_x)"),
                                   (" / dist.get_world_size()",
                                    "to_x = reduced(to_x) / dist.get_world_size()")))),
+        Slip("Where the relu gives 0, its slope is 0, and you go on with another one, such as −1. "
+             "It is 1 where the hidden number is positive, and 0 elsewhere.",
+             {"(hidden > 0)": "(x @ columns).sign()"}),
         Slip("`g` counts N times too often, or too seldom, in all three gradients. It is the "
              "gradient of the output, the same on every rank, and complete: nothing has to be "
              "added or divided.",

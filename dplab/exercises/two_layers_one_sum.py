@@ -21,6 +21,13 @@ def two_layers(x, w, v):
     return out
 
 
+FEW = 5  # hidden columns, of which `chunk` makes three parts for four ranks
+OF_FEW = f"the output with {FEW} hidden columns"
+FEWER_PARTS = ("`chunk` may give fewer parts than there are ranks: of 5 columns it makes 2, 2 and "
+               "1 for 4 ranks. `tensor_split` gives every rank one, an empty one if need be, and "
+               "every rank makes the all-reduce.")
+
+
 class TwoLayers(Exercise):
     number = "B.2"
     title = "Two layers with a relu between them"
@@ -33,7 +40,8 @@ class TwoLayers(Exercise):
         with CallLog() as log, FlopCounterMode(display=False) as flops:
             out = attempt(*inputs)
         alone = dist.get_world_size() == 1  # it has nothing to send: the output on two speaks first
-        return {"the output": out,
+        few = attempt(*layers(FEW))
+        return {"the output": out, OF_FEW: few,
                 "that `x`, `w` and `v` are not changed": all(map(torch.equal, inputs, before)),
                 "the number of bytes that this rank sends": sum(map(sent_bytes, log.calls)),
                 "the number of multiplications in this rank's matrix products":
@@ -44,7 +52,9 @@ class TwoLayers(Exercise):
         x, w, v = layers()
         output = torch.relu(x @ w) @ v
         columns = -(-w.shape[1] // world_size)
-        return {"the output": output, "that `x`, `w` and `v` are not changed": True,
+        x, w, v = layers(FEW)
+        return {"the output": output, OF_FEW: torch.relu(x @ w) @ v,
+                "that `x`, `w` and `v` are not changed": True,
                 "the number of bytes that this rank sends": AtMost(
                     2 * output.nbytes, "one all-reduce of the output sends no more than that, on "
                     "however many ranks, and nothing else has to be sent", exact=False),
@@ -110,6 +120,12 @@ class TwoLayers(Exercise):
              "are computed by nobody. `tensor_split` makes parts for any number of ranks.",
              {"w.tensor_split(world_size, dim=1)": "w.split(w.shape[1] // world_size, dim=1)",
               "v.tensor_split(world_size, dim=0)": "v.split(len(v) // world_size)"}),
+        Slip(FEWER_PARTS, {"w.tensor_split": "w.chunk", "v.tensor_split": "v.chunk"}),
+        Slip(FEWER_PARTS,
+             {"w.tensor_split(world_size, dim=1)[rank]": "w.chunk(world_size, dim=1)\n"
+              "if rank >= len(columns):\n    return torch.zeros(len(x), v.shape[1])",
+              "v.tensor_split(world_size, dim=0)[rank]": "v.chunk(world_size)[rank]",
+              "x @ columns": "x @ columns[rank]"}, hangs=True),
         # The relu.
         Slip("The relu between the two layers is missing.",
              {"torch.relu(x @ columns)": "x @ columns"}),
@@ -137,12 +153,12 @@ class TwoLayers(Exercise):
     )
 
 
-def layers():
+def layers(hidden=50):
     """x (3, 12), w (12, 50) and v (50, 12). Only 2 ranks divide h evenly, and all divide d.
 
     Half of the hidden activations has more bytes than a rank may send.
     """
-    return seeded("x", 3, 12), seeded("w", 12, 50), seeded("v", 50, 12)
+    return seeded("x", 3, 12), seeded("w", 12, hidden), seeded("v", hidden, 12)
 
 
 def my(tensor, dim):

@@ -100,8 +100,9 @@ class TypicalError(Calculation):
              {"[*on_ranks, between]": "on_ranks"}),
         Slip("You count the additions between the ranks only. Each rank has added its own terms "
              "before.", {"[*on_ranks, between]": "[between]"}),
-        Slip("Between the ranks you take each rank's own sum. The result of such an addition is "
-             "the sum of all ranks so far.", {"[*on_ranks, between]": "[*on_ranks, of_ranks]"}),
+        Slip("Beside the additions on the ranks you count one for each rank, of its own sum. "
+             "Between N ranks there are N − 1, and the result of each is the sum of the ranks so "
+             "far.", {"[*on_ranks, between]": "[*on_ranks, of_ranks]"}),
         Slip("You count one addition too many: the first number of each sum is taken as it is. k "
              "numbers need k − 1 additions.", {"cumsum(dim=0)[1:]": "cumsum(dim=0)"}),
         Slip("eps/2 is the largest error of an addition. The typical one is 0.21 eps.",

@@ -259,3 +259,10 @@ def test_two_equal_beginnings_are_not_shown_one_below_the_other():
     assert said.splitlines()[1:] == ["  most at [6]: expected 6, got -1"]
     wrong[0] = -1
     assert "\n  expected  [0" in str(first_difference([{"it": right}], [{"it": wrong}], 1e-5))
+
+
+def test_the_right_numbers_in_another_order_are_said_to_be_that():
+    right = torch.arange(12.0) ** 2
+    turned, other = right.flip(0), right.flip(0) + 1
+    assert "in another order" in str(first_difference([{"it": right}], [{"it": turned}], 1e-5))
+    assert "order" not in str(first_difference([{"it": right}], [{"it": other}], 1e-5))

@@ -17,6 +17,7 @@ from dplab.checks.exercise import (
     NOT_ATTEMPTED,
     OVERWRITTEN,
     PASSED,
+    TAGGED,
     WRONG,
     Exercise,
 )
@@ -362,3 +363,17 @@ def starts_an_all_reduce(tensor):
     (starts_an_all_reduce, "async_op"), (does_not_wait, "async_op")])
 def test_a_call_is_found_for_which_nobody_waits(attempt, call):
     assert unwaited(attempt) == call
+
+
+def tags_with_its_own_number(tensor):
+    partner = dist.get_rank() ^ 1
+    if partner < dist.get_world_size():
+        arriving = torch.empty_like(tensor)
+        sending = dist.isend(tensor, partner, tag=dist.get_rank())
+        dist.recv(arriving, partner, tag=dist.get_rank())
+        sending.wait()
+        tensor.copy_(arriving)
+
+
+def test_tags_that_never_meet_are_named():
+    assert find("0.3").judge(tags_with_its_own_number).why == TAGGED
