@@ -152,7 +152,7 @@ def _often(number):
 
 def _number(number):
     fraction = Fraction(number).limit_denominator(24)
-    near = abs(fraction - number) < NEAR / 10 * abs(number)
+    near = abs(fraction - number) < NEAR * abs(number)
     return str(fraction).replace("-", "−") if near else f"{number:.3g}".replace("-", "−")
 
 

@@ -133,8 +133,8 @@ class AccumulateGradients(Exercise):
         Slip("Each micro-batch's loss is a mean already, and you divided it by a number of samples "
              "once more. Weigh it by its share: its own samples over the local batch.",
              {SHARE: "1 / micro_batch"}, {SHARE: "1 / len(images)"}, {SHARE: "1 / len(x)"}),
-        Slip("The gradients are cleared before each micro-batch, so only the last one counts. Let "
-             "`backward()` add them up.", {BACKWARD: f"model.zero_grad()\n{BACKWARD}"}),
+        Slip("Only the last micro-batch is in the gradient: those before it are cleared, or no "
+             "backward reaches them. Let each one's `backward()` add to `.grad`.", {BACKWARD: f"model.zero_grad()\n{BACKWARD}"}),
         Slip("The last, smaller micro-batch is left out: its samples belong to the batch.",
              {EACH: "for x, y in list(slices)[:-1]:"},
              {EACH: "for x, y in list(slices)[:-1]:", SHARE: "1 / (len(images) // micro_batch)"}),

@@ -149,6 +149,12 @@ class AverageGradients(InPairsToo):
              "`.grad` is None. With zeros it may move it, by weight decay for example. Skip such "
              "parameters.", {IF_THERE: f"{WITH_ZEROS}\n{IF_THERE}"},
              {IF_THERE: f"if parameter.requires_grad:\n    {WITH_ZEROS}\n{IF_THERE}"}),
+        Slip("You leave out a gradient that is all zeros. It may be so on one rank alone, and then "
+             "the ranks' calls no longer belong together: average what is not None.",
+             {IF_THERE: "if parameter.grad is not None and parameter.grad.any():"}, hangs=True),
+        Slip("You leave out a gradient that is all zeros. It may be so on one rank alone, and then "
+             "the ranks' messages differ in length: average what is not None.",
+             {"grad is not None]": "grad is not None and parameter.grad.any()]"}),
         Slip("You packed the gradients that there are, and unpacked in the shapes of all "
              "parameters, the frozen one too. Give both the same list.",
              {"unpack(means, there)": "unpack(means, model.parameters())"}),
@@ -187,6 +193,8 @@ def _with_means(ranks):
 
 
 def _gradient(name, parameter, rank):
+    if (name, rank) == ("1.bias", 0):
+        return torch.zeros_like(parameter)  # as where no unit of this rank's samples was active
     return seeded(f"gradient of {name} on rank {rank}", *parameter.shape, dtype=parameter.dtype)
 
 

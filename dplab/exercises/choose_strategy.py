@@ -86,6 +86,8 @@ class ChooseStrategy(Calculation):
              "fewer activations, or another kind of parallelism.",
              {"return None": "return strategy, held"},
              {"return None": "return strategy, held + activations"}),
+        Slip("You return the bytes without the activations. A rank holds these, too.",
+             {"return strategy, held + activations": "return strategy, held"}),
         # What each strategy shards.
         Slip("Your DDP divides the states by the ranks. It holds all of them on each rank.",
              {'"DDP": weights + gradients + optimizer':

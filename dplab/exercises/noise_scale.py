@@ -102,6 +102,8 @@ class SignalAndNoise(Exercise):
         Slip("Your tr Σ is that of the mean gradient of a local batch. Per sample it is b times "
              "as large.", {NOISE: "(small - big) / (1 - b / B)"},
              {"local_batch, ranks * local_batch": "1, ranks"}),
+        Slip("Your tr Σ is N times too large: what a gradient of b samples scatters, times b, is "
+             "that of one sample. You took B.", {NOISE: f"B / b * {NOISE}"}),
         Slip("You exchanged the two norms: the averaged gradient is that of the larger batch B.",
              {"b, B = ": "small, big = big, small\nb, B = "}),
         Slip("You cut the estimate off at 0. Where noise is all there is, an unbiased estimate of "
