@@ -134,7 +134,8 @@ class AccumulateGradients(Exercise):
              "once more. Weigh it by its share: its own samples over the local batch.",
              {SHARE: "1 / micro_batch"}, {SHARE: "1 / len(images)"}, {SHARE: "1 / len(x)"}),
         Slip("Only the last micro-batch is in the gradient: those before it are cleared, or no "
-             "backward reaches them. Let each one's `backward()` add to `.grad`.", {BACKWARD: f"model.zero_grad()\n{BACKWARD}"}),
+             "backward reaches them. Let each one's `backward()` add to `.grad`.",
+             {BACKWARD: f"model.zero_grad()\n{BACKWARD}"}),
         Slip("The last, smaller micro-batch is left out: its samples belong to the batch.",
              {EACH: "for x, y in list(slices)[:-1]:"},
              {EACH: "for x, y in list(slices)[:-1]:", SHARE: "1 / (len(images) // micro_batch)"}),

@@ -59,8 +59,8 @@ class RingAllReduce(OnARing):
              "reduce-scatter add, and gather only finished chunks.",
              {"ring_reduce_scatter(flat, group), group)":
               "flat, group).view(-1, len(flat)).sum(dim=0)"}),
-        Slip("You sum in float32, whatever the dtype: it has no room for all digits of a float64, or "
-             "of a large integer. Keep the dtype of `flat`.",
+        Slip("You sum in float32, whatever the dtype: it has no room for all digits of a float64, "
+             "or of a large integer. Keep the dtype of `flat`.",
              {"ring_reduce_scatter(flat, group), group)":
               "ring_reduce_scatter(flat.float(), group), group).to(flat.dtype)"}),
         Slip("The sum is in the caller's tensor, as with `dist.all_reduce`. Here the input is left "
