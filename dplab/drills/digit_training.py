@@ -125,7 +125,6 @@ class Evaluation:
     """What a rank evaluated after an epoch, as indices, and the accuracy that the log then has."""
 
     samples: list[int]
-    right: int
     reported: float
 
 
@@ -209,28 +208,18 @@ def train(parts: Parts, settings: Settings, path, *, resume=False, interrupted=T
                                          copies(model.state_dict())))
                 note_calls(record, log, f"a step of epoch {epoch}")
 
-            evaluation(record, parts, model, test_set, settings.files[dist.get_rank()])
+            test_set.read.clear()
+            model.eval()
+            with torch.no_grad():
+                reported = float(parts.evaluate(model, test_set, settings.files[dist.get_rank()]))
+            model.train()
+            if not test_set.read:
+                raise ValueError("evaluate takes its samples as test_set[mine]")
+            record.evaluations.append(Evaluation(list(test_set.read), reported))
             note_calls(record, log, "accuracy")
             for group in optimizer.param_groups:
                 group["lr"] *= 0.7
     return record
-
-
-def evaluation(record, parts, model, test_set, mine):
-    """Evaluates, and records which samples the model saw and how many it got right."""
-    test_set.read.clear()
-    predictions = []
-    hook = model.register_forward_hook(
-        lambda _, inputs, output: predictions.append(output.argmax(dim=1)))
-    model.eval()
-    with torch.no_grad():
-        reported = float(parts.evaluate(model, test_set, mine))
-    model.train()
-    hook.remove()
-    if not test_set.read or not predictions:
-        raise ValueError("evaluate takes its samples as test_set[mine], and gives them to model")
-    right = int((torch.cat(predictions) == test_set.labels[test_set.read]).sum())
-    record.evaluations.append(Evaluation(list(test_set.read), right, reported))
 
 
 def save(path, model, optimizer, epoch, batch):

@@ -144,11 +144,6 @@ class Readings:
     def torchrun(self):
         return torchrun_log(self.script, self.world_size)
 
-    @property
-    def symptoms(self) -> set[str]:
-        said = str(self.torchrun)
-        return {symptom for symptom, words in _SAID.items() if words in said}
-
     def words(self, rank: int) -> str:
         """Where a rank was, as the reader sees it: without the file, which is the drill's."""
         each = self.ranks[rank]
@@ -301,7 +296,6 @@ class Failure(Fault):
     data: Callable = losses_of
 
 
-_SAID = {"a connection is lost": "by peer", "gloo gives up": "Timed out"}  # by torchrun
 _NETWORK = ("Our job on {n} ranks ends with an error: a connection was closed or reset “by peer”. "
             "It was fine last week. Is our network broken?", {"a connection is lost"})
 _HANGS = ("Our job on {n} ranks stands still. Nothing is printed, until gloo gives up. Do I need a "

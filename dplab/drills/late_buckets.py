@@ -173,17 +173,6 @@ class Readings:
                         for message in rank.messages) for stage in rank.computed)
                 for rank in self.ranks]
 
-    @property
-    def symptoms(self):
-        # A step that is slow takes half as long again as its computing at least.
-        share = max(rank.step for rank in self.ranks) / self.computing
-        holds = {"slow": share > 1.5, "very slow": share > 2,
-                 "nothing overlaps": max(self.beside()) == 0,
-                 "the ranks end apart": any(
-                     not torch.allclose(rank.after, self.ranks[0].after, rtol=1e-4)
-                     for rank in self.ranks[1:])}
-        return {symptom for symptom, is_seen in holds.items() if is_seen}
-
 
 # Suspects
 

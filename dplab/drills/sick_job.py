@@ -38,8 +38,9 @@ class Suspect:
 class Fault:
     """Edits that make a part of the job sick, ``old: new``, and what a colleague writes of it.
 
-    ``symptoms``: what of the readings the complaint tells. ``also``: the same complaint in other
-    words, of which the seed takes one. ``part``: what is edited, where it is not the case's part.
+    ``symptoms``: what of the readings the complaint tells; the tests hold each job to it. ``also``:
+    the same complaint in other words, of which the seed takes one. ``part``: what is edited, where
+    it is not the case's part.
     """
 
     edits: dict[str, str]
@@ -72,8 +73,7 @@ def instrument(method):
     def read(self, *args, **kwargs):
         if self._has_run():
             self._asked.add(method.__name__)
-            self._keep(lambda entry: entry.update(readings=sorted(
-                {*entry.get("readings", []), method.__name__})))
+            self._keep(readings=sorted({*self._kept().get("readings", []), method.__name__}))
             method(self, *args, **kwargs)
 
     read.is_instrument = True
@@ -119,10 +119,7 @@ class SickJob:
         raise NotImplementedError
 
     def _run(self, part: Callable):
-        """The readings of the job with this function in the place of the case's part.
-
-        They have ``symptoms``, a set of what a colleague may say of them truly.
-        """
+        """The readings of the job with this function in the place of the case's part."""
         raise NotImplementedError
 
     def _is_healthy(self, readings) -> tuple[bool, str]:
@@ -143,56 +140,46 @@ class SickJob:
             return
         fits, sentence = known.finding(self._readings)
         at_try = self._counted(fits)
-        self._is_found = self._is_found or fits
-        where = f"`job.{known.instrument}()`"
+        sentence += f" (`job.{known.instrument}()` shows it.)"
         if not fits:
-            cards.card(f"Job {self.seed}: not “{known.name}”",
-                       f"{sentence} ({where} shows it.)", color=cards.ORANGE)
-        elif self._case.to_repair:
-            cards.card(f"Job {self.seed}: “{known.name}” it is{at_try}", (
-                f"{sentence} ({where} shows it.) {self._effort()} This is the code. Write "
-                f"`{self._part_name}` anew, without the fault, and run "
-                f"`job.repair({self._part_name})`."),
-                self._named(self._sick_text), cards.GREEN)
+            self._say(f"not “{known.name}”", sentence, color=cards.ORANGE)
+            return
+        self._is_found = True
+        sentence += f" You asked {len(self._asked)} of {len(self._instruments())} instruments."
+        if self._case.to_repair:
+            self._say(f"“{known.name}” it is{at_try}", f"{sentence} This is the code. Write "
+                      f"`{self._part_name}` anew, without the fault, and run "
+                      f"`job.repair({self._part_name})`.",
+                      self._named(self._sick_text), cards.GREEN)
         else:
-            self._solved()
-            cards.card(f"Job {self.seed}: solved{at_try}, “{known.name}” it is",
-                       f"{sentence} ({where} shows it.) {self._effort()} {_LEGEND}",
-                       self._difference(), cards.GREEN)
+            self._is_solved(f"solved{at_try}, “{known.name}” it is", sentence)
 
     def repair(self, part: Callable | None = None) -> None:
         """Runs the job with the reader's function in the place of the sick one."""
-        if self._is_found and not self._case.to_repair:
-            cards.card(f"Job {self.seed} is solved", "It does not ask you to mend its code: "
-                       "`job.solution()` shows the mended lines. "
-                       f'`dplab.drill("{self.chapter:02d}")` hands out another job.')
-            return
         if not self._is_found:
             cards.card("First say what is wrong", 'With `job.diagnose("…")`; where the job asks '
                        "you to mend it, the code appears then.")
-            return
-        if not callable(part):
+        elif not self._case.to_repair:
+            self._say("it is solved", "It does not ask you to mend its code: `job.solution()` "
+                      f"shows the mended lines. {self._another()} hands out another job.")
+        elif not callable(part):
             cards.card("Which function?", f"`job.repair({self._part_name})`: the name of your "
                        "function, without brackets behind it.")
-            return
-        try:
-            readings = self._run(part)
-        except RankError as error:
-            cards.card(f"Job {self.seed}: your {self._part_name} failed", "", str(error),
-                       cards.RED)
-            return
-        healthy, sentence = self._is_healthy(readings)
-        if healthy:
-            self._solved()
-            cards.card(f"Job {self.seed}: solved", f"{sentence} {_LEGEND}", self._difference(),
-                       cards.GREEN)
         else:
-            cards.card(f"Job {self.seed}: not mended yet", sentence, color=cards.ORANGE)
+            try:
+                healthy, sentence = self._is_healthy(self._run(part))
+            except RankError as error:
+                self._say(f"your {self._part_name} failed", "", str(error), cards.RED)
+                return
+            if healthy:
+                self._is_solved("solved", sentence)
+            else:
+                self._say("not mended yet", sentence, color=cards.ORANGE)
 
     def solution(self) -> None:
         """Shows what is wrong, and the mended lines: a try that does not solve the job."""
         self._counted(False)
-        cards.card(f"Job {self.seed}: {self._case.suspect}", _LEGEND, self._difference())
+        self._say(self._case.suspect, _LEGEND, self._difference())
 
     def __repr__(self):
         return "\n".join([self._head(), self._text(), self._guide()]).replace("`", "")
@@ -233,8 +220,11 @@ class SickJob:
         return {name: method for name, method in vars(cls).items()
                 if getattr(method, "is_instrument", False)}
 
-    def _effort(self):
-        return f"You asked {len(self._asked)} of {len(self._instruments())} instruments."
+    def _another(self):
+        return f'`dplab.drill("{self.chapter:02d}")`'
+
+    def _say(self, head, text, block="", color=cards.GREY):
+        cards.card(f"Job {self.seed}: {head}", text, block, color)
 
     def _suspect_named(self, name):
         named = {suspect.name: suspect for suspect in self.suspects_known}
@@ -256,34 +246,32 @@ class SickJob:
             except (RankError, OSError) as error:
                 # Not the error's text: it may quote the code that is to be found.
                 kind = getattr(error, "kind", type(error).__name__)
-                cards.card(f"Job {self.seed} did not run here", f"Its {self._world_size} ranks "
-                           f"failed ({kind}), which is not the fault to find. Try again, or take "
-                           f'another job: `dplab.drill("{self.chapter:02d}")`.', color=cards.RED)
+                self._say("it did not run here", f"Its {self._world_size} ranks failed ({kind}), "
+                          "which is not the fault to find. Try again, or take another job: "
+                          f"{self._another()}.", color=cards.RED)
             except KeyboardInterrupt:
                 raise Interrupted("The job was stopped before its readings were complete.\n"
                                   "The next instrument runs it again.") from None
         return self._readings is not None
 
-    def _keep(self, change):
-        record.update("drills", key(self.chapter, self._case), change)
+    def _kept(self):
+        return record.entries("drills").get(key(self.chapter, self._case), {})
+
+    def _keep(self, **entries):
+        record.update("drills", key(self.chapter, self._case), lambda kept: kept.update(entries))
 
     def _counted(self, fits):
         """Notes a try, until one has found the fault; says in words which one this was."""
-        words = ""
+        kept = self._kept()
+        if kept.get("diagnosed"):
+            return " again"
+        tries = kept.get("tries", 0) + 1
+        self._keep(tries=tries, diagnosed=fits)
+        return f" at the {_ordinal(tries)} try"
 
-        def note(entry):
-            nonlocal words
-            if entry.get("diagnosed"):
-                words = " again"
-                return
-            entry.update(tries=entry.get("tries", 0) + 1, diagnosed=fits)
-            words = f" at the {_ordinal(entry['tries'])} try"
-
-        self._keep(note)
-        return words
-
-    def _solved(self):
-        self._keep(lambda entry: entry.update(solved=True))
+    def _is_solved(self, head, sentence):
+        self._keep(solved=True)
+        self._say(head, f"{sentence} {_LEGEND}", self._difference(), cards.GREEN)
 
     @property
     def _part_name(self):

@@ -10,7 +10,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 
@@ -22,11 +22,10 @@ from dplab import run, show
 from dplab.drills import digit_training as healthy
 from dplab.drills.digit_training import Parts, Recording, Settings, Step, Tensors
 from dplab.drills.sick_job import Case, Fault, SickJob, Suspect, draw, instrument, print_table
-from dplab.workloads.digits import TEST_SIZE, TRAIN_SIZE, accuracy, load_digits
+from dplab.workloads.digits import TEST_SIZE, TRAIN_SIZE, load_digits
 
 NAMES = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
 ROUNDING = 1e-3  # of a gradient's length: far above what the order of a sum changes
-MATCHED = 1e-5  # losses that differ by less are the same: far above what the order changes
 
 
 # A part of one job, in the place of `digit_training.averager`
@@ -77,35 +76,17 @@ class Readings:
         ranks = Counter(sample for own in self.samples(epoch) for sample in set(own))
         return sum(count > 1 for count in ranks.values())
 
-    @cached_property
-    def parts_at(self) -> Step | None:
-        """The step of one process from which on the losses differ; None if they never do."""
-        steps = zip(self.losses, self.one_process.steps, strict=False)
-        return next((step for loss, step in steps if abs(loss - step.loss) > MATCHED), None)
-
-    @property
-    def symptoms(self) -> set[str]:
-        losses, goal = self.losses, [step.loss for step in self.one_process.steps]
-        gaps = [abs(one - other) for one, other in zip(losses, goal, strict=False)]
-        epoch, batch = (self.parts_at.epoch, self.parts_at.batch) if self.parts_at else (-1, -1)
-        holds = {"from step 1": (epoch, batch) == (0, 0), "from step 2": (epoch, batch) == (0, 1),
-                 "in epoch 1": epoch == 1, "in its middle": epoch == 1 and batch > 0,
-                 "falls": sum(losses[-5:]) / 5 < losses[0] / 2, "near": sum(gaps) < 0.1 * sum(goal),
-                 "only in the accuracy": self.parts_at is None and (
-                     abs(self.accuracies()[0] - self.accuracy_of(0)) > 1e-6)}
-        return {symptom for symptom, is_seen in holds.items() if is_seen}
-
-    def accuracy_of(self, rank: int) -> float:
-        """What one process measures of this rank's final model on the whole test set."""
-        model, digits = healthy.make_model(0), load_digits()
+    def right(self, rank: int) -> torch.Tensor:
+        """Which digits of the test set one process gets right with this rank's final model."""
+        model, digits = healthy.make_model(0).eval(), load_digits()
         model.load_state_dict(self.ranks[rank].steps[-1].state)
-        return accuracy(model, digits.test_images, digits.test_labels)
+        return model(digits.test_images).argmax(dim=1) == digits.test_labels
 
-    def accuracies(self, epoch: int = -1) -> tuple[float, float]:
-        """What the log reports after an epoch, and the right answers among those evaluated."""
-        ranks = [rank.evaluations[epoch] for rank in self.ranks]
-        evaluated = sum(len(rank.samples) for rank in ranks)
-        return ranks[0].reported, sum(rank.right for rank in ranks) / evaluated
+    def accuracies(self) -> tuple[float, float]:
+        """What the log reports in the end, and the right answers among those evaluated."""
+        right = torch.cat([self.right(rank)[each.evaluations[-1].samples]
+                           for rank, each in enumerate(self.ranks)])
+        return self.ranks[0].evaluations[-1].reported, right.float().mean().item()
 
 
 def spread(ranks: Iterable[Tensors]) -> dict[str, float]:
@@ -441,11 +422,14 @@ class SilentFailure(SickJob):
     def accuracy(self) -> None:
         """The accuracy in the log, and what each rank contributed."""
         readings = self._readings
-        for epoch in range(healthy.EPOCHS):
-            print(f"After epoch {epoch} the log says {readings.accuracies(epoch)[0]:.2%}")
+        for epoch, each in enumerate(readings.ranks[0].evaluations):
+            print(f"After epoch {epoch} the log says {each.reported:.2%}")
         print(f"\nAfter epoch {healthy.EPOCHS - 1}; the test set has {TEST_SIZE} digits")
-        rows = [(f"rank {rank}", len(each.evaluations[-1].samples), each.evaluations[-1].right,
-                 f"{readings.accuracy_of(rank):.2%}") for rank, each in enumerate(readings.ranks)]
+        rows = []
+        for rank, each in enumerate(readings.ranks):
+            right, samples = readings.right(rank), each.evaluations[-1].samples
+            rows.append((f"rank {rank}", len(samples), int(right[samples].sum()),
+                         f"{right.float().mean():.2%}"))
         _, evaluated, right, _ = zip(*rows, strict=True)
         rows.append(("together", sum(evaluated), sum(right), ""))
         print_table(["", "evaluated", "right", "share", "its model on all"], *(

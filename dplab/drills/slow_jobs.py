@@ -183,14 +183,6 @@ class Readings:
     def stands_still(self) -> bool:
         return not all(each.finished for each in self.ranks)
 
-    @property
-    def symptoms(self) -> set[str]:
-        """By the shortest steps: other programs on the machine only make steps longer."""
-        if self.stands_still:
-            return {"stands still"}
-        here, alone = (min(map(length, steps)) for steps in (self.steps, self.alone))
-        return {"slow"} if here > 4 / 3 * alone else set()
-
 
 def medians(steps) -> list[dict[str, float]]:
     """By rank: over the steps, the medians of its seconds in each kind of kernel, in all together,

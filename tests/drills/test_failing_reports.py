@@ -61,9 +61,10 @@ def test_the_readings_decide_for_one_suspect_and_for_the_ranks_with_the_odd_data
 
 @pytest.mark.nightly
 @each_case
-def test_with_every_seed_the_ranks_with_the_odd_data_are_to_blame(case):
+def test_the_readings_decide_with_every_seed(case):
     for seed in seeds_of(FailingReport, *case.faults, 8):
         job = job_of(FailingReport, seed)
+        assert fitting(FailingReport, job._readings) == [case.suspect]
         assert job._readings.to_blame() == odd_in_the_data(job)
 
 

@@ -5,6 +5,7 @@ import re
 
 import pytest
 from drill_jobs import faults_of, first_job_of, fitting, said_by
+from symptoms import symptoms_of
 
 from dplab.drills import slow_jobs
 from dplab.drills.slow_jobs import CASES, SlowJob
@@ -22,7 +23,7 @@ def test_of_a_healthy_job_no_suspect_fits_and_no_complaint_is_true(world_size):
     readings = job._run(slept_steps.count_batches)
     assert fitting(SlowJob, readings) == []
     assert job._is_healthy(readings)[0], job._is_healthy(readings)[1]
-    assert not readings.symptoms
+    assert not symptoms_of(readings)
     assert len({tuple(each.calls) for each in readings.ranks}) == 1
     assert all(each.done == len(each.calls) for each in readings.ranks)
 
