@@ -76,53 +76,30 @@ def largest_so_far(losses):
     dist.all_reduce(losses.sum())
 
 
-# What the ranks are given. ``odd``: the rank whose losses bring the fault to light.
+# What makes one job's losses bring the fault to light, those of the rank ``odd``. They are changed
+# in place.
 
 
-def losses_of(world_size, chances):
-    """Three batches on each rank. The largest loss of each batch is between 7 and 8."""
-    draw = torch.Generator().manual_seed(chances.randrange(1_000_000))
-    batches = 7 * torch.rand(world_size, 3, BATCH, generator=draw)
-    batches[..., 1] = 7 + batches[..., 1] / 7
-    return list(batches.flatten(1))
-
-
-def without_losses(world_size, odd, chances):
-    losses = losses_of(world_size, chances)
+def are_none(losses, odd, _):
     losses[odd] = losses[odd][:0]
-    return losses
 
 
-def with_a_changed_batch(change):
-    """``change`` is applied to one batch of the odd rank, in place."""
-    def losses(world_size, odd, chances):
-        losses = losses_of(world_size, chances)
-        change(losses[odd].split(BATCH)[chances.randrange(3)])
-        return losses
-
-    return losses
+def in_one_batch(change):
+    return lambda losses, odd, chances: change(losses[odd].split(BATCH)[chances.randrange(3)])
 
 
-with_a_nan = with_a_changed_batch(lambda batch: batch[2].fill_(float("nan")))
-with_small_losses = with_a_changed_batch(lambda batch: batch.clamp_(max=5.5))
-with_an_outlier = with_a_changed_batch(lambda batch: batch[2].fill_(40.0))
-
-
-def equally_long_in_one_pair(world_size, odd, chances):
-    losses = losses_of(world_size, chances)
-    for rank in range(0, world_size, 2):
+def are_as_many_as_the_partner_s(losses, odd, _):
+    for rank in range(0, len(losses), 2):
         if rank != odd // 2 * 2:
             losses[rank] = losses[rank][:-BATCH]
-    return losses
 
 
-def larger_on_each_rank_but_one(world_size, odd, chances):
-    """Not the first rank, which has nothing to compare with, nor the last, which never sends."""
-    losses = losses_of(world_size, chances)
+def are_smaller_than_before(losses, odd, _):
+    """Not of the first rank, which has nothing to compare with, nor of the last, which never sends.
+    """
     for rank, each in enumerate(losses):
         each[1] = 8.0 + rank
-    losses[1 + odd % (world_size - 2)].clamp_(max=6.5)
-    return losses
+    losses[1 + odd % (len(losses) - 2)].clamp_(max=6.5)
 
 
 # Readings
@@ -147,7 +124,7 @@ class Readings:
     def words(self, rank: int) -> str:
         """Where a rank was, as the reader sees it: without the file, which is the drill's."""
         each = self.ranks[rank]
-        if each.state == "raised":
+        if self.error and each.state == "raised":
             return f"rank {rank} raised {self.error.error} in {each.source}"
         if each.state == "called":
             return f"rank {rank} is in {each.operation} number {each.number} of {each.tensor}"
@@ -178,11 +155,9 @@ class Readings:
     @property
     def passed_by(self) -> dict[int, list[int]]:
         """The ranks that are in no send or receive, by rank those that wait for them in one."""
-        found: dict[int, list[int]] = {}
-        for rank, peer in self.between_two.items():
-            if peer not in self.between_two:
-                found.setdefault(peer, []).append(rank)
-        return found
+        peers = self.between_two
+        return {passed: [rank for rank, peer in peers.items() if peer == passed]
+                for passed in peers.values() if passed not in peers}
 
     def rare(self, name) -> list[int]:
         """The ranks in a call that differ from most in their operation, or in their tensor."""
@@ -289,11 +264,11 @@ SUSPECTS = (
 # Jobs
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class Failure(Fault):
-    """A fault, and ``data(world_size, odd, chances)``: each rank's losses, which bring it out."""
+    """A fault, and ``change(losses, odd, chances)``, which makes the losses bring it to light."""
 
-    data: Callable = losses_of
+    change: Callable
 
 
 _NETWORK = ("Our job on {n} ranks ends with an error: a connection was closed or reset “by peer”. "
@@ -303,13 +278,15 @@ _HANGS = ("Our job on {n} ranks stands still. Nothing is printed, until gloo giv
 CASES = (
     Case("a", "exception", largest_loss, (Failure(
         {' if len(losses) else torch.tensor(float("-inf"))': ""},
-        *_NETWORK, (3, 4), without_losses),)),
+        *_NETWORK, (3, 4), change=are_none),)),
     Case("b", "early end", totals, (Failure(
         {"dist.all_reduce(total)  # a NaN reaches every rank":
          "if total.isfinite():\n    dist.all_reduce(total)"},
-        *_NETWORK, (3, 4), with_a_nan),)),
+        *_NETWORK, (3, 4),
+        change=in_one_batch(lambda batch: batch[2].fill_(float("nan")))),)),
     Case("c", "wrong shape", histogram, (Failure(
-        {"minlength=10": ""}, *_NETWORK, (3, 4), with_small_losses),)),
+        {"minlength=10": ""}, *_NETWORK, (3, 4),
+        change=in_one_batch(lambda batch: batch.clamp_(max=5.5))),)),
     Case("d", "other collective", totals_and_largest, (Failure(
         {"dist.reduce(total, dst=0)\n        dist.all_reduce(largest, op=dist.ReduceOp.MAX)":
          "if largest > 9:\n"
@@ -318,14 +295,14 @@ CASES = (
          "else:\n"
          "    dist.reduce(total, dst=0)\n"
          "    dist.all_reduce(largest, op=dist.ReduceOp.MAX)"},
-        *_HANGS, (3, 4), with_an_outlier),)),
+        *_HANGS, (3, 4), change=in_one_batch(lambda batch: batch[2].fill_(40.0))),)),
     Case("e", "deadlock", swap, (Failure(
         {"(lengths[rank], rank) >= (lengths[partner], partner)":
          "lengths[rank] >= lengths[partner]"},
-        *_HANGS, (4,), equally_long_in_one_pair),)),
+        *_HANGS, (4,), change=are_as_many_as_the_partner_s),)),
     Case("f", "missing transfer", largest_so_far, (Failure(
         {"rank < last:": "rank < last and largest > so_far:", ".maximum(so_far)": ""},
-        *_HANGS, (4,), larger_on_each_rank_but_one),)),
+        *_HANGS, (4,), change=are_smaller_than_before),)),
 )
 
 
@@ -339,10 +316,15 @@ class FailingReport(SickJob):
     answer = 'job.diagnose("…", rank=...)'
 
     def _draw_settings(self, chances: random.Random) -> list[torch.Tensor]:
-        """Each rank's losses."""
+        """Each rank's losses, in three batches. The largest of each batch is between 7 and 8."""
         odd = chances.randrange(self._world_size)
+        draw = torch.Generator().manual_seed(chances.randrange(1_000_000))
+        batches = 7 * torch.rand(self._world_size, 3, BATCH, generator=draw)
+        batches[..., 1] = 7 + batches[..., 1] / 7
+        losses = list(batches.flatten(1))
         assert isinstance(self._fault, Failure)
-        return self._fault.data(self._world_size, odd, chances)
+        self._fault.change(losses, odd, chances)
+        return losses
 
     def _description(self):
         return (f"The job runs on {self._world_size} ranks. Each calls one function with the "

@@ -15,7 +15,7 @@ import tempfile
 import time
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from pathlib import Path
 
 import torch.distributed as dist
@@ -173,9 +173,8 @@ class Readings:
     @property
     def differing(self) -> int | None:
         """The number of the first call that is not the same on all ranks that have it."""
-        longest = max(len(each.calls) for each in self.ranks)
-        for number in range(longest):
-            if len({each.calls[number][:2] for each in self.ranks if number < len(each.calls)}) > 1:
+        for number, calls in enumerate(zip_longest(*(each.calls for each in self.ranks))):
+            if len({call[:2] for call in calls if call}) > 1:
                 return number
         return None
 
