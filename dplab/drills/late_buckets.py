@@ -1,8 +1,8 @@
 """Chapter 05's drills: training whose gradients travel in buckets, and whose overlap is sick.
 
 The job runs on two or three real ranks over an emulated link. Computing is emulated: backward
-sleeps in each stage. The last two stages lie side by side, and
-a rank's data decide which of them comes first. So ranks need not agree on what is ready first.
+sleeps in each stage. The last two stages lie side by side, and a rank's data decide which of them
+comes first. So ranks need not agree on what is ready first.
 """
 
 import random
@@ -104,13 +104,13 @@ def train(parts, settings):
         parameter.register_post_accumulate_grad_hook(
             lambda each: own.update({each: each.grad.clone()}))
     buckets = parts["OverlappedBuckets"](parts["make_buckets"](model))
-    sign = 1 - 2 * (dist.get_rank() % 2)
     torch.manual_seed(1 + dist.get_rank())
     x = torch.rand(settings.samples, WIDTH)
     for _ in range(STEPS):
         model.zero_grad()
         trace.spans.clear()
-        _turn(model, x, sign)
+        with torch.no_grad():  # the data of even ranks and of odd ranks choose different orders
+            model.stages[-3][1].bias.fill_(3.0 if dist.get_rank() % 2 else -3.0)
         loss = model(x).square().mean()
         dist.barrier()
         begin = time.monotonic()
@@ -130,12 +130,6 @@ def train(parts, settings):
     return Recording(messages, [span for span in spans if span.lane == COMPUTE], backward, end,
                      _by_stage(model, own),
                      _by_stage(model, {each: each.grad for each in model.parameters()}))
-
-
-def _turn(model, x, sign):
-    """Shifts a bias so that the data of even ranks and of odd ranks choose different orders."""
-    with torch.no_grad():
-        model.stages[-3][1].bias.fill_(-sign * 3.0)
 
 
 def _by_stage(model, gradients):

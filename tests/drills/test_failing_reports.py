@@ -80,14 +80,6 @@ def test_the_mended_function_ends_on_every_rank(case):
     assert readings.error is None
 
 
-@pytest.mark.slow
-@each_case
-def test_torchrun_blames_a_rank_and_names_no_suspect(case):
-    job = job_of_case(case.slug)
-    assert not words_of_suspects(FailingReport) & words_of(said_by(job.torchrun))
-    assert job._readings.torchrun.blamed is not None
-
-
 @each_case
 def test_an_answer_is_right_on_the_ranks_to_blame_and_wrong_on_the_others(case):
     guilty = job_of_case(case.slug)._readings.to_blame()
