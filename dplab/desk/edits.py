@@ -60,7 +60,8 @@ class Source:
 
     def compiled(self, text: str) -> Callable:
         """What the source defines, beside the other names of its module."""
-        file = f"<mistake {next(self._count)}>"
+        # A name that the launcher takes for a learner's file, so that its reports show the lines.
+        file = f"{self.definition.__name__}-{next(self._count)}"
         linecache.cache[file] = len(text), None, text.splitlines(keepends=True), file
         names = vars(sys.modules[self.definition.__module__])
         names = {**names, "__name__": "__main__"}  # so that it travels to ranks by value

@@ -32,7 +32,7 @@ def drill(chapter: str, seed: int | None = None) -> SickJob:
     elif isinstance(seed, bool) or not isinstance(seed, int):
         raise TypeError(f"seed must be an integer such as 1234, not {seed!r}")
     job = kind(seed)
-    job._keep(lambda entry: entry.update(taken=entry.get("taken", 0) + 1))
+    job._keep(taken=job._kept().get("taken", 0) + 1)
     job._show()
     return job
 

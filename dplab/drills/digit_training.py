@@ -105,38 +105,45 @@ class Settings:
     files: list[torch.Tensor]
 
 
+Tensors = dict[str, torch.Tensor]  # by the model's names, copies in float64
+
+
 @dataclass
-class State:
-    """Where a rank is, at the stop or when it goes on."""
+class Step:
+    """One step of one rank: its own batch, and what came of it."""
 
     epoch: int
     batch: int
-    learning_rate: float
-    momentum: torch.Tensor  # of all parameters, one after the other
+    loss: float
+    samples: list[int]
+    gradients: Tensors  # as the optimizer gets them
+    state: Tensors  # weights and buffers after the step
+
+
+@dataclass
+class Evaluation:
+    """What a rank evaluated after an epoch, as indices, and the accuracy that the log then has."""
+
+    samples: list[int]
+    reported: float
 
 
 @dataclass
 class Recording:
-    """What one rank did. Vectors hold the model's tensors one after the other, in their order."""
+    """What one rank did. ``stopped`` and ``went_on``: where it was then, as `position` has it."""
 
-    losses: list[float] = field(default_factory=list)  # one for each step, of the rank's own batch
-    places: list[tuple[int, int]] = field(default_factory=list)  # epoch and batch of each step
-    samples: list[torch.Tensor] = field(default_factory=list)  # of each step, as indices
-    gradients: list[torch.Tensor] = field(default_factory=list)  # as the optimizer gets them
-    states: list[torch.Tensor] = field(default_factory=list)  # weights and buffers after each step
-    before: list[torch.Tensor] = field(default_factory=list)  # the same before a run's first step
-    evaluated: list[torch.Tensor] = field(default_factory=list)  # indices, by epoch
-    right: list[int] = field(default_factory=list)  # of those, by epoch
-    reported: list[float] = field(default_factory=list)  # the accuracy in the log, by epoch
-    calls: list[tuple[str, str, int]] = field(default_factory=list)  # moment, operation, numbers
-    stopped: State | None = None
-    went_on: State | None = None
+    steps: list[Step] = field(default_factory=list)
+    before: list[Tensors] = field(default_factory=list)  # the state before a run's first step
+    evaluations: list[Evaluation] = field(default_factory=list)  # by epoch
+    calls: dict[str, dict[str, list[int]]] = field(default_factory=dict)  # moment, operation, sizes
+    stopped: dict[str, float] = field(default_factory=dict)
+    went_on: dict[str, float] = field(default_factory=dict)
 
     def then(self, later: "Recording") -> "Recording":
         """Both runs of a job that was stopped."""
-        lists = {name: value + getattr(later, name) for name, value in vars(self).items()
-                 if isinstance(value, list)}
-        return Recording(**lists, stopped=self.stopped, went_on=later.went_on)
+        return Recording(self.steps + later.steps, self.before + later.before,
+                         self.evaluations + later.evaluations, self.calls | later.calls,
+                         self.stopped, later.went_on)
 
 
 class Samples:
@@ -144,10 +151,10 @@ class Samples:
 
     def __init__(self, images, labels):
         self.images, self.labels = images, labels
-        self.read = []  # tensors
+        self.read: list[int] = []
 
     def __getitem__(self, indices):
-        self.read.append(torch.as_tensor(indices).clone())
+        self.read += torch.as_tensor(indices).tolist()
         return self.images[indices], self.labels[indices]
 
 
@@ -157,7 +164,6 @@ def train(parts: Parts, settings: Settings, path, *, resume=False, interrupted=T
     With ``interrupted=False`` it trains to the end in one run. Called by every rank.
     """
     digits = load_digits()
-    train_set = Samples(digits.train_images, digits.train_labels)
     test_set = Samples(digits.test_images, digits.test_labels)
     record = Recording()
     with CallLog() as log:
@@ -168,12 +174,12 @@ def train(parts: Parts, settings: Settings, path, *, resume=False, interrupted=T
         first_epoch, done = 0, 0
         if resume:
             first_epoch, done = parts.load(path, model, optimizer)
-            record.went_on = state_of(model, optimizer, first_epoch, done)
+            record.went_on = position(optimizer, first_epoch, done)
             note_calls(record, log, "going on")
         else:
             parts.begin(model)
             note_calls(record, log, "before step 1")
-        record.before.append(vector_of(model.state_dict().values()))
+        record.before.append(copies(model.state_dict()))
 
         for epoch in range(first_epoch, EPOCHS):
             if epoch >= THAW:
@@ -185,48 +191,35 @@ def train(parts: Parts, settings: Settings, path, *, resume=False, interrupted=T
                     continue
                 if interrupted and not resume and (epoch, number) == (1, settings.stop):
                     save(path, model, optimizer, epoch, number)
-                    record.stopped = state_of(model, optimizer, epoch, number)
+                    record.stopped = position(optimizer, epoch, number)
                     note_calls(record, log, "at the stop")
                     return record
 
-                images, labels = train_set[batch]
                 optimizer.zero_grad()
-                loss = F.cross_entropy(model(images), labels)
+                loss = F.cross_entropy(model(digits.train_images[batch]),
+                                       digits.train_labels[batch])
                 loss.backward()
                 average()
-                gradients = [zeros_for_none(p.grad, p) for p in model.parameters()]
+                gradients = copies({name: torch.zeros_like(parameter) if parameter.grad is None
+                                    else parameter.grad
+                                    for name, parameter in model.named_parameters()})
                 optimizer.step()
+                record.steps.append(Step(epoch, number, loss.item(), batch.tolist(), gradients,
+                                         copies(model.state_dict())))
+                note_calls(record, log, f"a step of epoch {epoch}")
 
-                record.losses.append(loss.item())
-                record.places.append((epoch, number))
-                record.samples.append(batch)
-                record.gradients.append(vector_of(gradients))
-                record.states.append(vector_of(model.state_dict().values()))
-                note_calls(record, log, f"a step of epoch {epoch}, {number}")
-
-            evaluation(record, parts, model, test_set, settings.files[dist.get_rank()])
-            note_calls(record, log, f"accuracy, epoch {epoch}")
+            test_set.read.clear()
+            model.eval()
+            with torch.no_grad():
+                reported = float(parts.evaluate(model, test_set, settings.files[dist.get_rank()]))
+            model.train()
+            if not test_set.read:
+                raise ValueError("evaluate takes its samples as test_set[mine]")
+            record.evaluations.append(Evaluation(list(test_set.read), reported))
+            note_calls(record, log, "accuracy")
             for group in optimizer.param_groups:
                 group["lr"] *= 0.7
     return record
-
-
-def evaluation(record, parts, model, test_set, mine):
-    """Evaluates, and records which samples the model saw and how many it got right."""
-    test_set.read.clear()
-    predictions = []
-    hook = model.register_forward_hook(
-        lambda _, inputs, output: predictions.append(output.argmax(dim=1)))
-    model.eval()
-    with torch.no_grad():
-        record.reported.append(float(parts.evaluate(model, test_set, mine)))
-    model.train()
-    hook.remove()
-    if not test_set.read or not predictions:
-        raise ValueError("evaluate takes its samples as test_set[mine], and gives them to model")
-    seen = torch.cat(test_set.read)
-    record.evaluated.append(seen)
-    record.right.append(int((torch.cat(predictions) == test_set.labels[seen]).sum()))
 
 
 def save(path, model, optimizer, epoch, batch):
@@ -238,23 +231,24 @@ def save(path, model, optimizer, epoch, batch):
     dist.barrier()
 
 
-def state_of(model, optimizer, epoch, batch) -> State:
-    momenta = [zeros_for_none(optimizer.state[parameter].get("momentum_buffer"), parameter)
-               for parameter in model.parameters()]
-    return State(epoch, batch, optimizer.param_groups[0]["lr"], vector_of(momenta))
+def position(optimizer, epoch, batch) -> dict[str, float]:
+    """Where a rank is, at the stop or when it goes on."""
+    momenta = [state["momentum_buffer"] for state in optimizer.state.values()
+               if state.get("momentum_buffer") is not None]
+    squares = sum(momentum.double().square().sum().item() for momentum in momenta)
+    return {"epoch": epoch, "batch": batch, "learning rate": optimizer.param_groups[0]["lr"],
+            "norm of the momenta": squares ** 0.5}
 
 
-def zeros_for_none(tensor, like):
-    return torch.zeros_like(like) if tensor is None else tensor
-
-
-def vector_of(tensors) -> torch.Tensor:
-    """A copy of all numbers in these tensors, one after the other, in float64."""
-    return torch.cat([tensor.detach().double().flatten() for tensor in tensors])
+def copies(tensors) -> Tensors:
+    return {name: tensor.detach().double().clone() for name, tensor in tensors.items()}
 
 
 def note_calls(record, log, moment):
-    """Moves what was called since the last time from the log to the record."""
+    """Moves what was called since the last time to the record; the last of its kind is kept."""
+    sizes: dict[str, list[int]] = {}
     for call in log.calls:
-        record.calls.append((moment, call.operation, torch.Size(call.shape).numel()))
+        sizes.setdefault(call.operation, []).append(torch.Size(call.shape).numel())
+    if sizes:
+        record.calls[moment] = sizes
     log.calls.clear()

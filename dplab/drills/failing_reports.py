@@ -7,7 +7,6 @@ what plain torchrun prints for the same job.
 
 import inspect
 import random
-import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,81 +20,40 @@ from dplab import RankError, run
 from dplab.desk import cards
 from dplab.drills.sick_job import Case, Fault, SickJob, Suspect, instrument
 from dplab.measure import torchrun_log
+from dplab.spawn.between.errors import RankReport
 
 BATCH = 4  # losses
 PATIENCE = 8  # seconds until gloo gives up under torchrun; by default it waits for 30 minutes
 
 
-# Faults and the same functions mended. Each rank calls one with the losses of its own samples.
+# Each rank calls one of these with the losses of its own samples.
 
 
-def largest_of_own(losses):
-    largest = losses.max()
-    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-
-
-def largest_of_own_mended(losses):
+def largest_loss(losses):
     largest = losses.max() if len(losses) else torch.tensor(float("-inf"))
     dist.all_reduce(largest, op=dist.ReduceOp.MAX)
 
 
-def totals_of_the_finite(losses):
-    for batch in losses.split(4):
-        total = batch.sum()
-        if total.isfinite():
-            dist.all_reduce(total)
-
-
-def totals_of_the_finite_mended(losses):
+def totals(losses):
     for batch in losses.split(4):
         total = batch.sum()
         dist.all_reduce(total)  # a NaN reaches every rank
 
 
-def histogram_as_long_as_needed(losses):
-    for batch in losses.split(4):
-        counts = batch.long().bincount()
-        dist.all_reduce(counts)
-
-
-def histogram_as_long_as_needed_mended(losses):
+def histogram(losses):
     for batch in losses.split(4):
         counts = batch.long().bincount(minlength=10)
         dist.all_reduce(counts)
 
 
-def outliers_first(losses):
-    for batch in losses.split(4):
-        total, largest = batch.sum(), batch.max()
-        if largest > 9:
-            dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-            dist.reduce(total, dst=0)
-        else:
-            dist.reduce(total, dst=0)
-            dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-
-
-def outliers_first_mended(losses):
+def totals_and_largest(losses):
     for batch in losses.split(4):
         total, largest = batch.sum(), batch.max()
         dist.reduce(total, dst=0)
         dist.all_reduce(largest, op=dist.ReduceOp.MAX)
 
 
-def the_longer_one_sends(losses):
-    rank, partner = dist.get_rank(), dist.get_rank() ^ 1
-    lengths = torch.zeros(dist.get_world_size(), dtype=torch.int64)
-    dist.all_gather_single(lengths, torch.tensor([len(losses)]))
-    mine, theirs = losses[:2].clone(), torch.zeros(2)
-    if lengths[rank] >= lengths[partner]:
-        dist.send(mine, partner)
-        dist.recv(theirs, partner)
-    else:
-        dist.recv(theirs, partner)
-        dist.send(mine, partner)
-
-
-def the_longer_one_sends_mended(losses):
+def swap(losses):
     rank, partner = dist.get_rank(), dist.get_rank() ^ 1
     lengths = torch.zeros(dist.get_world_size(), dtype=torch.int64)
     dist.all_gather_single(lengths, torch.tensor([len(losses)]))
@@ -113,199 +71,125 @@ def largest_so_far(losses):
     largest, so_far = losses.max(), torch.zeros(())
     if rank > 0:
         dist.recv(so_far, rank - 1)
-    if rank < last and largest > so_far:
-        dist.send(largest, rank + 1)
-    dist.all_reduce(losses.sum())
-
-
-def largest_so_far_mended(losses):
-    rank, last = dist.get_rank(), dist.get_world_size() - 1
-    largest, so_far = losses.max(), torch.zeros(())
-    if rank > 0:
-        dist.recv(so_far, rank - 1)
     if rank < last:
         dist.send(largest.maximum(so_far), rank + 1)
     dist.all_reduce(losses.sum())
 
 
-# What the ranks are given. ``odd``: the rank whose losses bring the fault to light.
+# What makes one job's losses bring the fault to light, those of the rank ``odd``. They are changed
+# in place.
 
 
-def losses_of(world_size, chances):
-    """Three batches on each rank. The largest loss of each batch is between 7 and 8."""
-    draw = torch.Generator().manual_seed(chances.randrange(1_000_000))
-    batches = 7 * torch.rand(world_size, 3, BATCH, generator=draw)
-    batches[..., 1] = 7 + batches[..., 1] / 7
-    return list(batches.flatten(1))
-
-
-def without_losses(world_size, odd, chances):
-    losses = losses_of(world_size, chances)
+def are_none(losses, odd, _):
     losses[odd] = losses[odd][:0]
-    return losses
 
 
-def changed(world_size, odd, chances, change):
-    """``change`` is applied to one batch of the odd rank, in place."""
-    losses = losses_of(world_size, chances)
-    change(losses[odd].split(BATCH)[chances.randrange(3)])
-    return losses
+def in_one_batch(change):
+    return lambda losses, odd, chances: change(losses[odd].split(BATCH)[chances.randrange(3)])
 
 
-def with_a_nan(world_size, odd, chances):
-    return changed(world_size, odd, chances, lambda batch: batch[2].fill_(float("nan")))
-
-
-def with_small_losses(world_size, odd, chances):
-    return changed(world_size, odd, chances, lambda batch: batch.clamp_(max=5.5))
-
-
-def with_an_outlier(world_size, odd, chances):
-    return changed(world_size, odd, chances, lambda batch: batch[2].fill_(40.0))
-
-
-def equally_long_in_one_pair(world_size, odd, chances):
-    losses = losses_of(world_size, chances)
-    for rank in range(0, world_size, 2):
+def are_as_many_as_the_partner_s(losses, odd, _):
+    for rank in range(0, len(losses), 2):
         if rank != odd // 2 * 2:
             losses[rank] = losses[rank][:-BATCH]
-    return losses
 
 
-def larger_on_each_rank_but_one(world_size, odd, chances):
-    """Not the first rank, which has nothing to compare with, nor the last, which never sends."""
-    losses = losses_of(world_size, chances)
+def are_smaller_than_before(losses, odd, _):
+    """Not of the first rank, which has nothing to compare with, nor of the last, which never sends.
+    """
     for rank, each in enumerate(losses):
         each[1] = 8.0 + rank
-    losses[1 + odd % (world_size - 2)].clamp_(max=6.5)
-    return losses
+    losses[1 + odd % (len(losses) - 2)].clamp_(max=6.5)
 
 
 # Readings
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where a rank was when the job had failed: in a call, or ``operation`` is empty."""
-
-    rank: int
-    text: str  # as the reader sees it
-    operation: str = ""
-    tensor: str = ""  # dtype and shape
-    peer: int | None = None  # of a send or receive
-
-    @property
-    def is_between_two(self):
-        return self.operation in ("send", "recv")
-
-
 @dataclass
 class Readings:
-    """What became of a job. ``error``: the report of `run`; None where no rank failed."""
+    """What became of a job. ``error``: what `run` raised; None where no rank failed."""
 
     error: RankError | None
     world_size: int
     script: str
 
-    @cached_property
-    def places(self) -> list[Place]:
-        """Where each rank was, in rank order."""
-        text = "" if self.error is None else str(self.error).partition("\n")[2]
-        number = re.match(r"collective (number \d+)", self.head)
-        found = [_place(int(rank), doing.strip(), number[1] if number else "")
-                 for rank, doing in re.findall(r"^  rank (\d+) (.*)$", text, re.MULTILINE)]
-        if self.error is not None and self.error.kind == "raised":
-            found.append(self._raised(text))
-        return sorted(found, key=lambda place: place.rank)
+    @property
+    def ranks(self) -> list[RankReport]:
+        return self.error.ranks if self.error else []
 
     @cached_property
     def torchrun(self):
         return torchrun_log(self.script, self.world_size)
 
-    @property
-    def head(self):
-        """The first line of the report."""
-        return str(self.error).partition("\n")[0]
+    def words(self, rank: int) -> str:
+        """Where a rank was, as the reader sees it: without the file, which is the drill's."""
+        each = self.ranks[rank]
+        if self.error and each.state == "raised":
+            return f"rank {rank} raised {self.error.error} in {each.source}"
+        if each.state == "called":
+            return f"rank {rank} is in {each.operation} number {each.number} of {each.tensor}"
+        return ": ".join(filter(None, [f"rank {rank} {each.doing}", each.source]))
+
+    def in_state(self, state) -> list[int]:
+        return [each.rank for each in self.ranks if each.state == state]
 
     @property
-    def raised(self) -> list[int]:
-        return [place.rank for place in self.places if " raised " in place.text]
+    def in_a_call(self) -> list[RankReport]:
+        return [each for each in self.ranks if each.state in ("waiting", "called")]
 
     @property
-    def returned(self) -> list[int]:
-        return [place.rank for place in self.places if "returned" in place.text]
-
-    @property
-    def waiting(self) -> list[Place]:
-        return [place for place in self.places if place.operation]
+    def between_two(self) -> dict[int, int]:
+        """The ranks that wait in a send or receive, each with the rank that it waits for."""
+        return {each.rank: each.peer for each in self.in_a_call if each.peer is not None}
 
     def values(self, name) -> Counter:
-        """How many of the ranks in a call have which operation, or which tensor."""
-        return Counter(getattr(place, name) for place in self.waiting)
+        """How many of the ranks in a call have which ``"operation"``, or which ``"tensor"``."""
+        return Counter(getattr(each, name) for each in self.in_a_call)
 
     @property
     def each_for_the_other(self) -> list[int]:
         """The ranks that wait for a rank that waits for them."""
-        peers = {place.rank: place.peer for place in self.waiting if place.peer is not None}
+        peers = self.between_two
         return [rank for rank, peer in peers.items() if peers.get(peer) == rank]
 
     @property
     def passed_by(self) -> dict[int, list[int]]:
         """The ranks that are in no send or receive, by rank those that wait for them in one."""
-        between = [place for place in self.waiting if place.is_between_two]
-        found: dict[int, list[int]] = {}
-        for place in between:
-            if place.peer is not None and place.peer not in [other.rank for other in between]:
-                found.setdefault(place.peer, []).append(place.rank)
-        return found
+        peers = self.between_two
+        return {passed: [rank for rank, peer in peers.items() if peer == passed]
+                for passed in peers.values() if passed not in peers}
 
     def rare(self, name) -> list[int]:
         """The ranks in a call that differ from most in their operation, or in their tensor."""
-        [(usual, _), *others] = self.values(name).most_common() or [("", 0)]
-        return [place.rank for place in self.waiting if getattr(place, name) != usual] if (
-            others) else []
+        usual = self.values(name).most_common(1)
+        return [each.rank for each in self.in_a_call if getattr(each, name) != usual[0][0]]
 
     def to_blame(self) -> list[int]:
         """The ranks whose code took another way than that of the others."""
-        if any(place.is_between_two for place in self.waiting):
+        if self.between_two:
             return self.each_for_the_other or list(self.passed_by)
-        return self.raised or self.returned or self.rare("operation") or self.rare("tensor")
-
-    def _raised(self, text):
-        *_, line = re.findall(r"→ +\d+ +(.*)", text)
-        return Place(self.error.rank, f"rank {self.error.rank} raised {self.error.error} in {line}")
-
-
-def _place(rank, doing, number):
-    """A rank's place, from its line in a report, and from the number in the report's first line."""
-    call = re.match(r"(waits in|called) (\w+)(?: number \d+)? of (\w+\[.*?\])", doing)
-    if call is None:
-        return Place(rank, f"rank {rank} {doing}")
-    if call[1] == "called":
-        doing = f"is in {call[2]} {number} of {call[3]}"
-    doing = re.sub(r": [^:]+, line \d+", "", doing)  # the file is the drill's
-    peer = re.search(r"\] (?:to|from) rank (\d+)", doing)
-    return Place(rank, f"rank {rank} {doing}", call[2], call[3], int(peer[1]) if peer else None)
+        return (self.in_state("raised") or self.in_state("returned") or self.rare("operation")
+                or self.rare("tensor"))
 
 
 # Suspects
 
 
 def exception(readings):
-    if readings.raised:
-        [rank] = readings.raised
-        return True, f"{_capital(readings.places[rank].text)}. The others wait for it."
+    if raised := readings.in_state("raised"):
+        return True, f"{_capital(readings.words(*raised))}. The others wait for it."
     return False, "No rank raised anything by itself."
 
 
 def early_end(readings):
-    if not readings.returned:
+    returned = readings.in_state("returned")
+    if not returned:
         return False, "No rank had returned: each is in a call, or raised."
-    ranks = _ranks(readings.returned)
-    if readings.values("operation").keys() & {"send", "recv"}:
+    ranks = _ranks(returned)
+    if readings.between_two:
         return False, (f"{ranks} had returned, and nobody waits for them: each rank that waits "
                        "names the rank that it waits for.")
-    waits = readings.waiting[0].text.partition(":")[0]
+    waits = readings.words(readings.in_a_call[0].rank).partition(":")[0]
     return True, f"{ranks} had returned, while {waits}. So it made fewer calls than the others."
 
 
@@ -318,8 +202,7 @@ def wrong_shape(readings):
 
 def other_collective(readings):
     operations = readings.values("operation")
-    collectives = Counter({name: count for name, count in operations.items()
-                           if name not in ("send", "recv")})
+    collectives = Counter(each.operation for each in readings.in_a_call if each.peer is None)
     if len(collectives) > 1:
         return True, f"The ranks are in different collectives: {_listed(collectives)}."
     if len(operations) > 1:
@@ -332,21 +215,21 @@ def deadlock(readings):
         ranks = _ranks(readings.each_for_the_other)
         return True, f"{ranks} each wait in a send to the other, and nobody receives."
     if readings.passed_by:
-        waits = ", ".join(f"rank {place.rank} waits for rank {place.peer}"
-                          for place in readings.waiting if place.is_between_two)
+        waits = ", ".join(f"rank {rank} waits for rank {peer}"
+                          for rank, peer in readings.between_two.items())
         return False, f"No two ranks wait for each other: {waits}."
     return False, (f"The ranks that are in a call are in {_listed(readings.values('operation'))}, "
                    "not in a send or receive of two ranks.")
 
 
 def missing_transfer(readings):
-    if not any(place.is_between_two for place in readings.waiting):
+    if not readings.between_two:
         return False, "No rank waits in a send or a receive of two ranks."
     if not readings.passed_by:
         return False, "Each rank in a send or a receive waits for a rank that is in one too."
     [(rank, waiting)] = readings.passed_by.items()
-    there = readings.places[rank].text.partition(":")[0]
     waits = "wait" if len(waiting) > 1 else "waits"
+    there = readings.words(rank).partition(":")[0]
     return True, f"{_ranks(waiting)} {waits} for rank {rank}, and {there}."
 
 
@@ -381,44 +264,45 @@ SUSPECTS = (
 # Jobs
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class Failure(Fault):
-    """A fault, and ``data(world_size, odd, chances)``: each rank's losses, which bring it out."""
+    """A fault, and ``change(losses, odd, chances)``, which makes the losses bring it to light."""
 
-    data: Callable = losses_of
-
-
-def a_connection_is_lost(readings):
-    return "by peer" in str(readings.torchrun)
-
-
-def gloo_gives_up(readings):
-    return "Timed out" in str(readings.torchrun)
+    change: Callable
 
 
 _NETWORK = ("Our job on {n} ranks ends with an error: a connection was closed or reset “by peer”. "
-            "It was fine last week. Is our network broken?")
+            "It was fine last week. Is our network broken?", {"a connection is lost"})
 _HANGS = ("Our job on {n} ranks stands still. Nothing is printed, until gloo gives up. Do I need a "
-          "longer timeout?")
+          "longer timeout?", {"gloo gives up"})
 CASES = (
-    Case("a", "exception", "of_all_ranks", (Failure(
-        largest_of_own, largest_of_own_mended, _NETWORK, a_connection_is_lost, (3, 4),
-        without_losses),)),
-    Case("b", "early end", "of_all_ranks", (Failure(
-        totals_of_the_finite, totals_of_the_finite_mended, _NETWORK, a_connection_is_lost, (3, 4),
-        with_a_nan),)),
-    Case("c", "wrong shape", "of_all_ranks", (Failure(
-        histogram_as_long_as_needed, histogram_as_long_as_needed_mended, _NETWORK,
-        a_connection_is_lost, (3, 4), with_small_losses),)),
-    Case("d", "other collective", "of_all_ranks", (Failure(
-        outliers_first, outliers_first_mended, _HANGS, gloo_gives_up, (3, 4),
-        with_an_outlier),)),
-    Case("e", "deadlock", "of_all_ranks", (Failure(
-        the_longer_one_sends, the_longer_one_sends_mended, _HANGS, gloo_gives_up, (4,),
-        equally_long_in_one_pair),)),
-    Case("f", "missing transfer", "of_all_ranks", (Failure(
-        largest_so_far, largest_so_far_mended, _HANGS, gloo_gives_up, (4,),
-        larger_on_each_rank_but_one),)),
+    Case("a", "exception", largest_loss, (Failure(
+        {' if len(losses) else torch.tensor(float("-inf"))': ""},
+        *_NETWORK, (3, 4), change=are_none),)),
+    Case("b", "early end", totals, (Failure(
+        {"dist.all_reduce(total)  # a NaN reaches every rank":
+         "if total.isfinite():\n    dist.all_reduce(total)"},
+        *_NETWORK, (3, 4),
+        change=in_one_batch(lambda batch: batch[2].fill_(float("nan")))),)),
+    Case("c", "wrong shape", histogram, (Failure(
+        {"minlength=10": ""}, *_NETWORK, (3, 4),
+        change=in_one_batch(lambda batch: batch.clamp_(max=5.5))),)),
+    Case("d", "other collective", totals_and_largest, (Failure(
+        {"dist.reduce(total, dst=0)\n        dist.all_reduce(largest, op=dist.ReduceOp.MAX)":
+         "if largest > 9:\n"
+         "    dist.all_reduce(largest, op=dist.ReduceOp.MAX)\n"
+         "    dist.reduce(total, dst=0)\n"
+         "else:\n"
+         "    dist.reduce(total, dst=0)\n"
+         "    dist.all_reduce(largest, op=dist.ReduceOp.MAX)"},
+        *_HANGS, (3, 4), change=in_one_batch(lambda batch: batch[2].fill_(40.0))),)),
+    Case("e", "deadlock", swap, (Failure(
+        {"(lengths[rank], rank) >= (lengths[partner], partner)":
+         "lengths[rank] >= lengths[partner]"},
+        *_HANGS, (4,), change=are_as_many_as_the_partner_s),)),
+    Case("f", "missing transfer", largest_so_far, (Failure(
+        {"rank < last:": "rank < last and largest > so_far:", ".maximum(so_far)": ""},
+        *_HANGS, (4,), change=are_smaller_than_before),)),
 )
 
 
@@ -432,10 +316,15 @@ class FailingReport(SickJob):
     answer = 'job.diagnose("…", rank=...)'
 
     def _draw_settings(self, chances: random.Random) -> list[torch.Tensor]:
-        """Each rank's losses."""
+        """Each rank's losses, in three batches. The largest of each batch is between 7 and 8."""
         odd = chances.randrange(self._world_size)
+        draw = torch.Generator().manual_seed(chances.randrange(1_000_000))
+        batches = 7 * torch.rand(self._world_size, 3, BATCH, generator=draw)
+        batches[..., 1] = 7 + batches[..., 1] / 7
+        losses = list(batches.flatten(1))
         assert isinstance(self._fault, Failure)
-        return self._fault.data(self._world_size, odd, chances)
+        self._fault.change(losses, odd, chances)
+        return losses
 
     def _description(self):
         return (f"The job runs on {self._world_size} ranks. Each calls one function with the "
@@ -450,10 +339,6 @@ class FailingReport(SickJob):
                 raise  # the machine's own failure, not the job's
             error = failed
         return Readings(error, self._world_size, self._script(part))
-
-    def _is_healthy(self, readings):
-        healthy = readings.error is None
-        return healthy, "All ranks returned." if healthy else readings.head
 
     def diagnose(self, suspect: str = "", rank: "int | EllipsisType | None" = None) -> None:
         """Says whether this is what went wrong, and whether on this rank, with the reading."""
@@ -473,13 +358,13 @@ class FailingReport(SickJob):
             sought = ("a rank that another one waits for, and that is itself in no send or receive"
                       if self._readings.passed_by else "the rank that did something else")
             cards.card(f"Job {self.seed}: “{known.name}” is right, but not rank {rank}",
-                       f"{_capital(self._readings.places[rank].text)}. Look for {sought}. "
+                       f"{_capital(self._readings.words(rank))}. Look for {sought}. "
                        "(`job.ranks()` shows it.)", color=cards.ORANGE)
 
     @instrument
     def ranks(self) -> None:
         """Where each rank was in the end: the report of `run`, without its first line."""
-        print("\n".join(place.text for place in self._readings.places))
+        print(*map(self._readings.words, range(self._world_size)), sep="\n")
 
     @instrument
     def torchrun(self) -> None:

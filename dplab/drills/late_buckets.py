@@ -1,107 +1,33 @@
 """Chapter 05's drills: training whose gradients travel in buckets, and whose overlap is sick.
 
 The job runs on two or three real ranks over an emulated link. Computing is emulated: backward
-sleeps in each stage. The last two stages lie side by side, and
-a rank's data decide which of them comes first. So ranks need not agree on what is ready first.
+sleeps in each stage. The last two stages lie side by side, and a rank's data decide which of them
+comes first. So ranks need not agree on what is ready first.
 """
 
 import random
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.utils import parameters_to_vector, vector_to_parameters
+from torch.nn.utils import parameters_to_vector
 
 from dplab import run, show
-from dplab.drills.sick_job import Case, Fault, SickJob, Suspect, instrument
+from dplab.drills.sick_job import Case, Fault, SickJob, Suspect, draw, instrument, print_table
 from dplab.measure import EmulatedLink, Trace
+from dplab.parallel.bucketed_ddp import filled_in_reverse
+from dplab.parallel.overlapped_ddp import OverlappedBuckets
 from dplab.predict.step import COMMUNICATION, COMPUTE, Span
-from dplab.spawn.parent.output import in_notebook
 
 WIDTH, STEPS = 64, 3
 
 
-# The parts
-
-
-def ready_order(model):
-    return list(reversed(list(model.parameters())))
-
-
-def bucket_bytes(model):
-    return sum(parameter.nbytes for parameter in model.stages[0].parameters())
-
-
-def to_average(bucket):
-    return [parameter.grad for parameter in bucket]
-
-
-def start(message):
-    return dist.all_reduce(message, async_op=True)
-
-
-def leaving(full, left):
-    """Which of the full buckets leave now; ``left``: how many have left."""
-    now = []
-    while left + len(now) in full:
-        now.append(left + len(now))
-    return now
-
-
-# Faults. Each has the signature of the part that it replaces.
-
-
-def ready_order_of_forward(model):
-    return list(model.parameters())
-
-
-def ready_order_by_name(model):
-    return [parameter for _, parameter in sorted(model.named_parameters())]
-
-
-def start_and_finish(message):
-    work = dist.all_reduce(message, async_op=True)
-    work.wait()
-    return work
-
-
-def start_one_by_one(message):
-    dist.all_reduce(message)
-    done = torch.futures.Future()
-    done.set_result(None)
-    return done
-
-
-def bucket_bytes_in_kib(model):
-    return sum(parameter.nbytes for parameter in model.stages[0].parameters()) / 1024
-
-
-def bucket_bytes_of_a_bias(model):
-    return next(iter(model.stages[0].parameters())).shape[0] * 4
-
-
-def average_what_the_hook_gets(bucket):
-    return [parameter.data for parameter in bucket]
-
-
-def average_detached_copies(bucket):
-    return [parameter.grad.clone() for parameter in bucket]
-
-
-def leaving_at_once(full, left):
-    return sorted(full)
-
-
-@dataclass(frozen=True)
-class Parts:
-    ready_order: Callable = ready_order
-    bucket_bytes: Callable = bucket_bytes
-    to_average: Callable = to_average
-    start: Callable = start
-    leaving: Callable = leaving
+def make_buckets(model):
+    parameters = list(model.parameters())
+    bucket_bytes = sum(parameter.nbytes for parameter in model.stages[0].parameters())
+    return filled_in_reverse(parameters, bucket_bytes)
 
 
 @dataclass(frozen=True)
@@ -123,20 +49,19 @@ class _Computes(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient):
-        begin = time.monotonic()
-        time.sleep(ctx.model.seconds)
-        ctx.model.computed.append((ctx.stage, begin, time.monotonic()))
+        with ctx.model.trace.phase(f"backward {ctx.stage}"):
+            time.sleep(ctx.model.seconds)
         return gradient, None, None
 
 
 class Model(nn.Module):
-    def __init__(self, settings):
+    def __init__(self, settings, trace):
         super().__init__()
         torch.manual_seed(0)
         self.stages = nn.ModuleList(
             nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
             for _ in range(settings.stages))
-        self.seconds, self.computed = settings.seconds, []
+        self.seconds, self.trace = settings.seconds, trace
 
     def forward(self, x):
         """The last two stages side by side, in an order that the data decide."""
@@ -152,105 +77,59 @@ class Model(nn.Module):
 
 @dataclass
 class Message:
-    """An all-reduce: its parameters, bytes, and when it was launched and over, in seconds."""
+    """An all-reduce: its bucket, the stages of the bucket's parameters, and when it was sent."""
 
     bucket: int
     stages: list[int]
-    nbytes: int
-    launched: float
-    done: float
+    span: Span
 
 
 @dataclass
 class Recording:
-    """Of the last step on one rank, with times since backward began."""
+    """Of the last step on one rank, with times in seconds since backward began."""
 
     messages: list[Message]
-    computed: list[tuple[int, float, float]]  # stage, begin, end
+    computed: list[Span]  # of each stage, as `backward 7`
     backward: float
     step: float
     own: torch.Tensor  # gradients as backward left them, a row for each stage
     after: torch.Tensor  # and when the step was over
 
 
-class _Buckets:
-    def __init__(self, model, parts):
-        self.parts, self.works, self.own = parts, [], {}
-        limit, held = parts.bucket_bytes(model), 0
-        self.buckets = [[]]
-        for parameter in parts.ready_order(model):
-            if held >= limit:
-                self.buckets.append([])
-                held = 0
-            self.buckets[-1].append(parameter)
-            held += parameter.nbytes
-        self.number = {parameter: number for number, bucket in enumerate(self.buckets)
-                       for parameter in bucket}
-        for parameter in self.number:
-            parameter.register_post_accumulate_grad_hook(self.is_ready)
-        self.begin()
-
-    def begin(self):
-        self.missing, self.left = [len(bucket) for bucket in self.buckets], set()
-        self.works = []
-
-    def is_ready(self, parameter):
-        self.own[parameter] = parameter.grad.clone()
-        self.missing[self.number[parameter]] -= 1
-        full = {number for number, count in enumerate(self.missing)
-                if count == 0 and number not in self.left}
-        for number in self.parts.leaving(full, len(self.left)):
-            self.left.add(number)
-            tensors = self.parts.to_average(self.buckets[number])
-            message = parameters_to_vector(tensors) / dist.get_world_size()
-            launched = time.monotonic()
-            work = self.parts.start(message)
-            self.works.append((number, tensors, message, launched, work))
-
-    def finish(self):
-        for _, tensors, message, _, work in self.works:
-            work.wait()
-            vector_to_parameters(message, tensors)
-
-
 def train(parts, settings):
     """Runs the job on this rank and records its last step."""
-    model = Model(settings)
-    buckets, trace = _Buckets(model, parts), Trace()
-    stage_of = {parameter: number for number, stage in enumerate(model.stages)
-                for parameter in stage.parameters()}
-    sign = 1 - 2 * (dist.get_rank() % 2)
+    trace, own = Trace(), {}
+    model = Model(settings, trace)
+    for parameter in model.parameters():  # before the buckets' own hooks
+        parameter.register_post_accumulate_grad_hook(
+            lambda each: own.update({each: each.grad.clone()}))
+    buckets = parts["OverlappedBuckets"](parts["make_buckets"](model))
     torch.manual_seed(1 + dist.get_rank())
     x = torch.rand(settings.samples, WIDTH)
     for _ in range(STEPS):
         model.zero_grad()
-        model.computed.clear()
         trace.spans.clear()
-        buckets.begin()
-        _turn(model, x, sign)
+        with torch.no_grad():  # the data of even ranks and of odd ranks choose different orders
+            model.stages[-3][1].bias.fill_(3.0 if dist.get_rank() % 2 else -3.0)
         loss = model(x).square().mean()
         dist.barrier()
         begin = time.monotonic()
         with trace:
             loss.backward()
-            backward = time.monotonic() - begin
+            backward, sent = time.monotonic() - begin, [bucket for bucket, *_ in buckets.under_way]
             buckets.finish()
         end = time.monotonic() - begin
-    spans = sorted((span for span in trace.spans if span.name == "all_reduce"),
-                   key=lambda span: span.start)
-    messages = [Message(number, sorted({stage_of[each] for each in buckets.buckets[number]}),
-                        message.nbytes, span.start - begin, span.end - begin)
-                for (number, _, message, *_), span in zip(buckets.works, spans, strict=True)]
-    return Recording(messages, [(stage, first - begin, last - begin)
-                                for stage, first, last in model.computed], backward, end,
-                     _by_stage(model, buckets.own),
+    spans = [replace(span, start=span.start - begin, end=span.end - begin)
+             for span in sorted(trace.spans, key=lambda span: span.start)]
+    number_of = {id(bucket): number for number, bucket in enumerate(buckets.buckets)}
+    stage_of = {parameter: number for number, stage in enumerate(model.stages)
+                for parameter in stage.parameters()}
+    messages = [Message(number_of[id(bucket)], sorted({stage_of[each] for each in bucket}), span)
+                for bucket, span in zip(
+                    sent, [span for span in spans if span.lane == COMMUNICATION], strict=True)]
+    return Recording(messages, [span for span in spans if span.lane == COMPUTE], backward, end,
+                     _by_stage(model, own),
                      _by_stage(model, {each: each.grad for each in model.parameters()}))
-
-
-def _turn(model, x, sign):
-    """Shifts a bias so that the data of even ranks and of odd ranks choose different orders."""
-    with torch.no_grad():
-        model.stages[-3][1].bias.fill_(-sign * 3.0)
 
 
 def _by_stage(model, gradients):
@@ -280,12 +159,12 @@ class Readings:
 
     def first(self):
         """When the first message leaves, as a share of backward, on the rank that is first."""
-        return min(rank.messages[0].launched / rank.backward for rank in self.ranks)
+        return min(rank.messages[0].span.start / rank.backward for rank in self.ranks)
 
     def beside(self):
         """Of each rank, how many stages it computed while a message was under way."""
-        return [sum(any(message.launched < begin + 0.5 * (end - begin) < message.done
-                        for message in rank.messages) for _, begin, end in rank.computed)
+        return [sum(any(message.span.start < (stage.start + stage.end) / 2 < message.span.end
+                        for message in rank.messages) for stage in rank.computed)
                 for rank in self.ranks]
 
 
@@ -309,9 +188,10 @@ def waiting_hook(readings):
 
 
 def tiny_buckets(readings):
-    number, stages = len(readings.ranks[0].messages), readings.settings.stages
-    return number >= 2 * stages, (f"{number} messages for {stages} stages, the smallest of "
-                                  f"{min(m.nbytes for m in readings.ranks[0].messages):,} bytes.")
+    sizes = [message.span.nbytes for message in readings.ranks[0].messages]
+    return len(sizes) >= 2 * readings.settings.stages, (
+        f"{len(sizes)} messages for {readings.settings.stages} stages, the smallest of "
+        f"{min(sizes):,} bytes.")
 
 
 def wrong_tensor(readings):
@@ -344,61 +224,49 @@ SUSPECTS = (
             swapped_launches),
 )
 
-# What the complaints say of their jobs. The tests hold each to it.
-
-
-def is_slow(readings):
-    """A step takes half as long again as its computing at least."""
-    return max(rank.step for rank in readings.ranks) > 1.5 * readings.computing
-
-
-def is_very_slow(readings):
-    return max(rank.step for rank in readings.ranks) > 2 * readings.computing
-
-
-def ends_apart(readings):
-    """The ranks end the step with different gradients."""
-    return any(not torch.allclose(rank.after, readings.ranks[0].after, rtol=1e-4)
-               for rank in readings.ranks[1:])
-
-
-def none_beside(readings):
-    return is_slow(readings) and max(readings.beside()) == 0
-
-
+_LAUNCH = "self.under_way.append((bucket, flat, dist.all_reduce(flat, async_op=True)))"
 CASES = (
-    Case("a", "late start", "ready_order", (
-        Fault(ready_order_of_forward, ready_order, "We have sent during backward since last "
-              "week, on {n} GPUs, and the step is as slow as it was when we sent everything "
-              "afterwards.", none_beside, world_sizes=(2, 3)),
-        Fault(ready_order_by_name, ready_order, "Loss is fine. But since our last release nothing "
-              "overlaps any more on {n} GPUs, says the profile.", none_beside,
-              world_sizes=(2, 3)))),
-    Case("b", "waiting hook", "start", (
-        Fault(start_and_finish, start, "We turned overlap on, for {n} GPUs, and the step did not "
-              "become faster. No error, no warning. Is overlap worth the trouble?", none_beside,
-              world_sizes=(2, 3)),
-        Fault(start_one_by_one, start, "Loss is fine. But on {n} GPUs a step takes as long as "
-              "its computing and its communication together.",
-              none_beside, world_sizes=(2, 3)))),
-    Case("c", "tiny buckets", "bucket_bytes", (
-        Fault(bucket_bytes_in_kib, bucket_bytes, "Since our last release the step on {n} GPUs "
-              "takes more than twice as long as its computing. The loss is what it was.",
-              is_very_slow, world_sizes=(2, 3)),
-        Fault(bucket_bytes_of_a_bias, bucket_bytes, "The step is far too long on {n} GPUs, and "
-              "nobody has made the model larger. Loss is fine.", is_very_slow,
-              world_sizes=(2, 3)))),
-    Case("d", "wrong tensor", "to_average", (
-        Fault(average_what_the_hook_gets, to_average, "Step time on {n} GPUs is what we had "
-              "hoped for. The loss goes down, a little worse than on one GPU. No error, no "
-              "warning.", ends_apart, world_sizes=(2, 3)),
-        Fault(average_detached_copies, to_average, "All messages are sent, early and in few "
-              "pieces. But the checkpoints of our {n} ranks are different files. Should they be?",
-              ends_apart, world_sizes=(2, 3)))),
-    Case("e", "swapped launches", "leaving", (
-        Fault(leaving_at_once, leaving, "The step on {n} GPUs is fast. The loss goes down, but "
-              "not as on one GPU. No error, no warning.", ends_apart,
-              world_sizes=(2, 3)),)),
+    Case("a", "late start", make_buckets, (
+        Fault({"list(model.parameters())": "list(model.parameters())[::-1]"},
+              "We have sent during backward since last week, on {n} GPUs, and the step is as "
+              "slow as it was when we sent everything afterwards.",
+              {"slow", "nothing overlaps"}, (2, 3)),
+        Fault({"list(model.parameters())":
+               "[each for _, each in sorted(model.named_parameters(), reverse=True)]"},
+              "Loss is fine. But since our last release nothing overlaps any more on {n} GPUs, "
+              "says the profile.", {"slow", "nothing overlaps"}, (2, 3)))),
+    Case("b", "waiting hook", OverlappedBuckets, (
+        Fault({_LAUNCH: "work = dist.all_reduce(flat, async_op=True)\nwork.wait()\n"
+               "self.under_way.append((bucket, flat, work))"},
+              "We turned overlap on, for {n} GPUs, and the step did not become faster. No error, "
+              "no warning. Is overlap worth the trouble?", {"slow", "nothing overlaps"}, (2, 3)),
+        Fault({_LAUNCH: "dist.all_reduce(flat)\ndone = torch.futures.Future()\n"
+               "done.set_result(None)\nself.under_way.append((bucket, flat, done))"},
+              "Loss is fine. But on {n} GPUs a step takes as long as its computing and its "
+              "communication together.", {"slow", "nothing overlaps"}, (2, 3)))),
+    Case("c", "tiny buckets", make_buckets, (
+        Fault({"stages[0].parameters())": "stages[0].parameters()) / 1024"},
+              "Since our last release the step on {n} GPUs takes more than twice as long as its "
+              "computing. The loss is what it was.", {"very slow"}, (2, 3)),
+        Fault({"sum(parameter.nbytes for parameter in model.stages[0].parameters())":
+               "next(iter(model.stages[0].parameters())).shape[0] * 4"},
+              "The step is far too long on {n} GPUs, and nobody has made the model larger. Loss is "
+              "fine.", {"very slow"}, (2, 3)))),
+    Case("d", "wrong tensor", OverlappedBuckets, (
+        Fault({"each.grad.flatten()": "each.data.flatten()",
+               "parameter.grad.copy_": "parameter.data.copy_"},
+              "Step time on {n} GPUs is what we had hoped for. The loss goes down, a little worse "
+              "than on one GPU. No error, no warning.", {"the ranks end apart"}, (2, 3)),
+        Fault({"parameter.grad.copy_": "parameter.grad.clone().copy_"},
+              "All messages are sent, early and in few pieces. But the checkpoints of our {n} "
+              "ranks are different files. Should they be?", {"the ranks end apart"}, (2, 3)))),
+    Case("e", "swapped launches", OverlappedBuckets, (
+        Fault({"in self.buckets[len(self.under_way):]:": "in self.buckets:",
+               "if not self": "if parameter not in set(bucket) or not self",
+               "break  # the buckets behind it wait: every rank launches in the order of the list":
+               "continue"},
+              "The step on {n} GPUs is fast. The loss goes down, but not as on one GPU. No error, "
+              "no warning.", {"the ranks end apart"}, (2, 3)),)),
 )
 
 
@@ -430,67 +298,55 @@ class LateBuckets(SickJob):
                 "size. A bucket should hold one stage.")
 
     def _run(self, part):
-        parts = replace(Parts(), **{self._case.part: part})
-        return Readings(run(train, self._world_size, parts, self._settings, link=self._link(),
-                            backend="gloo"), self._settings)
-
-    def _is_healthy(self, readings):
-        mean = sum(rank.own for rank in readings.ranks) / len(readings.ranks)
-        off = max((rank.after - mean).abs().max().item() for rank in readings.ranks)
-        healthy = off < 1e-5 and not any(suspect.finding(readings)[0] for suspect in SUSPECTS)
-        longest = max(rank.step for rank in readings.ranks)
-        return healthy, (f"The gradients are within {off:.1g} of the mean, and the step takes "
-                         f"{1e3 * longest:.0f} ms.")
+        parts = {each.__name__: each for each in (make_buckets, OverlappedBuckets)}
+        return Readings(run(train, self._world_size, parts | {self._part_name: part},
+                            self._settings, link=self._link(), backend="gloo"), self._settings)
 
     @instrument
     def steps(self) -> None:
         """How long one step took each rank, and its parts."""
         print(f"Computing alone: {1e3 * self._readings.computing:.0f} ms")
-        _table(["", "step ms", "backward ms", "after it ms", "stages computed beside a message"], *(
-            [f"rank {rank}", f"{1e3 * each.step:.0f}", f"{1e3 * each.backward:.0f}",
-             f"{1e3 * (each.step - each.backward):.0f}", str(beside)]
-            for rank, (each, beside) in enumerate(zip(
-                self._readings.ranks, self._readings.beside(), strict=True))))
+        beside = self._readings.beside()
+        print_table(
+            ["", "step ms", "backward ms", "after it ms", "stages computed beside a message"],
+            *([f"rank {rank}", *_ms(each.step, each.backward, each.step - each.backward),
+               beside[rank]] for rank, each in enumerate(self._readings.ranks)))
 
     @instrument
     def calls(self) -> None:
         """The all-reduces of each rank in sequence, with bytes, stages and times."""
         for rank, each in enumerate(self._readings.ranks):
             print(f"rank {rank}, whose backward took {1e3 * each.backward:.0f} ms:")
-            _table(["", "bucket", "bytes", "stages", "leaves at ms", "arrives at ms"], *(
-                [str(number), str(message.bucket), f"{message.nbytes:,}",
-                 " ".join(map(str, message.stages)), f"{1e3 * message.launched:.0f}",
-                 f"{1e3 * message.done:.0f}"] for number, message in enumerate(each.messages)))
+            print_table(["", "bucket", "bytes", "stages", "leaves at ms", "arrives at ms"], *(
+                [number, message.bucket, f"{message.span.nbytes:,}",
+                 " ".join(map(str, message.stages)), *_ms(message.span.start, message.span.end)]
+                for number, message in enumerate(each.messages)))
 
     @instrument
     def timeline(self) -> None:
         """What each rank computed, and what was under way."""
-        rows = [[*(Span("backward", COMPUTE, begin, end) for _, begin, end in each.computed),
-                 *(Span(f"all_reduce {number}", COMMUNICATION, message.launched, message.done)
-                   for number, message in enumerate(each.messages))]
-                for each in self._readings.ranks]
-        if in_notebook():
-            from IPython.display import display
-
-            display(show.timeline(rows, title="Backward and the all-reduces of one step",
-                                  note="Real ranks, emulated link; computing emulated by sleeping"))
-        for rank, each in enumerate(self._readings.ranks):
+        ranks = self._readings.ranks
+        draw(show.timeline, [[*(replace(stage, name="backward") for stage in each.computed),
+                              *(replace(message.span, name=f"all_reduce {number}", queued=0)
+                                for number, message in enumerate(each.messages))]
+                             for each in ranks],
+             title="Backward and the all-reduces of one step",
+             note="Real ranks, emulated link; computing emulated by sleeping")
+        for rank, each in enumerate(ranks):
             print(f"rank {rank} computes the stages", " ".join(
-                f"{stage} ({1e3 * begin:.0f} ms)" for stage, begin, _ in each.computed))
+                f"{stage.name.split()[1]} ({1e3 * stage.start:.0f} ms)" for stage in each.computed))
 
     @instrument
     def gradients(self) -> None:
         """The norm of each stage's gradient: as computed, as the step left it, and the mean."""
         ranks = self._readings.ranks
         mean = (sum(rank.own for rank in ranks) / len(ranks)).norm(dim=1)
-        _table(["stage", *(f"rank {rank}{when}" for rank in range(len(ranks))
-                           for when in (" computed", " has")), "mean"],
-               *([str(stage), *(f"{each[stage].norm():.6f}" for rank in ranks
+        print_table(["stage", *(f"rank {rank}{when}" for rank in range(len(ranks))
+                                for when in (" computed", " has")), "mean"],
+                    *([stage, *(f"{each[stage].norm():.6f}" for rank in ranks
                                 for each in (rank.own, rank.after)), f"{mean[stage]:.6f}"]
-                 for stage in range(len(mean))))
+                      for stage in range(len(mean))))
 
 
-def _table(head, *rows):
-    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
-    for row in (head, *rows):
-        print(*(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)), sep="  ")
+def _ms(*seconds):
+    return [f"{1e3 * each:.0f}" for each in seconds]

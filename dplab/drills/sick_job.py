@@ -15,8 +15,9 @@ from typing import Any
 
 from dplab import RankError
 from dplab.desk import cards, record
+from dplab.desk.edits import source_of
 from dplab.spawn.between.errors import Interrupted
-from dplab.spawn.parent.output import ipython
+from dplab.spawn.parent.output import in_notebook, ipython
 
 
 @dataclass(frozen=True)
@@ -33,51 +34,36 @@ class Suspect:
     finding: Callable[[Any], tuple[bool, str]]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Fault:
-    """A function with a fault, the same one mended, and what a colleague writes about the job.
+    """Edits that make a part of the job sick, ``old: new``, and what a colleague writes of it.
 
-    ``is_true(readings)`` says whether the job is as the complaint has it. ``also``: the same
-    complaint in other words, of which the seed takes one.
+    ``symptoms``: what of the readings the complaint tells; the tests hold each job to it. ``also``:
+    the same complaint in other words, of which the seed takes one. ``part``: what is edited, where
+    it is not the case's part.
     """
 
-    sick: Callable
-    mended: Callable
+    edits: dict[str, str]
     complaint: str
-    is_true: Callable[[Any], bool]
+    symptoms: set[str]
     world_sizes: tuple[int, ...] = (2, 3, 4)
     also: tuple[str, ...] = field(default=(), kw_only=True)
+    part: Callable | None = field(default=None, kw_only=True)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Case:
-    """A job of a chapter: the fault is one of ``faults``, all of which one suspect explains.
+    """A job of a chapter: a part with one of the ``faults``, all of which one suspect explains.
 
-    ``slug`` is permanent and tells nothing; ``part`` is the name of what the fault replaces. Where
-    the case is ``to_repair``, the reader writes the mended part.
+    ``slug`` is permanent and tells nothing. Where the case is ``to_repair``, the reader writes the
+    mended part.
     """
 
     slug: str
     suspect: str
-    part: str
+    part: Callable
     faults: tuple[Fault, ...]
     to_repair: bool = False
-
-
-class Suspects(tuple):
-    """The suspects' names, shown as a table with a line on each."""
-
-    lines: tuple[str, ...]
-
-    def __new__(cls, suspects):
-        names = super().__new__(cls, (suspect.name for suspect in suspects))
-        names.lines = tuple(suspect.line for suspect in suspects)
-        return names
-
-    def __repr__(self):
-        width = max(map(len, self))
-        return "\n".join(f"{name:{width}}  {line}"
-                         for name, line in zip(self, self.lines, strict=True))
 
 
 def instrument(method):
@@ -87,8 +73,7 @@ def instrument(method):
     def read(self, *args, **kwargs):
         if self._has_run():
             self._asked.add(method.__name__)
-            self._keep(lambda entry: entry.update(readings=sorted(
-                {*entry.get("readings", []), method.__name__})))
+            self._keep(readings=sorted({*self._kept().get("readings", []), method.__name__}))
             method(self, *args, **kwargs)
 
     read.is_instrument = True
@@ -99,7 +84,8 @@ class SickJob:
     """A sick job. Ask its instruments, and say what is wrong: ``job.diagnose("…")``.
 
     A subclass has the class attributes ``chapter``, ``suspects_known`` and ``cases``, instruments,
-    and the methods `_draw_settings`, `_description`, `_run` and `_is_healthy`.
+    the methods `_draw_settings`, `_description` and `_run`, and where a case is to be repaired
+    `_is_healthy`.
     """
 
     chapter: int
@@ -113,6 +99,7 @@ class SickJob:
         chances = random.Random(f"{self.chapter} {seed}")
         self._case: Case = chances.choice(self.cases)
         self._fault: Fault = chances.choice(self._case.faults)
+        self._healthy = self._fault.part or self._case.part
         self._world_size: int = chances.choice(self._fault.world_sizes)
         self._settings = self._draw_settings(chances)
         self._complaint: str = chances.choice((self._fault.complaint, *self._fault.also))
@@ -142,9 +129,9 @@ class SickJob:
     # What the reader does.
 
     @property
-    def suspects(self) -> Suspects:
-        """What may be wrong, a line each."""
-        return Suspects(self.suspects_known)
+    def suspects(self) -> dict[str, str]:
+        """What may be wrong, by name, with a line on each."""
+        return {suspect.name: suspect.line for suspect in self.suspects_known}
 
     def diagnose(self, suspect: str = "") -> None:
         """Says whether this suspect is what is wrong, with the reading that shows it."""
@@ -153,56 +140,46 @@ class SickJob:
             return
         fits, sentence = known.finding(self._readings)
         at_try = self._counted(fits)
-        self._is_found = self._is_found or fits
-        where = f"`job.{known.instrument}()`"
+        sentence += f" (`job.{known.instrument}()` shows it.)"
         if not fits:
-            cards.card(f"Job {self.seed}: not “{known.name}”",
-                       f"{sentence} ({where} shows it.)", color=cards.ORANGE)
-        elif self._case.to_repair:
-            cards.card(f"Job {self.seed}: “{known.name}” it is{at_try}", (
-                f"{sentence} ({where} shows it.) {self._effort()} This is the code. Write "
-                f"`{self._case.part}` anew, without the fault, and run "
-                f"`job.repair({self._case.part})`."),
-                self._source(self._fault.sick), cards.GREEN)
+            self._say(f"not “{known.name}”", sentence, color=cards.ORANGE)
+            return
+        self._is_found = True
+        sentence += f" You asked {len(self._asked)} of {len(self._instruments())} instruments."
+        if self._case.to_repair:
+            self._say(f"“{known.name}” it is{at_try}", f"{sentence} This is the code. Write "
+                      f"`{self._part_name}` anew, without the fault, and run "
+                      f"`job.repair({self._part_name})`.",
+                      self._named(self._sick_text), cards.GREEN)
         else:
-            self._solved()
-            cards.card(f"Job {self.seed}: solved{at_try}, “{known.name}” it is",
-                       f"{sentence} ({where} shows it.) {self._effort()} {_LEGEND}",
-                       self._difference(), cards.GREEN)
+            self._is_solved(f"solved{at_try}, “{known.name}” it is", sentence)
 
     def repair(self, part: Callable | None = None) -> None:
         """Runs the job with the reader's function in the place of the sick one."""
-        if self._is_found and not self._case.to_repair:
-            cards.card(f"Job {self.seed} is solved", "It does not ask you to mend its code: "
-                       "`job.solution()` shows the mended lines. "
-                       f'`dplab.drill("{self.chapter:02d}")` hands out another job.')
-            return
         if not self._is_found:
             cards.card("First say what is wrong", 'With `job.diagnose("…")`; where the job asks '
                        "you to mend it, the code appears then.")
-            return
-        if not callable(part):
-            cards.card("Which function?", f"`job.repair({self._case.part})`: the name of your "
+        elif not self._case.to_repair:
+            self._say("it is solved", "It does not ask you to mend its code: `job.solution()` "
+                      f"shows the mended lines. {self._another()} hands out another job.")
+        elif not callable(part):
+            cards.card("Which function?", f"`job.repair({self._part_name})`: the name of your "
                        "function, without brackets behind it.")
-            return
-        try:
-            readings = self._run(part)
-        except RankError as error:
-            cards.card(f"Job {self.seed}: your {self._case.part} failed", "", str(error),
-                       cards.RED)
-            return
-        healthy, sentence = self._is_healthy(readings)
-        if healthy:
-            self._solved()
-            cards.card(f"Job {self.seed}: solved", f"{sentence} {_LEGEND}", self._difference(),
-                       cards.GREEN)
         else:
-            cards.card(f"Job {self.seed}: not mended yet", sentence, color=cards.ORANGE)
+            try:
+                healthy, sentence = self._is_healthy(self._run(part))
+            except RankError as error:
+                self._say(f"your {self._part_name} failed", "", str(error), cards.RED)
+                return
+            if healthy:
+                self._is_solved("solved", sentence)
+            else:
+                self._say("not mended yet", sentence, color=cards.ORANGE)
 
     def solution(self) -> None:
         """Shows what is wrong, and the mended lines: a try that does not solve the job."""
         self._counted(False)
-        cards.card(f"Job {self.seed}: {self._case.suspect}", _LEGEND, self._difference())
+        self._say(self._case.suspect, _LEGEND, self._difference())
 
     def __repr__(self):
         return "\n".join([self._head(), self._text(), self._guide()]).replace("`", "")
@@ -235,18 +212,19 @@ class SickJob:
                 for name, method in self._instruments().items()}
         rows[self.answer] = "your answer: one of the suspects below"
         rows["job.solution()"] = "the answer, if you give up"
-        width = max(map(len, rows))
-        calls = (f"{call:{width}}  {what}" for call, what in rows.items())
         again = f'dplab.drill("{self.chapter:02d}", seed={self.seed}) gives this job again'
-        return "\n".join([*calls, "", "Suspects", repr(self.suspects), "", again])
+        return "\n".join([*_beside(rows), "", "Suspects", *_beside(self.suspects), "", again])
 
     @classmethod
     def _instruments(cls):
         return {name: method for name, method in vars(cls).items()
                 if getattr(method, "is_instrument", False)}
 
-    def _effort(self):
-        return f"You asked {len(self._asked)} of {len(self._instruments())} instruments."
+    def _another(self):
+        return f'`dplab.drill("{self.chapter:02d}")`'
+
+    def _say(self, head, text, block="", color=cards.GREY):
+        cards.card(f"Job {self.seed}: {head}", text, block, color)
 
     def _suspect_named(self, name):
         named = {suspect.name: suspect for suspect in self.suspects_known}
@@ -255,7 +233,8 @@ class SickJob:
             head = f"There is no suspect {name!r}" if text else "Which suspect?"
             calls = {each: self.answer.replace("…", each, 1) for each in named}
             cards.card(head, cards.did_you_mean(text, calls) or (
-                f"Write for example `{next(iter(calls.values()))}`."), repr(self.suspects))
+                f"Write for example `{next(iter(calls.values()))}`."),
+                       "\n".join(_beside(self.suspects)))
         return named.get(text)
 
     def _has_run(self):
@@ -263,51 +242,69 @@ class SickJob:
         if self._readings is None:
             print(f"Running the job on {self._world_size} ranks …", flush=True)
             try:
-                self._readings = self._run(self._fault.sick)
+                self._readings = self._run(self._sick_part())
             except (RankError, OSError) as error:
                 # Not the error's text: it may quote the code that is to be found.
                 kind = getattr(error, "kind", type(error).__name__)
-                cards.card(f"Job {self.seed} did not run here", f"Its {self._world_size} ranks "
-                           f"failed ({kind}), which is not the fault to find. Try again, or take "
-                           f'another job: `dplab.drill("{self.chapter:02d}")`.', color=cards.RED)
+                self._say("it did not run here", f"Its {self._world_size} ranks failed ({kind}), "
+                          "which is not the fault to find. Try again, or take another job: "
+                          f"{self._another()}.", color=cards.RED)
             except KeyboardInterrupt:
                 raise Interrupted("The job was stopped before its readings were complete.\n"
                                   "The next instrument runs it again.") from None
         return self._readings is not None
 
-    def _keep(self, change):
-        record.update("drills", key(self.chapter, self._case), change)
+    def _kept(self):
+        return record.entries("drills").get(key(self.chapter, self._case), {})
+
+    def _keep(self, **entries):
+        record.update("drills", key(self.chapter, self._case), lambda kept: kept.update(entries))
 
     def _counted(self, fits):
         """Notes a try, until one has found the fault; says in words which one this was."""
-        words = ""
+        kept = self._kept()
+        if kept.get("diagnosed"):
+            return " again"
+        tries = kept.get("tries", 0) + 1
+        self._keep(tries=tries, diagnosed=fits)
+        return f" at the {_ordinal(tries)} try"
 
-        def note(entry):
-            nonlocal words
-            if entry.get("diagnosed"):
-                words = " again"
-                return
-            entry.update(tries=entry.get("tries", 0) + 1, diagnosed=fits)
-            words = f" at the {_ordinal(entry['tries'])} try"
+    def _is_solved(self, head, sentence):
+        self._keep(solved=True)
+        self._say(head, f"{sentence} {_LEGEND}", self._difference(), cards.GREEN)
 
-        self._keep(note)
-        return words
+    @property
+    def _part_name(self):
+        return self._case.part.__name__
 
-    def _solved(self):
-        self._keep(lambda entry: entry.update(solved=True))
+    @property
+    def _sick_text(self):
+        text = source_of(self._healthy).edited(self._fault.edits)
+        if text is None:
+            raise ValueError(f"{self._healthy.__name__} has no place for {self._fault.edits}")
+        return text
 
-    def _source(self, part):
-        return inspect.getsource(part).replace(part.__name__, self._case.part).strip()
+    def _sick_part(self):
+        return source_of(self._healthy).compiled(self._sick_text)
+
+    def _named(self, text):
+        """A function's text as the reader sees it: with the name of the part that it stands for."""
+        return text.replace(f"def {self._healthy.__name__}", f"def {self._part_name}", 1).strip()
 
     def _difference(self):
         """Both versions of the part, line by line, as a patch has them."""
-        sick, mended = (self._source(part).splitlines()
-                        for part in (self._fault.sick, self._fault.mended))
+        sick, mended = (self._named(text).splitlines()
+                        for text in (self._sick_text, source_of(self._healthy).text))
         _, _, _, *lines = difflib.unified_diff(sick, mended, n=len(sick), lineterm="")
         return "\n".join(lines)
 
 
 _LEGEND = "The lines with `-` ran; those with `+` mend it."
+
+
+def _beside(rows):
+    width = max(map(len, rows))
+    return [f"{name:{width}}  {what}" for name, what in rows.items()]
 
 
 def _ordinal(number):
@@ -318,3 +315,21 @@ def _ordinal(number):
 def key(chapter: int, case: Case) -> str:
     """The slug of the record."""
     return f"{chapter:02d}/{case.slug}"
+
+
+def print_table(head, *rows):
+    """Columns as wide as they must be, the first flush left, the others flush right."""
+    rows = [list(map(str, row)) for row in (head, *rows)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for first, *others in rows:
+        print(f"{first:{widths[0]}}", *(f"{cell:>{width}}" for cell, width in zip(
+            others, widths[1:], strict=True)), sep="  ")
+
+
+def draw(figure: Callable, *args, **options) -> bool:
+    """Shows what this function draws, in a notebook; returns whether there is one."""
+    if in_notebook():
+        from IPython.display import display
+
+        display(figure(*args, **options))
+    return in_notebook()

@@ -6,6 +6,7 @@ and where each rank is, as a profiler and NCCL's flight recorder show them. One 
 healthy parts, stands beside it.
 """
 
+import contextlib
 import pickle
 import random
 import statistics
@@ -14,107 +15,31 @@ import tempfile
 import time
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from pathlib import Path
 
 import torch.distributed as dist
 
 from dplab import RankError, run, show
-from dplab.drills.sick_job import Case, Fault, SickJob, Suspect, instrument
+from dplab.drills.sick_job import Case, Fault, SickJob, Suspect, draw, instrument, print_table
 from dplab.measure import EmulatedLink, aligned, from_last_launch, split_time
-from dplab.spawn.parent.output import in_notebook
+from dplab.predict.step import COMMUNICATION, COMPUTE, Span
 from dplab.spawn.rank.recording import recorder_here
 from dplab.workloads import slept_steps as healthy
 from dplab.workloads.slept_steps import Parts, Sizes, Worker
 
 LINK = EmulatedLink(bandwidth=2e6, latency=0.4e-3)
+KERNELS, TOGETHER = ("forward", "backward", "optimizer"), "together"
+END = "end"
 SKIPPED = 1  # steps at the beginning, in which connections are made
 
 
-# Faults. Each has the signature of the part that it replaces.
-
-
-def load_in_the_step(worker):
-    time.sleep(0.200)  # num_workers=0: reads and decodes the batch now
-
-
-def load_from_a_slow_disk(worker):
-    own = dist.get_rank() == dist.get_world_size() - 1
-    time.sleep(0.220 if own else 0.0005)  # this rank's files lie on the old file server
-
-
-def forward_on_a_hot_card(worker):
-    hot = dist.get_rank() == dist.get_world_size() - 1
-    for _ in worker.buckets:
-        worker.kernel("forward", worker.sizes.forward * (8 if hot else 1))  # its clock is low
-
-
-def backward_with_long_samples(worker):
-    works = []
-    longest = dist.get_rank() == 0  # the samples are sorted by their length
-    for bucket in worker.buckets:
-        worker.kernel("backward", worker.sizes.backward * (4 if longest else 1))
-        works.append(dist.all_reduce(bucket, async_op=True))
-    return works
-
-
-def backward_that_waits(worker):
-    works = []
-    for bucket in worker.buckets:
-        worker.kernel("backward", worker.sizes.backward)
-        works.append(dist.all_reduce(bucket, async_op=True))
-        works[-1].wait()
-    return works
-
-
-def backward_in_small_pieces(worker):
-    works = []
-    for bucket in worker.buckets:
-        worker.kernel("backward", worker.sizes.backward)
-        for piece in bucket.chunk(24):
-            works.append(dist.all_reduce(piece, async_op=True))
-    return works
-
-
-def backward_with_debug_kernels(worker):
-    works = []
-    for bucket in worker.buckets:
-        worker.kernel("backward", 4 * worker.sizes.backward)  # deterministic kernels
-        works.append(dist.all_reduce(bucket, async_op=True))
-    return works
-
-
-def forward_in_float64(worker):
-    for _ in worker.buckets:
-        worker.kernel("forward", 9 * worker.sizes.forward)
-
-
-def count_all_batches(rank, ranks, batches):
-    return len(range(rank, batches, ranks))
-
-
-def count_without_the_broken(rank, ranks, batches):
-    broken = 1 if rank == ranks - 1 else 0  # found in this rank's files
-    return batches // ranks - broken
+# A part of one job, in the place of `slept_steps.count_batches`
 
 
 def count_dealt_out_anew(rank, ranks, batches):
     readable = batches - 1  # one was found broken, in whichever rank's files
     return readable // ranks
-
-
-def save_and_meet(number):
-    if number % 4 == 3 and dist.get_rank() == 0:
-        time.sleep(0.002)  # writes the checkpoint
-        dist.barrier()
-
-
-def save_unless_last(number):
-    if number % 4 == 3:
-        if dist.get_rank() == dist.get_world_size() - 1:
-            return
-        time.sleep(0.002)  # writes its part of the checkpoint
-        dist.barrier()
 
 
 # Recording
@@ -131,48 +56,44 @@ class Recording:
     finished: bool  # whether the rank has left its training
 
 
+class Recorder(list):
+    """A list whose items stand in a file too, as a flight recorder's: a job may have to be ended.
+
+    Its items are spans that are over; the calls; and numbers, the times at which steps begin and
+    the last one ends.
+    """
+
+    def __init__(self, path: Path):
+        self.file = open(path, "wb", buffering=0)
+
+    def append(self, item):
+        super().append(item)
+        self.file.write(pickle.dumps(item))
+
+
 def recorded(parts: Parts, sizes: Sizes, folder: str) -> None:
-    """Trains, and notes each call in a file as it is launched, as a flight recorder does."""
-    worker = Worker(sizes)
-    starts: list[float] = []
-    calls: list = []
+    """Trains, and notes in a file what happens."""
+    worker, begun = Worker(sizes), 0
+    events = worker.trace.spans = Recorder(Path(folder, str(dist.get_rank())))
     names = {getattr(parts, part).__name__: part for part in vars(parts)}
-    path = Path(folder, str(dist.get_rank()))
 
     def begin(number):
-        starts.append(time.monotonic())
-        note("step")
-        keep_spans(starts)
+        nonlocal begun
+        begun += 1
+        events.append(time.monotonic())
 
-    def keep_spans(borders):
-        """Those of all steps that are over. Each collective in them is complete, but its span may
-        come a moment later.
-        """
-        while sum(span.lane == "communication" for span in worker.trace.spans) < len(calls):
-            time.sleep(0.0005)
-        spans = list(worker.trace.spans)
-        path.with_suffix(".new").write_bytes(pickle.dumps(
-            [[span for span in spans if start <= span.start < end]
-             for start, end in pairwise(borders)]))
-        path.with_suffix(".new").replace(path.with_suffix(".spans"))
-
-    def launched(call, work):
+    def launched(call, _):
         part = next((names[name] for name in functions(sys._getframe()) if name in names), "train")
-        calls.append(call)
-        note(f"{call.operation} {call.shape[0] if call.shape else 0} {len(starts)} {part}")
-        work.get_future().then(lambda _: note("done"))
+        events.append((call.operation, call.shape[0] if call.shape else 0, begun, part))
 
     dist.barrier()
-    with open(path.with_suffix(".log"), "w", buffering=1) as file, worker.trace:
-        def note(line):
-            file.write(line + "\n")
-
+    with worker.trace:
         recorder_here().work_listeners.append(launched)
         healthy.train(parts, worker, begin)
         recorder_here().work_listeners.remove(launched)
-        note("end")
-        keep_spans([*starts, time.monotonic()])
-        dist.barrier()  # so that nobody's file is closed while another rank is stuck
+    events.append(time.monotonic())
+    events.append(END)
+    dist.barrier()  # so that nobody's connection is closed while another rank is stuck
 
 
 def functions(frame):
@@ -182,14 +103,19 @@ def functions(frame):
         frame = frame.f_back
 
 
-def recording_in(folder, rank) -> Recording:
-    """What this rank has noted so far."""
-    path = Path(folder, str(rank))
-    lines = path.with_suffix(".log").read_text(encoding="utf-8").splitlines()
-    calls = [(operation, int(values), int(step), part) for operation, values, step, part in (
-        line.split() for line in lines if line.count(" ") == 3)]
-    return Recording(pickle.loads(path.with_suffix(".spans").read_bytes()), calls,
-                     lines.count("done"), lines.count("step"), "end" in lines)
+def recording_in(file: Path) -> Recording:
+    """What a rank has noted so far."""
+    events = []
+    with open(file, "rb") as noted, contextlib.suppress(EOFError):
+        while True:
+            events.append(pickle.load(noted))
+    spans = [event for event in events if isinstance(event, Span)]
+    borders = [event for event in events if isinstance(event, float)]
+    steps = [[span for span in spans if start <= span.start < end]
+             for start, end in pairwise(borders)]
+    return Recording(steps, [event for event in events if isinstance(event, tuple)],
+                     sum(span.lane == COMMUNICATION for span in spans),
+                     len(borders) - (END in events), END in events)
 
 
 # Readings
@@ -217,34 +143,24 @@ class Readings:
     def alone_seconds(self) -> float:
         return statistics.median(map(length, self.alone))
 
-    def of_kernels(self, name="") -> list[float]:
-        """By rank: the median over the steps of the seconds in kernels, of one name or of all."""
-        return self._medians(lambda spans: sum(
-            span.seconds for span in spans
-            if span.lane == "compute" and span.name.startswith(name)), self.steps)
+    @cached_property
+    def seconds(self) -> list[dict[str, float]]:
+        return medians(self.steps)
 
-    @property
-    def alone_kernels(self) -> float:
-        return self._medians(lambda spans: sum(
-            span.seconds for span in spans if span.lane == "compute"), self.alone)[0]
-
-    @property
-    def data(self) -> list[float]:
-        return self._medians(lambda spans: sum(
-            span.seconds for span in spans if span.name == "data"), self.steps)
+    def of(self, what: str) -> list[float]:
+        """By rank: one of these medians."""
+        return [seconds[what] for seconds in self.seconds]
 
     @cached_property
-    def split(self) -> list[dict]:
-        """By rank: the median over the steps of each kind of seconds."""
-        splits = [split_time(step) for step in self.steps]
-        return [{kind: statistics.median(split[rank][kind] for split in splits)
-                 for kind in splits[0][rank]} for rank in range(len(self.ranks))]
+    def alone_computes(self) -> float:
+        """The seconds in which one rank alone computes in a step."""
+        return medians(self.alone)[0][TOGETHER]
 
     @property
     def link_seconds(self) -> float:
         """How long the link works in a step, at its own speed."""
         return sum(span.seconds for span in LINK.carried(self.steps[0])[0]
-                   if span.lane == "communication")
+                   if span.lane == COMMUNICATION)
 
     @property
     def least_unhidden(self) -> float:
@@ -257,15 +173,29 @@ class Readings:
     @property
     def differing(self) -> int | None:
         """The number of the first call that is not the same on all ranks that have it."""
-        longest = max(len(each.calls) for each in self.ranks)
-        for number in range(longest):
-            if len({each.calls[number][:2] for each in self.ranks if number < len(each.calls)}) > 1:
+        for number, calls in enumerate(zip_longest(*(each.calls for each in self.ranks))):
+            if len({call[:2] for call in calls if call}) > 1:
                 return number
         return None
 
-    def _medians(self, of_spans, steps):
-        return [statistics.median(of_spans(step[rank]) for step in steps)
-                for rank in range(len(steps[0]))]
+    @property
+    def stands_still(self) -> bool:
+        return not all(each.finished for each in self.ranks)
+
+
+def medians(steps) -> list[dict[str, float]]:
+    """By rank: over the steps, the medians of its seconds in each kind of kernel, in all together,
+    for its data, and in each kind that `split_time` knows.
+    """
+    def seconds(spans, split):
+        kernels = [span for span in spans if span.lane == COMPUTE]
+        of_kind = {kind: [span for span in kernels if span.name == kind] for kind in KERNELS}
+        of_kind |= {TOGETHER: kernels, "for data": [span for span in spans if span.name == "data"]}
+        return split | {kind: sum(span.seconds for span in each) for kind, each in of_kind.items()}
+
+    ranks = zip(*(map(seconds, step, split_time(step)) for step in steps), strict=True)
+    return [{kind: statistics.median(step[kind] for step in rank) for kind in rank[0]}
+            for rank in ranks]
 
 
 def length(step):
@@ -280,19 +210,21 @@ def ms(seconds):
 
 
 def one_computes_longer(readings):
-    kernels = readings.of_kernels()
-    return max(kernels) > 2 * min(kernels), (
-        f"In a step, rank {kernels.index(max(kernels))} computes for {ms(max(kernels))}, and rank "
-        f"{kernels.index(min(kernels))} for {ms(min(kernels))}.")
+    computes = readings.of(TOGETHER)
+    least, longest = min(computes), max(computes)
+    return longest > 2 * least, (
+        f"In a step, rank {computes.index(longest)} computes for {ms(longest)}, and rank "
+        f"{computes.index(least)} for {ms(least)}.")
 
 
 def waits_for_data(readings):
-    least, longest = min(readings.data), max(readings.data)
-    much = 0.5 * readings.alone_kernels
+    waits = readings.of("for data")
+    least, longest = min(waits), max(waits)
+    much = 0.5 * readings.alone_computes
     who = (f"Each rank waits {ms(least)} or more" if least > much else
-           f"Rank {readings.data.index(longest)} waits {ms(longest)}")
+           f"Rank {waits.index(longest)} waits {ms(longest)}")
     return longest > much, (f"{who} for its data in a step, in which one rank alone computes for "
-                            f"{ms(readings.alone_kernels)}.")
+                            f"{ms(readings.alone_computes)}.")
 
 
 def link_alone(readings):
@@ -305,10 +237,10 @@ def link_alone(readings):
 
 
 def all_compute_longer(readings):
-    least = min(readings.of_kernels())
-    return least > 1.7 * readings.alone_kernels, (
+    least = min(readings.of(TOGETHER))
+    return least > 1.7 * readings.alone_computes, (
         f"Each rank computes for {ms(least)} or more in a step, and one rank alone for "
-        f"{ms(readings.alone_kernels)}.")
+        f"{ms(readings.alone_computes)}.")
 
 
 def some_are_done(readings):
@@ -342,64 +274,68 @@ SUSPECTS = (
             calls_differ),
 )
 
-# What the complaints say of their jobs. The tests hold each to it.
-
-
-def takes_a_third_longer(readings):
-    """By the shortest steps: other programs on the machine only make steps longer."""
-    here, alone = (min(map(length, steps)) for steps in (readings.steps, readings.alone))
-    return all(each.finished for each in readings.ranks) and here > 4 / 3 * alone
-
-
-def stands_still(readings):
-    return not all(each.finished for each in readings.ranks)
-
-
+_SLEEP = "time.sleep(0.0005)  # the loader has the batch ready"
+_LAUNCH = "works.append(dist.all_reduce(bucket, async_op=True))"
 CASES = (
-    Case("a", "straggler", "forward", (
-        Fault(forward_on_a_hot_card, healthy.forward, "On {n} GPUs a step takes more than twice as "
-              "long as on one, with the same local batch. The profile of rank 0 is full of "
-              "all_reduce. Do we need a faster network?", takes_a_third_longer),)),
-    Case("b", "late input", "load", (
-        Fault(load_in_the_step, healthy.load, "With {n} GPUs each step takes much longer than on "
-              "one, at the same local batch. The profile shows gaps. Can bigger buckets close "
-              "them?", takes_a_third_longer),
-        Fault(load_from_a_slow_disk, healthy.load, "We went from one GPU to {n}, with the same "
-              "local batch, and now most of a step on rank 0 is all_reduce. The network team finds "
-              "nothing.", takes_a_third_longer))),
-    Case("c", "unhidden traffic", "backward", (
-        Fault(backward_that_waits, healthy.backward, "Since last week's refactoring the steps on "
-              "{n} GPUs take a good third longer. The loss is the same to the last digit.",
-              takes_a_third_longer),
-        Fault(backward_in_small_pieces, healthy.backward, "On {n} GPUs a step takes far longer "
-              "than on one with the same local batch. The bytes that we send are what they should "
-              "be: I have added them up.", takes_a_third_longer, world_sizes=(2, 3)))),
-    Case("d", "slower everywhere", "backward", (
-        Fault(backward_with_debug_kernels, healthy.backward, "On one GPU the script is fast. "
-              "Started on {n} by our new launcher, a step takes more than twice the time, and I "
-              "suspect the all-reduce.", takes_a_third_longer),)),
-    Case("e", "unequal loops", "count_batches", (
-        Fault(count_all_batches, healthy.count_batches, "The job on {n} GPUs trains well, and then,"
-              " near the end of the epoch, it stands still. All GPUs show a load of 100 %.",
-              stands_still),
-        Fault(count_without_the_broken, count_dealt_out_anew, "We threw some unreadable files "
-              "away. Since then the job on {n} GPUs stands still at the end of each epoch.",
-              stands_still)),
+    Case("a", "straggler", healthy.forward, (
+        Fault({"for _ in": "hot = dist.get_rank() == dist.get_world_size() - 1\nfor _ in",
+               "worker.sizes.forward)":
+               "worker.sizes.forward * (8 if hot else 1))  # its clock is low"},
+              "On {n} GPUs a step takes more than twice as long as on one, with the same local "
+              "batch. The profile of rank 0 is full of all_reduce. Do we need a faster network?",
+              {"slow"}),)),
+    Case("b", "late input", healthy.load, (
+        Fault({_SLEEP: "time.sleep(0.200)  # num_workers=0: reads and decodes the batch now"},
+              "With {n} GPUs each step takes much longer than on one, at the same local batch. The "
+              "profile shows gaps. Can bigger buckets close them?", {"slow"}),
+        Fault({_SLEEP: "own = dist.get_rank() == dist.get_world_size() - 1\n"
+               "time.sleep(0.220 if own else 0.0005)  # this rank's files lie on the old file "
+               "server"},
+              "We went from one GPU to {n}, with the same local batch, and now most of a step on "
+              "rank 0 is all_reduce. The network team finds nothing.", {"slow"}))),
+    Case("c", "unhidden traffic", healthy.backward, (
+        Fault({_LAUNCH: f"{_LAUNCH}\nworks[-1].wait()"},
+              "Since last week's refactoring the steps on {n} GPUs take a good third longer. The "
+              "loss is the same to the last digit.", {"slow"}),
+        Fault({_LAUNCH: "for piece in bucket.chunk(24):\n"
+               "    works.append(dist.all_reduce(piece, async_op=True))"},
+              "On {n} GPUs a step takes far longer than on one with the same local batch. The "
+              "bytes that we send are what they should be: I have added them up.", {"slow"},
+              (2, 3)))),
+    Case("d", "slower everywhere", healthy.backward, (
+        Fault({"worker.sizes.backward)": "4 * worker.sizes.backward)  # deterministic kernels"},
+              "On one GPU the script is fast. Started on {n} by our new launcher, a step takes "
+              "more than twice the time, and I suspect the all-reduce.", {"slow"}),)),
+    Case("e", "unequal loops", healthy.count_batches, (
+        Fault({"batches // ranks": "len(range(rank, batches, ranks))"},
+              "The job on {n} GPUs trains well, and then, near the end of the epoch, it stands "
+              "still. All GPUs show a load of 100 %.", {"stands still"}),
+        Fault({"readable = batches - 1  # one was found broken, in whichever rank's files":
+               "broken = 1 if rank == ranks - 1 else 0  # found in this rank's files",
+               "readable // ranks": "batches // ranks - broken"},
+              "We threw some unreadable files away. Since then the job on {n} GPUs stands still at "
+              "the end of each epoch.", {"stands still"}, part=count_dealt_out_anew)),
         to_repair=True),
-    Case("f", "lone collective", "save", (
-        Fault(save_and_meet, healthy.save, "After some steps the job on {n} GPUs stands still, "
-              "always at the same one. A smaller batch changes nothing.", stands_still),
-        Fault(save_unless_last, healthy.save, "The job on {n} GPUs ran for weeks. Then we made it "
-              "save more often, and now it stands still after a few steps.", stands_still,
-              world_sizes=(3, 4)))),
-    Case("g", "straggler", "backward", (
-        Fault(backward_with_long_samples, healthy.backward, "A step on {n} GPUs takes far longer "
-              "than on one with the same local batch. On the last rank the all_reduce is most of "
-              "it. Which setting of NCCL do we change?", takes_a_third_longer),)),
-    Case("h", "slower everywhere", "forward", (
-        Fault(forward_in_float64, healthy.forward, "Somebody tidied up the training on {n} GPUs, "
-              "and a step takes much longer than our old one-GPU script at the same local "
-              "batch.", takes_a_third_longer),)),
+    Case("f", "lone collective", healthy.save, (
+        Fault({"# writes the checkpoint": "# writes the checkpoint\ndist.barrier()"},
+              "After some steps the job on {n} GPUs stands still, always at the same one. A "
+              "smaller batch changes nothing.", {"stands still"}),
+        Fault({" and dist.get_rank() == 0:": ":\n"
+               "    if dist.get_rank() == dist.get_world_size() - 1:\n        return",
+               "# writes the checkpoint": "# writes its part of the checkpoint\ndist.barrier()"},
+              "The job on {n} GPUs ran for weeks. Then we made it save more often, and now it "
+              "stands still after a few steps.", {"stands still"}, (3, 4)))),
+    Case("g", "straggler", healthy.backward, (
+        Fault({"for bucket in": "longest = dist.get_rank() == 0  # the samples are sorted by their "
+               "length\nfor bucket in",
+               "worker.sizes.backward)": "worker.sizes.backward * (4 if longest else 1))"},
+              "A step on {n} GPUs takes far longer than on one with the same local batch. On the "
+              "last rank the all_reduce is most of it. Which setting of NCCL do we change?",
+              {"slow"}),)),
+    Case("h", "slower everywhere", healthy.forward, (
+        Fault({"worker.sizes.forward)": "9 * worker.sizes.forward)"},
+              "Somebody tidied up the training on {n} GPUs, and a step takes much longer than our "
+              "old one-GPU script at the same local batch.", {"slow"}),)),
 )
 
 
@@ -429,7 +365,7 @@ class SlowJob(SickJob):
                 "after every fourth step. One rank alone has run with the healthy script.")
 
     def _run(self, part):
-        parts = replace(Parts(), **{self._case.part: part})
+        parts = replace(Parts(), **{self._part_name: part})
         [one_rank] = self._dumps(1, Parts(), replace(
             self._settings, batches=self._settings.batches // self._world_size))
         return Readings(self._dumps(self._world_size, parts, self._settings), one_rank)
@@ -442,15 +378,15 @@ class SlowJob(SickJob):
             except RankError as error:
                 if error.kind not in ("stuck", "mismatched"):
                     raise
-            return [recording_in(folder, rank) for rank in range(ranks)]
+            return [recording_in(Path(folder, str(rank))) for rank in range(ranks)]
 
     def _is_healthy(self, readings):
         begun = [each.begun for each in readings.ranks]
         wanted = self._settings.batches // self._world_size
         # Who lets all ranks stop with the one that has the fewest leaves out no more than it must.
-        least = wanted - (self._fault.sick is count_without_the_broken)
+        least = wanted - (self._fault.part is count_dealt_out_anew)
         healthy = (not any(suspect.finding(readings)[0] for suspect in SUSPECTS)
-                   and not stands_still(readings) and len(set(begun)) == 1
+                   and not readings.stands_still and len(set(begun)) == 1
                    and least <= begun[0] <= wanted)
         enough = f"{least} or {wanted}" if least < wanted else wanted
         return healthy, (f"The ranks have begun {', '.join(map(str, begun))} steps, and "
@@ -473,46 +409,40 @@ class SlowJob(SickJob):
     @instrument
     def kernels(self) -> None:
         """How long each rank computes in a step, by kind of kernel."""
-        readings = self._readings
-        kinds = ("forward", "backward", "optimizer", "")
-        rows = [[f"rank {rank}", *(ms(readings.of_kernels(kind)[rank]) for kind in kinds)]
-                for rank in range(self._world_size)]
         print("Median over the steps")
-        print_table(["", "forward", "backward", "optimizer", "together"], *rows,
-                    ["one rank alone", "", "", "", ms(readings.alone_kernels)])
+        self._print_seconds([*KERNELS, TOGETHER],
+                            ["one rank alone", "", "", "", ms(self._readings.alone_computes)])
 
     @instrument
     def split(self) -> None:
         """What each rank does with its time in a step, as `split_time` has it."""
         readings = self._readings
         print("Median over the steps; what is spent on data is a part of what is idle")
-        print_table(["", *readings.split[0], "for data"], *(
-            [f"rank {rank}", *(ms(seconds) for seconds in split.values()),
-             ms(readings.data[rank])] for rank, split in enumerate(readings.split)))
+        self._print_seconds([*split_time(readings.steps[0])[0], "for data"])
         print(f"at its own speed the link works for {ms(readings.link_seconds)} of a step; beside "
               "no computing, in each step and on each rank: "
               f"{100 * readings.least_unhidden:.0f} % of that or more\n"
-              f"one rank alone computes for {ms(readings.alone_kernels)}")
+              f"one rank alone computes for {ms(readings.alone_computes)}")
+
+    def _print_seconds(self, kinds, *rows):
+        print_table(["", *kinds], *([f"rank {rank}", *(ms(seconds[kind]) for kind in kinds)]
+                                    for rank, seconds in enumerate(self._readings.seconds)), *rows)
 
     @instrument
     def timeline(self) -> None:
         """A drawing of the step in the middle; outside of a notebook, its spans."""
         steps = self._readings.steps
         step = steps[len(steps) // 2]
-        if in_notebook():
-            from IPython.display import display
-
-            display(show.timeline(from_last_launch(step), title="One step of the job",
-                                  note="Real ranks, emulated link, computing is slept."))
-            return
-        for rank, spans in enumerate(step):
-            for span in spans:
-                print(f"rank {rank}  {ms(span.start):>7} to {ms(span.end):>7}  {span.name}")
+        if not draw(show.timeline, from_last_launch(step), title="One step of the job",
+                    note="Real ranks, emulated link, computing is slept."):
+            for rank, spans in enumerate(step):
+                for span in spans:
+                    print(f"rank {rank}  {ms(span.start):>7} to {ms(span.end):>7}  {span.name}")
 
     @instrument
     def calls(self) -> None:
         """How many calls a step has on rank 0, and how much they carry."""
-        spans = [span for span in self._readings.steps[-1][0] if span.lane == "communication"]
+        spans = [span for span in self._readings.steps[-1][0] if span.lane == COMMUNICATION]
         sizes = [span.nbytes for span in spans]
         print(f"One step: {len(spans)} calls, {sum(sizes) / 1e3:,.0f} kB together, "
               f"{min(sizes) / 1e3:,.1f} to {max(sizes) / 1e3:,.1f} kB each")
@@ -536,11 +466,3 @@ class SlowJob(SickJob):
             where = ("has left its training" if each.finished
                      else f"is in its step {each.begun}")
             print(f"rank {rank} has begun {each.begun} steps and {where}")
-
-
-def print_table(head, *rows):
-    """Columns as wide as they must be, the first flush left, the others flush right."""
-    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
-    for first, *others in (head, *rows):
-        print(f"{first:{widths[0]}}", *(f"{cell:>{width}}" for cell, width in zip(
-            others, widths[1:], strict=True)), sep="  ")

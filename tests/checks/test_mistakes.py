@@ -60,8 +60,7 @@ def made(slip, answer=scaled_mean):
 
 
 def test_two_slips_are_made_at_once_where_they_lie_on_different_lines():
-    [two] = both(made(UNDIVIDED), made(UNWEIGHTED), [scaled_mean, in_one_line])
-    assert two.__code__.co_filename.startswith("<mistake")
+    assert len(list(both(made(UNDIVIDED), made(UNWEIGHTED), [scaled_mean, in_one_line]))) == 1
     same_line = Slip("No division by 2.", {"total / dist": "total / 2 / dist"})
     assert not list(both(made(UNDIVIDED), made(same_line), [scaled_mean]))
     assert not list(both(made(UNDIVIDED), made(UNDIVIDED), [scaled_mean]))

@@ -7,32 +7,47 @@ from contextlib import redirect_stdout
 
 
 @functools.cache
-def seeds_of(drill, fault, count):
+def seeds_of(drill, fault, count=1):
     """The first seeds whose job has this fault."""
     found = (seed for seed in range(1, 10_000) if drill(seed)._fault is fault)
     return [next(found) for _ in range(count)]
 
 
 @functools.cache
-def job_of(drill, seed):
+def _readings_of(drill, seed):
     job = drill(seed)
-    job._readings = job._run(job._fault.sick)
+    return job._run(job._sick_part())
+
+
+def job_of(drill, seed):
+    """A job that has run already."""
+    job = drill(seed)
+    job._readings = _readings_of(drill, seed)
     return job
 
 
 def first_job_of(drill, fault):
-    return job_of(drill, seeds_of(drill, fault, 1)[0])
+    return job_of(drill, *seeds_of(drill, fault))
+
+
+def healthy_run_of(drill, fault):
+    """The first job with this fault, and the readings of its healthy part."""
+    job = drill(*seeds_of(drill, fault))
+    return job, job._run(job._healthy)
+
+
+def faults_of(drill, slug):
+    return next(case.faults for case in drill.cases if case.slug == slug)
 
 
 def fitting(drill, readings):
     return [suspect.name for suspect in drill.suspects_known if suspect.finding(readings)[0]]
 
 
-def said_by(*readings):
+def said_by(call, *args, **options):
     said = io.StringIO()
     with redirect_stdout(said):
-        for reading in readings:
-            reading()
+        call(*args, **options)
     return said.getvalue()
 
 

@@ -1,0 +1,51 @@
+"""What a colleague may say truly of a sick job, by its readings: complaints are held to it."""
+
+import torch
+
+from dplab.drills import failing_reports, late_buckets, silent_failures, slow_jobs
+
+MATCHED = 1e-5  # losses that differ by less are the same: far above what the order changes
+
+
+def symptoms_of(readings) -> set[str]:
+    holds = _OF[type(readings)](readings)
+    return {symptom for symptom, is_seen in holds.items() if is_seen}
+
+
+def of_failing(readings):
+    said = str(readings.torchrun)
+    return {"a connection is lost": "by peer" in said, "gloo gives up": "Timed out" in said}
+
+
+def of_silent(readings):
+    losses, goal = readings.losses, readings.one_process.steps
+    gaps = [abs(loss - step.loss) for loss, step in zip(losses, goal, strict=False)]
+    parts = next((step for gap, step in zip(gaps, goal, strict=False) if gap > MATCHED), None)
+    epoch, batch = (parts.epoch, parts.batch) if parts else (-1, -1)
+    alone = readings.right(0).float().mean().item()
+    return {"from step 1": (epoch, batch) == (0, 0), "from step 2": (epoch, batch) == (0, 1),
+            "in epoch 1": epoch == 1, "in its middle": epoch == 1 and batch > 0,
+            "falls": sum(losses[-5:]) / 5 < losses[0] / 2,
+            "near": sum(gaps) < 0.1 * sum(step.loss for step in goal),
+            "only in the accuracy": parts is None and abs(readings.accuracies()[0] - alone) > 1e-6}
+
+
+def of_late(readings):
+    ranks = readings.ranks
+    share = max(rank.step for rank in ranks) / readings.computing
+    return {"slow": share > 1.5, "very slow": share > 2,
+            "nothing overlaps": max(readings.beside()) == 0,
+            "the ranks end apart": not all(
+                torch.allclose(rank.after, ranks[0].after, rtol=1e-4) for rank in ranks)}
+
+
+def of_slow(readings):
+    """By the shortest steps: other programs on the machine only make steps longer."""
+    if readings.stands_still:
+        return {"stands still": True}
+    here, alone = (min(map(slow_jobs.length, steps)) for steps in (readings.steps, readings.alone))
+    return {"slow": here > 4 / 3 * alone}
+
+
+_OF = {failing_reports.Readings: of_failing, silent_failures.Readings: of_silent,
+       late_buckets.Readings: of_late, slow_jobs.Readings: of_slow}
