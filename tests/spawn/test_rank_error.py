@@ -1,11 +1,13 @@
 """`RankError` for what cannot be pickled, and as a value: kept, pickled, meant."""
 
+import os
 import pickle
 import sys
 import threading
 
 import cloudpickle
 import pytest
+import torch
 import torch.distributed as dist
 from failing import both_sizes, failure
 
@@ -64,8 +66,32 @@ def test_what_arrives_and_cannot_be_loaded():
 def test_a_rank_error_can_be_pickled():
     error = failure(lambda: 1 // dist.get_rank(), 2)
     again = pickle.loads(pickle.dumps(error))
-    assert (str(again), again.rank, again.kind, again.error, again.reports) == (
-        str(error), 0, "raised", "ZeroDivisionError", error.reports)
+    assert (str(again), again.rank, again.kind, again.error, again.ranks, again.reports) == (
+        str(error), 0, "raised", "ZeroDivisionError", error.ranks, error.reports)
+
+
+def test_what_each_rank_was_doing_is_data_too():
+    def work(how):
+        if dist.get_rank() == 1:
+            how()
+        dist.all_reduce(torch.ones(2, 3))
+
+    nothing = ("", None, "", None)
+    reduces = ("all_reduce", 1, "float32[2, 3]", None)
+    for how, others, of_rank_1 in (
+            (lambda: 1 // 0, ("waiting", *reduces), ("raised", *nothing)),
+            (lambda: dist.recv(torch.ones(3), 2), ("waiting", *reduces),
+             ("waiting", "recv", None, "float32[3]", 2)),
+            (lambda: dist.all_reduce(torch.ones(7)), ("called", *reduces),
+             ("called", "all_reduce", 1, "float32[7]", None))):
+        error = failure(work, 3, how)
+        assert [(each.state, each.operation, each.number, each.tensor, each.peer)
+                for each in error.ranks] == [others, of_rank_1, others]
+        assert error.ranks[2].source == "dist.all_reduce(torch.ones(2, 3))"
+        assert error.ranks[2].at in str(error)
+    error = failure(lambda: dist.get_rank() == 1 and os._exit(3), 2)
+    assert [(each.rank, each.state, each.exit_code) for each in error.ranks] == [
+        (0, "returned", None), (1, "died", 3)]
 
 
 def test_a_meant_failure_is_shown_and_kept(capsys):

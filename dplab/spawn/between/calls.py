@@ -81,10 +81,15 @@ class Call:
     def is_point_to_point(self) -> bool:
         return self.operation in ("send", "recv")
 
+    @property
+    def tensor(self) -> str:
+        """Dtype and shape, as in ``float32[2, 3]``; empty for a call without a tensor."""
+        return f"{self.dtype}{list(self.shape)}" if self.dtype else ""
+
     def __str__(self):
         text = self.operation
         if self.dtype:
-            text += f" of {self.dtype}{list(self.shape)}"
+            text += f" of {self.tensor}"
         if self.reduce_operation:
             text += f", {self.reduce_operation}"
         if self.operation in _ROOTED:

@@ -10,6 +10,39 @@ import traceback
 from dataclasses import dataclass, field
 
 
+@dataclass(frozen=True)
+class RankReport:
+    """One rank when its run had failed, as data; as text, the line that a report has for it.
+
+    ``state``: ``"returned"``, ``"waiting"`` (in a call), ``"called"`` (a call that does not agree
+    with the others'), ``"computing"``, ``"raised"``, ``"died"``, ``"unpicklable"``,
+    ``"disconnected"`` (by another's failure), ``"starting"`` or ``"silent"``.
+    ``doing``: the same in words. ``place`` and ``source``: the learner's line, if one is known.
+    ``operation``, ``number`` (of a collective), ``tensor`` (dtype and shape) and ``peer`` (of a
+    send or receive): the call that it waits in, called, or called last before it died or fell
+    silent. ``exit_code``: of one that died, or minus the signal.
+    """
+
+    rank: int
+    state: str
+    doing: str
+    place: str = ""
+    source: str = ""
+    operation: str = ""
+    number: int | None = None
+    tensor: str = ""
+    peer: int | None = None
+    exit_code: int | None = None
+
+    def __str__(self):
+        return f"rank {self.rank} " + ": ".join(filter(None, [self.doing, self.at]))
+
+    @property
+    def at(self) -> str:
+        """The learner's line: where it is, and its text."""
+        return ": ".join(filter(None, [self.place, self.source]))
+
+
 class RankError(RuntimeError):
     """A run on ranks failed. Its text is the diagnosis.
 
@@ -17,24 +50,19 @@ class RankError(RuntimeError):
     ``kind``: ``"raised"``, ``"died"`` (a signal, or an exit), ``"stuck"``, ``"mismatched"``
     (collectives, shapes, dtypes or reduce operations that do not agree) or ``"unpicklable"``.
     ``error``: the name of the exception's type, where one was raised on a rank.
+    ``ranks``: a `RankReport` for each rank, in rank order.
     ``reports``: one line for each other rank, on where it was.
     """
 
-    def __init__(self, text, *, rank=None, kind="raised", error="", reports=()):
+    def __init__(self, text, *, rank=None, kind="raised", error="", ranks=(), reports=()):
         super().__init__(text)
-        self.rank, self.kind, self.error, self.reports = rank, kind, error, list(reports)
-
-    def __reduce__(self):
-        return _rebuild, (str(self), self.rank, self.kind, self.error, self.reports)
+        self.rank, self.kind, self.error = rank, kind, error
+        self.ranks, self.reports = list(ranks), list(reports)
 
     def _render_traceback_(self):
         """IPython's hook: the report alone, without the launcher's own frames."""
         head, _, rest = str(self).partition("\n")
         return [f"\x1b[31;1m{type(self).__name__}\x1b[0m: \x1b[1m{head}\x1b[0m", rest]
-
-
-def _rebuild(text, rank, kind, error, reports):
-    return RankError(text, rank=rank, kind=kind, error=error, reports=reports)
 
 
 class Interrupted(KeyboardInterrupt):

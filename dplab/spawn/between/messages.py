@@ -46,13 +46,25 @@ class Frame:
 
 
 @dataclass
+class InFlight:
+    """A call that was launched and is not complete, as torch's flight recorder has it."""
+
+    operation: str
+    number: int
+    tensor: str  # dtype and shape
+    is_collective_of_all: bool  # in the default group
+
+    def __str__(self):
+        return f"{self.operation} number {self.number}" + (f" of {self.tensor}" * bool(self.tensor))
+
+
+@dataclass
 class Answer:
     """What a rank says, by ``state``: it is "ready" (has joined); "where" it is; "done" (the value
     follows as bytes), or it "raised", "exited" or is "unpicklable".
 
     ``time`` is `time.monotonic`; ``launched`` is the number of the last collective in the default
-    group, and ``waiting`` those launched and not complete, as (number, words); the number is 0
-    outside the default group.
+    group, and ``waiting`` has what was launched and is not complete.
     """
 
     state: str
@@ -61,7 +73,7 @@ class Answer:
     kind: str = ""
     frames: list[Frame] = field(default_factory=list)
     launched: int = 0
-    waiting: list[tuple[int, str]] = field(default_factory=list)
+    waiting: list[InFlight] = field(default_factory=list)
 
 
 @dataclass

@@ -88,7 +88,8 @@ def _awaited(state, states):
     if not is_waiting(state):
         return set()
     peers = {call.peer for call in state.unmet}
-    for number, _ in state.where.waiting:
-        peers |= {other.rank for other in states if other is not state
-                  and number > getattr(other.answer or other.where, "launched", number)}
+    for call in state.where.waiting:
+        peers |= {other.rank for other in states
+                  if other is not state and call.is_collective_of_all
+                  and call.number > getattr(other.answer or other.where, "launched", call.number)}
     return peers

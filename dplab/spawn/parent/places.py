@@ -14,8 +14,12 @@ def ipython():
 
 def spot(file: str, line: int) -> str:
     """A line as the reader knows it, with its text where that is to be had."""
-    text = linecache.getline(_whole_name(file), line).strip()
-    return f"{place(file)}, line {line}" + (f": {text}" if text else "")
+    return ": ".join(filter(None, place_and_source(file, line)))
+
+
+def place_and_source(file: str, line: int) -> tuple[str, str]:
+    """Where a line is, as the reader knows it, and its text, which may be empty."""
+    return f"{place(file)}, line {line}", linecache.getline(_whole_name(file), line).strip()
 
 
 def _whole_name(file):

@@ -1,6 +1,7 @@
 """What became of the ranks, in words: the text of a RankError."""
 
 import contextvars
+import dataclasses
 import linecache
 import os
 import re
@@ -8,10 +9,10 @@ import signal
 
 from ..between import values
 from ..between.calls import PACKAGE, is_learners
-from ..between.errors import RankError, advice_on
-from ..between.messages import Frame, crash_file
+from ..between.errors import RankError, RankReport, advice_on
+from ..between.messages import Frame, InFlight, crash_file
 from .matching import is_waiting
-from .places import ipython, place, spot
+from .places import ipython, place, place_and_source
 from .stages import RankStage
 
 _LAUNCHER = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
@@ -46,17 +47,17 @@ def of_mismatch(mismatch, states) -> RankError:
     odd = _odd_one_out(calls)
     head = (f"collective number {number} is not the same on every rank: "
             f"the {what}s do not agree")
-    lines = [f"  rank {rank} called {call}\n         {spot(call.file, call.line)}"
-             for rank, call in calls.items()]
-    others = [state for state in states if state.rank not in calls]
-    return _error(head, "\n".join([*lines, "", _WHY[what]]), others, rank=odd, kind="mismatched")
+    called = [_of_call(rank, "called", f"called {call}", call) for rank, call in calls.items()]
+    lines = [f"  rank {report.rank} {report.doing}\n         {report.at}" for report in called]
+    return _error(head, "\n".join([*lines, "", _WHY[what]]), states, called, rank=odd,
+                  kind="mismatched")
 
 
 def of_unpicklable(state, states) -> RankError:
     head = f"rank {state.rank} of {len(states)}: {state.answer.text}"
     body = ("Return plain values, tensors, or objects made of them."
             if "returned" in state.answer.text else "")
-    return _error(head, body, _others(states, state), rank=state.rank, kind="unpicklable")
+    return _error(head, body, states, [_report(state)], rank=state.rank, kind="unpicklable")
 
 
 def of_failure(states, folder) -> RankError:
@@ -72,7 +73,7 @@ def of_failure(states, folder) -> RankError:
         return of_unpicklable(first, states)
     if first.stage is RankStage.RAISED:
         head = f"rank {first.rank} of {len(states)} raised {first.answer.text}"
-        return _error(head, _excerpt(first.answer.frames), _others(states, first),
+        return _error(head, _excerpt(first.answer.frames), states, [_report(first)],
                       rank=first.rank, error=first.answer.kind, after=advice)
     if first.answer:
         head = f"rank {first.rank} of {len(states)} {first.answer.text} before it returned"
@@ -80,11 +81,14 @@ def of_failure(states, folder) -> RankError:
     else:
         head = f"rank {first.rank} of {len(states)} {_how_it_ended(first)}"
         frames = _crash_frames(crash_file(folder, first.rank))
-    body = _excerpt(frames)
-    if not body and first.last_call:
-        call = first.last_call
-        body = f"  Its last call was {call}\n         {spot(call.file, call.line)}"
-    return _error(head, body, _others(states, first), rank=first.rank, kind="died", after=advice)
+    body, report = _excerpt(frames), _report(first)
+    if body:
+        place, source = _at(frames)
+        report = dataclasses.replace(report, place=place, source=source)
+    elif first.last_call:
+        report = _of_call(first.rank, "died", report.doing, first.last_call, first.exit_code)
+        body = f"  Its last call was {first.last_call}\n         {report.at}"
+    return _error(head, body, states, [report], rank=first.rank, kind="died", after=advice)
 
 
 def _advice_on_name(state):
@@ -135,20 +139,20 @@ def of_stuck(states, seconds) -> RankError:
         elif all(state.last_call and state.last_call.is_point_to_point for state in busy):
             advice = PAIRS
         advice += f" A run that needs longer: {timeout_option.get()}."
-    return _error(head, "", states, rank=rank, kind="stuck", after=advice)
+    return _error(head, "", states, [], rank=rank, kind="stuck", after=advice)
 
 
 def of_slow_start(states, seconds) -> RankError:
     """Ranks that have not all joined the process group; those who do not answer hold it up."""
     late = [state for state in states if state.stage is RankStage.STARTING]
     late = [state for state in late if state.where is None] or late
-    return _error(f"{_names(late)} did not start within {seconds:g} s", "", states,
+    return _error(f"{_names(late)} did not start within {seconds:g} s", "", states, [],
                   rank=late[0].rank if len(late) == 1 else None, kind="stuck")
 
 
 def of_lost_store(states, folder) -> RankError:
     """The file by which ranks find one another is gone before they have."""
-    return _error(f"{folder}, where the ranks meet, was removed while they started", "", states,
+    return _error(f"{folder}, where the ranks meet, was removed while they started", "", states, [],
                   rank=None, kind="stuck", after="Does something here clean up temporary folders?")
 
 
@@ -168,14 +172,15 @@ def of_deadlock(states, waits) -> RankError:
     else:
         head += " for each other"
     rank = gone[0].rank if len(gone) == 1 else None
-    return _error(head, "", states, rank=rank, kind="stuck", after=advice)
+    return _error(head, "", states, [], rank=rank, kind="stuck", after=advice)
 
 
 def of_interrupt(states) -> str:
-    return "\n".join(["stopped by you; where the ranks were:", *map(_line, states)])
+    return "\n".join(["stopped by you; where the ranks were:",
+                      *(f"  {_report(state)}" for state in states)])
 
 
-_NOW = {  # how `_line` says where a rank was: how to say where one is, and where several are
+_NOW = {  # how `_report` says where a rank was: how to say where one is, and where several are
     "waits in": ("waits in", "wait in"),
     "was running": ("computes", "compute"),
     "was still starting": ("is still starting", "are still starting"),
@@ -188,7 +193,7 @@ def whereabouts(states) -> list[str]:
     """Where the ranks of a running run are: a line for each place."""
     places: dict[str, list] = {}
     for state in states:
-        text = _line(state).strip().removeprefix(f"rank {state.rank} ")
+        text = str(_report(state)).removeprefix(f"rank {state.rank} ")
         places.setdefault(text, []).append(state)
     lines = []
     for text, ranks in places.items():
@@ -205,8 +210,13 @@ def some_wait(states) -> bool:
     return any(waiting) and not all(waiting)
 
 
-def _error(head, body, others, *, rank, kind="raised", error="", after=""):
-    lines = [_line(state) for state in others]
+def _error(head, body, states, blamed, *, rank, kind="raised", error="", after=""):
+    """``blamed``: the reports on ranks that head and body are about; of the others it has a line
+    each."""
+    ranks = [_report(state) for state in states]
+    for report in blamed:
+        ranks[report.rank] = report
+    lines = [f"  {report}" for report in ranks if report not in blamed]
     parts = [head]
     if body:
         parts += ["", body]
@@ -215,50 +225,60 @@ def _error(head, body, others, *, rank, kind="raised", error="", after=""):
         parts += ["", title, *lines]
     if after:
         parts += ["", after]
-    return RankError("\n".join(parts), rank=rank, kind=kind, error=error, reports=lines)
+    return RankError("\n".join(parts), rank=rank, kind=kind, error=error, ranks=ranks,
+                     reports=lines)
 
 
-def _others(states, first):
-    return [state for state in states if state is not first]
-
-
-def _line(state) -> str:
-    """One rank's whereabouts in a line or two."""
-    label = f"  rank {state.rank} "
+def _report(state) -> RankReport:
+    """What one rank was doing, in a line or two."""
+    rank, call = state.rank, state.last_call
     if state.finished:
-        return label + "had returned"
+        return RankReport(rank, "returned", "had returned")
     if state.died:
-        return label + _how_it_ended(state)
+        return RankReport(rank, "died", _how_it_ended(state), exit_code=state.exit_code)
     if state.failed:
-        text, frames = state.answer.text, state.answer.frames
+        text = state.answer.text
+        kind, verb = {RankStage.RAISED: ("raised", "raised "), RankStage.EXITED: ("died", ""),
+                      RankStage.UNPICKLABLE: ("unpicklable", "gave no value: ")}[state.stage]
         if _PEER_LOST.search(text):
-            return label + "lost its connection" + _at(frames)
-        verb = {RankStage.RAISED: "raised ", RankStage.UNPICKLABLE: "gave no value: "}
-        return (label + verb.get(state.stage, "") + (text.splitlines() or [""])[0][:160]
-                + _at(frames))
+            kind, verb, text = "disconnected", "", "lost its connection"
+        return RankReport(rank, kind, verb + (text.splitlines() or [""])[0][:160],
+                          *_at(state.answer.frames))
     if state.stage is RankStage.RETURNING:
-        return label + "had returned, and its value was on its way"
+        return RankReport(rank, "returned", "had returned, and its value was on its way")
     if state.is_starting:
-        return label + "was still starting"
+        return RankReport(rank, "starting", "was still starting")
     if state.where is None:
-        call = state.last_call
-        return label + "does not answer: it is stopped, or inside C code" + (
-            f"; its last call was {call}: {spot(call.file, call.line)}" if call else "")
+        doing = "does not answer: it is stopped, or inside C code"
+        return _of_call(rank, "silent", f"{doing}; its last call was {call}", call) if call else (
+            RankReport(rank, "silent", doing))
+    at = _at(state.where.frames)
     if state.where.waiting:
-        return label + f"waits in {_awaited(state)}" + _at(state.where.frames)
-    if is_waiting(state) and state.last_call:
-        calls = " and ".join(map(str, state.unmet[:2])) or state.last_call
-        return label + f"waits in {calls}" + _at(state.where.frames)
-    return label + "was running" + _at(state.where.frames)
+        awaited = _awaited(state)
+        return RankReport(rank, "waiting", f"waits in {awaited}", *at, awaited.operation,
+                          awaited.number, awaited.tensor)
+    if is_waiting(state) and call:
+        waits = state.unmet[:2] or [call]
+        report = _of_call(rank, "waiting", f"waits in {' and '.join(map(str, waits))}", waits[0])
+        return dataclasses.replace(report, place=at[0], source=at[1])
+    return RankReport(rank, "computing", "was running", *at)
+
+
+def _of_call(rank, state, doing, call, exit_code=None):
+    is_between_two = call.is_point_to_point
+    return RankReport(
+        rank, state, doing, *place_and_source(call.file, call.line), call.operation,
+        None if is_between_two else call.number, call.tensor, call.peer if is_between_two else None,
+        exit_code)
 
 
 def _awaited(state):
     """The collective in which a rank waits. gloo makes a reduce-scatter from all-reduces, which are
     what the rank's answer names."""
-    words, call = state.where.waiting[0][1], state.last_call
-    if call and call.operation == "reduce_scatter" and words.startswith("all_reduce"):
-        return f"{call.operation} number {call.number} of {call.dtype}{list(call.shape)}"
-    return words
+    waits, call = state.where.waiting[0], state.last_call
+    if call and call.operation == "reduce_scatter" and waits.operation == "all_reduce":
+        return InFlight(call.operation, call.number, call.tensor, waits.is_collective_of_all)
+    return waits
 
 
 def _how_it_ended(state):
@@ -302,7 +322,7 @@ def _excerpt(frames) -> str:
 
 def _at(frames):
     kept = _learners(frames)
-    return f": {spot(kept[-1].file, kept[-1].line)}" if kept else ""
+    return place_and_source(kept[-1].file, kept[-1].line) if kept else ("", "")
 
 
 def _odd_one_out(calls):

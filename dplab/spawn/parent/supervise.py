@@ -199,9 +199,9 @@ class Supervisor:
                     default=math.inf)
         for state in self._states:
             if not state.finished and state.where:
-                for number, _ in state.where.waiting:
-                    if number > least:
-                        return state.rank, number
+                for call in state.where.waiting:
+                    if call.is_collective_of_all and call.number > least:
+                        return state.rank, call.number
         return None
 
     def _compare(self):

@@ -28,7 +28,7 @@ from multiprocessing.connection import Connection
 from ..between import values
 from ..between.calls import DEFAULT_GROUP, map_log
 from ..between.errors import in_plain_words
-from ..between.messages import Answer, Frame, Task, crash_file, log_file, store_file
+from ..between.messages import Answer, Frame, InFlight, Task, crash_file, log_file, store_file
 from . import device as devices
 from . import recording, shown
 
@@ -206,13 +206,12 @@ def _in_flight(entry):
     name = entry["profiling_name"].split(":")[-1].replace("_allgather_base", "all_gather").replace(
         "_reduce_scatter_base", "reduce_scatter")
     number = entry["p2p_seq_id" if entry["is_p2p"] else "collective_seq_id"]
-    words = f"{name} number {number}"
+    tensor = ""
     if entry["input_dtypes"] and name != "barrier":
         dtype = entry["input_dtypes"][0]
-        words += f" of {_DTYPES.get(dtype, dtype.lower())}{(entry['input_sizes'] or [[]])[0]}"
-    in_default_group = (entry["process_group"][0] == DEFAULT_GROUP
-                        and not entry["is_p2p"])
-    return (number if in_default_group else 0), words
+        tensor = f"{_DTYPES.get(dtype, dtype.lower())}{(entry['input_sizes'] or [[]])[0]}"
+    return InFlight(name, number, tensor, entry["process_group"][0] == DEFAULT_GROUP
+                    and not entry["is_p2p"])
 
 
 def _frames_of(error):
