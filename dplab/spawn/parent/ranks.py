@@ -15,7 +15,7 @@ from ..between.calls import LOG_BYTES, CallReader
 from ..between.errors import SHARED_MEMORY, with_advice
 from ..between.messages import Mailbox, Shown, Task, log_file, store_file
 from ..server.start import start_ranks
-from . import output, places
+from . import display, places
 from .stages import RankStage, RankState
 
 _ANSWER = 0.5  # seconds that a rank has to say where it is
@@ -32,7 +32,8 @@ class Ranks:
         self.states = [RankState(rank) for rank in range(world_size)]
         self.logs: list[CallReader] = []
         self.folder = ""
-        self.display = output.show(world_size)
+        self.display = display.show(world_size)
+        self.heard_at = 0.0  # when one last showed something, by `time.monotonic`
         self._mailboxes: list[Mailbox] = []
         self._selector: Any = None  # these three come with `start`
         self._handle: Any = None
@@ -119,6 +120,7 @@ class Ranks:
             return
         answer = pickle.loads(message)
         if isinstance(answer, Shown):
+            self.heard_at = time.monotonic()
             self.display.take(state.rank, answer)
         elif answer.state == "where":
             state.where = answer
@@ -154,6 +156,7 @@ class Ranks:
     def _read(self, rank, descriptor):
         data = os.read(descriptor, 1 << 16)
         if data:
+            self.heard_at = time.monotonic()
             self.display.feed(rank, data)
         else:
             self._selector.unregister(descriptor)
