@@ -2,7 +2,6 @@
 
 import ctypes
 import os
-import pathlib
 import pickle
 import resource
 import signal
@@ -177,27 +176,6 @@ def test_a_rank_that_is_stopped_before_it_has_joined(monkeypatch):
     assert (error.kind, error.rank) == ("stuck", 1)
     assert str(error).startswith("rank 1 did not start within 3 s")
     assert error.reports[0] == "  rank 0 was still starting"
-
-
-class RemovesTheStore:
-    """A link that removes the file by which ranks find one another, once rank 0 has its place in
-    it and before rank 1 has looked.
-    """
-
-    def install(self, backend):
-        with open("/proc/self/maps") as maps:
-            log = next(line.split()[-1] for line in maps if "/calls-" in line)
-        if log.endswith("1"):
-            store = pathlib.Path(log).with_name("store")
-            wait_for(lambda: store.exists() and b"cpu//0/" in store.read_bytes())
-            store.unlink()
-        return backend
-
-
-def test_the_store_is_removed_before_all_have_joined():
-    error = failure(lambda: 1, 2, link=RemovesTheStore())
-    assert (error.kind, error.rank) == ("stuck", None)
-    assert ", where the ranks meet, was removed while they started" in str(error)
 
 
 @pytest.mark.slow

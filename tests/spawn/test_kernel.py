@@ -244,7 +244,7 @@ def test_what_is_shown_while_ranks_work():
         assert "hello &lt;b&gt;" in kernel.until_displayed("hello")["text/html"]
         says = kernel.until_displayed("rank 1 was running: cell In[")["text/plain"].splitlines()
         assert says[0].endswith(" s …")
-        assert says[1].startswith("  rank 0 waits in barrier number 2: cell In[")
+        assert says[1].startswith("rank 0 waits in barrier number 2: cell In[")
         assert says[2].endswith(("while dist.get_rank() == 1:", "pass"))
         kernel.interrupt()
         reply = kernel.finish()

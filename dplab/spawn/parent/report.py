@@ -150,12 +150,6 @@ def of_slow_start(states, seconds) -> RankError:
                   rank=late[0].rank if len(late) == 1 else None, kind="stuck")
 
 
-def of_lost_store(states, folder) -> RankError:
-    """The file by which ranks find one another is gone before they have."""
-    return _error(f"{folder}, where the ranks meet, was removed while they started", "", states, [],
-                  rank=None, kind="stuck", after="Does something here clean up temporary folders?")
-
-
 def of_deadlock(states, waits) -> RankError:
     """Ranks that wait in sends and receives for ever; ``waits`` has for each those it waits for."""
     stuck = [states[rank] for rank in sorted(waits)]

@@ -147,9 +147,6 @@ class Supervisor:
         return self._mismatch() or report.of_failure(self._states, self._ranks.folder)
 
     def _late_start(self):
-        if self._ranks.have_lost_their_store():
-            self._ranks.ask_where()
-            return report.of_lost_store(self._states, self._ranks.folder)
         if time.monotonic() > self._since + _START:
             self._ranks.ask_where()
             return report.of_slow_start(self._states, _START)

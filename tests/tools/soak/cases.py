@@ -202,7 +202,7 @@ def _removed(rng):
         plan.outside, plan.moment = "remove", rng.uniform(0, _life(plan))
         plan.which = rng.randrange(2)
         plan.ends += [Ends("raised", ANY, ("No such file or directory",)),
-                      Ends("stuck", None, ("was removed while they started",))]
+                      Ends("stuck", ANY, ("did not start within 120 s",), 120.0)]
         return plan
     remove = rng.choice(("shutil.rmtree(folder)", 'os.remove(os.path.join(folder, "store"))'))
     plan.fault = _on(rng.randrange(plan.ranks), _FOLDER, remove)
