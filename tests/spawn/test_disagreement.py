@@ -11,7 +11,6 @@ import torch.distributed as dist
 from failing import failure
 from kernel import no_ranks_left
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
@@ -172,14 +171,6 @@ def subgroups():
     dist.barrier()
 
 
-def grid():
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "columns"))
-    row = mesh.get_local_rank("rows")
-    for _ in range(1 + row):
-        dist.all_reduce(torch.ones(3 + row), group=mesh.get_group("columns"))
-    dist.barrier()
-
-
 def point_to_point():
     rank, ranks = dist.get_rank(), dist.get_world_size()
     x = torch.full((3 + rank,), float(rank))
@@ -215,11 +206,6 @@ def trains_with(wrap):
     return work
 
 
-def ddp(model):
-    model = DistributedDataParallel(model)
-    return model, torch.optim.SGD(model.parameters(), 0.1)
-
-
 def sharded(model):
     fully_shard(model[0])
     fully_shard(model)
@@ -242,8 +228,8 @@ def thousands():
 @pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "functions"), [
     (2, [objects, scatters_and_exchanges, subgroups, waited_later, trains_with(zero),
-         trains_with(ddp), thousands, point_to_point]),
-    (4, [objects, scatters_and_exchanges, grid, trains_with(sharded), point_to_point]),
+         thousands, point_to_point]),
+    (4, [objects, scatters_and_exchanges, trains_with(sharded), point_to_point]),
 ], ids=["two", "four"])
 def test_no_false_alarm(ranks, functions):
     def one_after_another():
