@@ -111,7 +111,7 @@ def test_one_rank_dies_while_the_others_wait(how):
         raise error
     spot = "dist.all_reduce(total)" if how in NO_LINE else "die()"
     assert spot in str(error).split("The other ranks")[0]
-    assert error.ranks[1].source == spot
+    assert error.ranks[1].source in str(error).split("The other ranks")[0]
     only_learners_frames(error)
     for rank, report in zip(set(range(ranks)) - {1}, error.reports, strict=True):
         assert f"rank {rank} " in report
