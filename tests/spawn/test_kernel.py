@@ -113,14 +113,12 @@ def test_failure_names_the_cell_and_the_line(kernel, how):
         kernel.run("def work():\n    " + body.replace("\n", "\n    "))
         defined = kernel.run("len(In) - 2").value
         reply = kernel.run("run(work, 2)")
-        line = 4
     else:
         reply = kernel.run(f"{how}\n{body}")
         defined = kernel.run("len(In) - 2").value
-        line = 4
     assert reply.status == "error"
     says(reply, "RankError: rank 1 of 2 raised ZeroDivisionError", f"cell In[{defined}], in",
-         f"→   {line} ", "1 // 0", f"rank 0 waits in barrier number 1: cell In[{defined}], line ",
+         "→   4 ", "1 // 0", f"rank 0 waits in barrier number 1: cell In[{defined}], line ",
          "dist.barrier()")
     assert "dplab" not in reply.error and "Traceback" not in reply.error, reply.error
 

@@ -199,14 +199,6 @@ def test_device():
     assert run(lambda: dplab.device(), 2, backend="gloo") == [torch.device("cpu")] * 2
 
 
-def test_a_rank_starts_no_fork_server():
-    def work():
-        dplab.device()
-        return [child.cmdline() for child in psutil.Process().children()]
-
-    assert run(work, 2) == [[], []]
-
-
 def test_link_is_installed_before_the_process_group():
     class Link:
         def install(self, backend):
