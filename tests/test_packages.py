@@ -1,5 +1,8 @@
 """The course as a package: its requirements, uv's settings, the wheel, and other Pythons."""
 
+import ast
+import contextlib
+import importlib
 import os
 import re
 import shutil
@@ -195,3 +198,73 @@ def test_what_needs_no_torch_runs_on_other_pythons(version, tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     done = subprocess.run([python, "-B", "-m", "dplab"], cwd=ROOT, capture_output=True, text=True)
     assert done.stdout.startswith("usage: dplab"), done.stderr
+
+
+# What the course uses of torch although its name says that it is torch's own. Where a test of it
+# fails on a newer torch, that use has to be replaced.
+PRIVATE_IN_TORCH = """
+    torch.ScriptObject._type
+    torch.Tensor._version
+    torch.UntypedStorage._cdata
+    torch._C._current_graph_task_id
+    torch._C._distributed_c10d._create_work_from_future
+    torch._C._distributed_c10d._dump_fr_trace_json
+    torch._subclasses.fake_tensor.FakeTensorMode
+    torch.autograd.Variable._execution_engine.queue_callback
+    torch.distributed.ProcessGroup._allgather_base
+    torch.distributed.ProcessGroup._reduce_scatter_base
+    torch.distributed.ProcessGroup._register_backend
+    torch.distributed.ProcessGroup._set_default_backend
+    torch.distributed.ProcessGroup._set_group_name
+    torch.distributed.ProcessGroup._set_sequence_number_for_group
+    torch.distributed.Reducer._rebuild_buckets
+    torch.distributed.algorithms._checkpoint.checkpoint_wrapper.checkpoint_wrapper
+    torch.distributed.distributed_c10d._get_default_store
+    torch.distributed.distributed_c10d._world
+    torch.distributed.fsdp.FSDPModule._get_fsdp_state
+    torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._lazy_init
+    torch.distributed.tensor.DTensor._local_tensor
+    torch.nn.Module._buffers
+    torch.nn.Module._modules
+    torch.nn.modules.batchnorm._BatchNorm
+    torch.nn.parallel.DistributedDataParallel._get_active_ddp_module
+    torch.ops.aten._to_copy
+    torch.testing._internal.distributed.fake_pg.FakeStore
+    torch.utils._python_dispatch.TorchDispatchMode
+    torch.utils._pytree.tree_leaves
+    torch.utils._pytree.tree_map_only
+"""
+PRIVATE_ELSEWHERE = {"_exit", "_getframe", "_current_frames", "_DYNAMIC_CLASS_TRACKER_BY_ID"}
+
+
+@pytest.mark.parametrize("name", PRIVATE_IN_TORCH.split())
+def test_what_is_private_in_torch_is_there(name):
+    import torch
+
+    value, attributes = torch, name.split(".")[1:]
+    for count, attribute in enumerate(attributes, 1):
+        with contextlib.suppress(ImportError):
+            importlib.import_module(".".join(["torch", *attributes[:count]]))
+        if value is torch.nn.Module:
+            value = value()  # which gives itself the attribute
+        value = getattr(value, attribute)
+
+
+def private(name):
+    return name.startswith("_") and not name.endswith("__")
+
+
+def test_all_that_is_private_in_torch_is_in_the_list():
+    nodes = [node for path in (ROOT / "dplab").rglob("*.py")
+             for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))]
+    imported = {f"{node.module}.{name.name}" for node in nodes if isinstance(node, ast.ImportFrom)
+                and (node.module or "").startswith("torch") for name in node.names}
+    used = {part for name in imported for part in name.split(".") if private(part)}
+    used |= {node.attr for node in nodes if isinstance(node, ast.Attribute) and private(node.attr)}
+    own = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    own |= {getattr(node, "attr", None) or node.id for node in nodes
+            if isinstance(node, ast.Attribute | ast.Name) and isinstance(node.ctx, ast.Store)}
+    listed = set(filter(private, PRIVATE_IN_TORCH.replace(".", " ").split()))
+    assert used - own - PRIVATE_ELSEWHERE <= listed
+    assert listed <= used | {"_allgather_base", "_reduce_scatter_base",  # strings in between/calls
+                             "_fully_shard", "_fsdp_state"}

@@ -1,7 +1,7 @@
 """A check while it runs: a bar that moves from one world size to the next, and vanishes."""
 
 from dplab.checks.exercise import Exercise, Verdict
-from dplab.spawn.parent.elapsed import is_live
+from dplab.spawn.parent.display import is_live
 from dplab.spawn.parent.output import in_notebook
 
 _BAR = ('<div style="color:var(--jp-ui-font-color2,#6B7680)">'

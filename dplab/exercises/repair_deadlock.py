@@ -8,6 +8,7 @@ import contextlib
 import time
 from collections import Counter
 from datetime import timedelta
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -192,24 +193,23 @@ class InFlight:
         self._changed = 0
 
     def __enter__(self):
-        self._originals = {name: getattr(dist.ProcessGroup, name)
-                           for name in ("send", "recv", "recv_anysource")}
-        for name, original in self._originals.items():
-            setattr(dist.ProcessGroup, name, self._started(name, original))
-        self._wait = wait = dist.Work.wait
+        self._wait = dist.Work.wait
 
         def and_over(work, *args, **kwargs):
-            result = wait(work, *args, **kwargs)
+            result = self._wait(work, *args, **kwargs)
             self._over(work)
             return result
 
-        dist.Work.wait = and_over
+        # A call log knows no handles, and what is asked is when each call was waited for.
+        patches = {name: self._started(name, getattr(dist.ProcessGroup, name))
+                   for name in ("send", "recv", "recv_anysource")}
+        self._patches = contextlib.ExitStack()
+        self._patches.enter_context(mock.patch.multiple(dist.ProcessGroup, **patches))
+        self._patches.enter_context(mock.patch.object(dist.Work, "wait", and_over))
         return self
 
-    def __exit__(self, *_):
-        dist.Work.wait = self._wait
-        for name, original in self._originals.items():
-            setattr(dist.ProcessGroup, name, original)
+    def __exit__(self, *error):
+        self._patches.close()
 
     def changed(self):
         """How many tensors were written to before their send was waited for."""

@@ -8,10 +8,9 @@ import cloudpickle
 import pytest
 import torch
 import torch.distributed as dist
-from failing import both_sizes, failure
+from failing import failure
 from kernel import no_ranks_left
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
@@ -33,26 +32,25 @@ def odd(ordinary, other):
 
 
 MISMATCHES = {
-    "operation": (lambda x: dist.all_reduce(x) if odd(1, 0) else gather(x),
+    "operation": (2, lambda x: dist.all_reduce(x) if odd(1, 0) else gather(x),
                   "all_reduce of float32[2], SUM", "all_gather of float32[2]"),
-    "barrier": (lambda x: dist.all_reduce(x) if odd(1, 0) else dist.barrier(),
+    "barrier": (4, lambda x: dist.all_reduce(x) if odd(1, 0) else dist.barrier(),
                 "all_reduce of float32[2], SUM", "barrier"),
-    "shape": (lambda x: dist.all_reduce(odd(x, torch.ones(3))),
+    "shape": (4, lambda x: dist.all_reduce(odd(x, torch.ones(3))),
               "all_reduce of float32[2], SUM", "all_reduce of float32[3], SUM"),
-    "dtype": (lambda x: dist.all_reduce(odd(x, x.double())),
+    "dtype": (2, lambda x: dist.all_reduce(odd(x, x.double())),
               "all_reduce of float32[2], SUM", "all_reduce of float64[2], SUM"),
-    "reduce operation": (lambda x: dist.all_reduce(x, odd(dist.ReduceOp.SUM, dist.ReduceOp.MAX)),
+    "reduce operation": (4, lambda x: dist.all_reduce(x, odd(dist.ReduceOp.SUM, dist.ReduceOp.MAX)),
                          "all_reduce of float32[2], SUM", "all_reduce of float32[2], MAX"),
-    "root": (lambda x: dist.broadcast(x, odd(0, 1)),
+    "root": (3, lambda x: dist.broadcast(x, odd(0, 1)),
              "broadcast of float32[2], root 0", "broadcast of float32[2], root 1"),
 }
 DIFFERS = {"barrier": "operation"}
 
 
-@both_sizes
 @pytest.mark.parametrize("what", MISMATCHES)
-def test_calls_that_do_not_agree(ranks, what):
-    call, most, one = MISMATCHES[what]
+def test_calls_that_do_not_agree(what):
+    ranks, call, most, one = MISMATCHES[what]
 
     def work():
         x = torch.arange(2.0) + dist.get_rank()
@@ -61,7 +59,7 @@ def test_calls_that_do_not_agree(ranks, what):
 
     error = failure(work, ranks)
     assert error.kind == "mismatched"
-    assert error.rank == (1 if ranks == 4 else None)  # of two, either may be wrong
+    assert error.rank == (1 if ranks > 2 else None)  # of two, either may be wrong
     head, *rest = str(error).splitlines()
     assert head == ("collective number 2 is not the same on every rank: "
                     f"the {DIFFERS.get(what, what)}s do not agree")
@@ -80,8 +78,7 @@ def test_garbage_is_found_when_every_rank_returns():
     assert error.kind == "mismatched" and "MIN" in str(error) and "MAX" in str(error)
 
 
-@both_sizes
-def test_a_rank_that_returns_early_is_found_before_the_timeout(ranks):
+def test_a_rank_that_returns_early_is_found_before_the_timeout():
     def work():
         total = torch.ones(3, 2)
         dist.all_reduce(total)
@@ -89,27 +86,25 @@ def test_a_rank_that_returns_early_is_found_before_the_timeout(ranks):
             return
         dist.all_reduce(total)
 
-    error = failure(work, ranks)
+    error = failure(work, 4)
     assert (error.kind, error.rank) == ("stuck", 1)
     assert "still wait" in str(error) and "all_reduce number 2 of float32[3, 2]" in str(error)
     assert error.reports[1] == "  rank 1 had returned"
-    for rank in {*range(ranks)} - {1}:
+    for rank in (0, 2, 3):
         assert error.reports[rank].startswith(f"  rank {rank} waits in all_reduce number 2")
         assert error.reports[rank].endswith("dist.all_reduce(total)")
 
 
-@pytest.mark.slow
-@both_sizes
-def test_a_rank_that_loops_for_ever(ranks):
+def test_a_rank_that_loops_for_ever():
     def work():
         if dist.get_rank() == 1:
             while True:
                 pass
         dist.barrier()
 
-    error = failure(work, ranks, timeout=2)
+    error = failure(work, 3, timeout=1.5)
     assert (error.kind, error.rank) == ("stuck", 1)
-    assert str(error).startswith("rank 1 did not come to barrier number 1 within 2 s")
+    assert str(error).startswith("rank 1 did not come to barrier number 1 within 1.5 s")
     assert "rank 1 was running: test_disagreement.py" in error.reports[1]
     assert error.reports[0].startswith("  rank 0 waits in barrier number 1")
     assert error.reports[0].endswith("dist.barrier()")
@@ -117,29 +112,15 @@ def test_a_rank_that_loops_for_ever(ranks):
     assert "Rank 1 is busy" in advice and "loop" in advice and "timeout=" in advice
 
 
-@pytest.mark.slow
 def test_a_rank_deep_in_c_code():
     def work():
         if dist.get_rank() == 1:
             ctypes.PyDLL(None).sleep(100)  # holds the interpreter's lock
         dist.barrier()
 
-    error = failure(work, 2, timeout=2)
+    error = failure(work, 2, timeout=1)
     assert (error.kind, error.rank) == ("stuck", 1)
     assert "rank 1 does not answer: it is stopped, or inside C code" in error.reports[1]
-
-
-@both_sizes
-def test_everyone_waits_to_receive(ranks):
-    def work():
-        neighbour = (dist.get_rank() + 1) % dist.get_world_size()
-        dist.recv(torch.empty(4), neighbour)
-
-    error = failure(work, ranks, timeout=2)
-    assert (error.kind, error.rank) == ("stuck", None)
-    for rank, report in enumerate(error.reports):
-        assert f"rank {rank} waits in recv" in report
-        assert report.endswith("dist.recv(torch.empty(4), neighbour)")
 
 
 def test_uneven_inputs_stop_inside_ddp():
@@ -190,14 +171,6 @@ def subgroups():
     dist.barrier()
 
 
-def grid():
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "columns"))
-    row = mesh.get_local_rank("rows")
-    for _ in range(1 + row):
-        dist.all_reduce(torch.ones(3 + row), group=mesh.get_group("columns"))
-    dist.barrier()
-
-
 def point_to_point():
     rank, ranks = dist.get_rank(), dist.get_world_size()
     x = torch.full((3 + rank,), float(rank))
@@ -233,11 +206,6 @@ def trains_with(wrap):
     return work
 
 
-def ddp(model):
-    model = DistributedDataParallel(model)
-    return model, torch.optim.SGD(model.parameters(), 0.1)
-
-
 def sharded(model):
     fully_shard(model[0])
     fully_shard(model)
@@ -258,12 +226,17 @@ def thousands():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("fn", "ranks"), [
-    (objects, 2), (objects, 4), (scatters_and_exchanges, 2), (scatters_and_exchanges, 4),
-    (subgroups, 2), (grid, 4), (point_to_point, 2), (point_to_point, 4), (waited_later, 2),
-    (trains_with(ddp), 2), (trains_with(sharded), 2), (trains_with(sharded), 4),
-    (trains_with(zero), 2), (thousands, 2),
-], ids=lambda value: getattr(value, "__qualname__", value))
-def test_no_false_alarm(fn, ranks):
-    assert len(run(fn, ranks)) == ranks
+@pytest.mark.parametrize(("ranks", "functions"), [
+    (2, [objects, scatters_and_exchanges, subgroups, waited_later, trains_with(zero),
+         thousands, point_to_point]),
+    (4, [objects, scatters_and_exchanges, trains_with(sharded), point_to_point]),
+], ids=["two", "four"])
+def test_no_false_alarm(ranks, functions):
+    def one_after_another():
+        for function in functions[:-1]:
+            function()
+            dist.barrier()
+        return functions[-1]()
+
+    assert len(run(one_after_another, ranks)) == ranks
     no_ranks_left()

@@ -23,8 +23,8 @@ from dplab.spawn.server import start
 # functions of this file travel as those of a notebook do: by value
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
-MOMENTS = [(tempfile, "mkdtemp"), (ranks, "start_ranks"), (ranks, "CallReader"),
-           (ranks.Ranks, "start"), (ranks.Ranks, "stop"), (start._Forked, "end")]
+MOMENTS = [(tempfile, "mkdtemp", 1), (ranks, "start_ranks", 2), (ranks, "CallReader", 2),
+           (ranks.Ranks, "start", 1), (ranks.Ranks, "stop", 2), (start._Forked, "end", 1)]
 
 
 @pytest.fixture
@@ -56,10 +56,9 @@ def press_after(seconds):
         timer.join()
 
 
-@pytest.mark.parametrize("presses", [1, 2])
 @pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize(("where", "name"), MOMENTS)
-def test_at_a_bad_moment(nothing_left, monkeypatch, where, name, when, presses):
+@pytest.mark.parametrize(("where", "name", "presses"), MOMENTS)
+def test_at_a_bad_moment(nothing_left, monkeypatch, where, name, presses, when):
     original = getattr(where, name)
 
     def interrupted(*args, **kwargs):
@@ -95,7 +94,7 @@ def test_while_much_comes_back(nothing_left):
     def work():
         return torch.full((1 << 26,), 1.0 + dist.get_rank())
 
-    for moment in (0.1, 0.2, 0.4):
+    for moment in (0.1, 0.3):
         with press_after(moment), pytest.raises(KeyboardInterrupt):
             run(work, 2)
             time.sleep(60)

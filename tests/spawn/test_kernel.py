@@ -77,28 +77,15 @@ def work(net, path):
 """)
     reply = kernel.run("""
 import tempfile
+torch.set_num_threads(4)
+net = Net(300)
+net(torch.ones(200, 300)).sum().backward()  # the kernel's own threads
 net = Net(3)
-net(torch.ones(2, 3)).sum().backward()  # the kernel's own threads
 with tempfile.TemporaryDirectory() as path:
     values = run(work, 2, net, path + "/net")
 [(type(back) is Net, torch.equal(back.layer.weight, net.layer.weight), squares)
  for back, squares in values]""")
     assert reply.value == "[(True, True, [0, 1, 4, 9, 16]), (True, True, [0, 1, 4, 9, 16])]", reply
-
-
-@pytest.mark.slow
-def test_backward_with_threads_before_a_run(kernel):
-    reply = kernel.run("""
-torch.set_num_threads(4)
-big = torch.rand(512, 512, requires_grad=True)
-(big @ big).relu().sum().backward()
-def train():
-    x = torch.rand(256, 256, requires_grad=True)
-    (x @ x).sum().backward()
-    dist.all_reduce(x.grad)
-    return x.grad.isfinite().all().item()
-run(train, 4)""")
-    assert reply.value == "[True, True, True, True]", reply
 
 
 def test_ranks_cell(kernel):
@@ -114,9 +101,9 @@ dist.get_rank(), mine.item()""")
     assert kernel.run("'mine' in globals()").value == "False"
 
 
-@pytest.mark.parametrize("last", ["dist.get_rank();", "print('x')", "y = 1"])
-def test_ranks_cell_without_a_value(kernel, last):
-    assert kernel.run(f"%%ranks 2\n{last}").value == ""
+def test_ranks_cell_without_a_value(kernel):
+    for last in ("dist.get_rank();", "y = 1"):
+        assert kernel.run(f"%%ranks 2\n{last}").value == ""
 
 
 @pytest.mark.parametrize("how", ["%%ranks 2", "run"])
@@ -126,14 +113,12 @@ def test_failure_names_the_cell_and_the_line(kernel, how):
         kernel.run("def work():\n    " + body.replace("\n", "\n    "))
         defined = kernel.run("len(In) - 2").value
         reply = kernel.run("run(work, 2)")
-        line = 4
     else:
         reply = kernel.run(f"{how}\n{body}")
         defined = kernel.run("len(In) - 2").value
-        line = 4
     assert reply.status == "error"
     says(reply, "RankError: rank 1 of 2 raised ZeroDivisionError", f"cell In[{defined}], in",
-         f"→   {line} ", "1 // 0", f"rank 0 waits in barrier number 1: cell In[{defined}], line ",
+         "→   4 ", "1 // 0", f"rank 0 waits in barrier number 1: cell In[{defined}], line ",
          "dist.barrier()")
     assert "dplab" not in reply.error and "Traceback" not in reply.error, reply.error
 
@@ -143,12 +128,6 @@ def test_fails_shows_and_does_not_raise(kernel):
     assert reply.status == "ok"
     reply = says(kernel.run("%%ranks 2 --fails\n1"), "AssertionError", "meant to fail")
     assert reply.status == "error"
-
-
-def test_timeout_option(kernel):
-    reply = kernel.run("%%ranks 2 --timeout 1.5\nwhile dist.get_rank(): pass\ndist.barrier()")
-    says(reply, "rank 1 did not come to barrier number 1 within 1.5 s")
-    assert reply.seconds < SOON
 
 
 @pytest.mark.parametrize("how", [LOOP, WAIT, None], ids=["loop", "collective", "workers"])
@@ -183,7 +162,7 @@ def test_interrupt_while_the_server_still_loads():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("doing", ["idle", "loading", "loop", "collective", "workers"])
+@pytest.mark.parametrize("doing", ["idle", "loading", "collective", "workers"])
 def test_the_kernel_is_killed(doing, tmp_path):
     with Kernel() as kernel:
         if doing == "loading":
@@ -191,8 +170,8 @@ def test_the_kernel_is_killed(doing, tmp_path):
             wait_for(lambda: any(map(is_server, descendants(kernel.process))))
             folders = wait_for(lambda: maps_of(kernel.process))
         else:
-            code = {"loop": COLLECTIVE + LOOP, "collective": COLLECTIVE + WAIT,
-                    "workers": CHILDREN, "idle": "def hang(): pass"}[doing]
+            code = {"collective": COLLECTIVE + LOOP, "workers": CHILDREN,
+                    "idle": "def hang(): pass"}[doing]
             kernel.run(SETUP + FOLDER + code)
             path = tmp_path / "folders"
             kernel.run(f"run(lambda: None, 2)\npath = {str(path)!r}")
@@ -229,29 +208,51 @@ print("second from", dist.get_rank())""")
         f"[rank {rank}] {which} from {rank}" for rank in range(4) for which in ("first", "second")]
 
 
-@pytest.mark.slow
 def test_very_much_output_is_cut(kernel):
     reply = kernel.run("""%%ranks 2
-for number in range(700_000):
-    print(f"{number:7d} " + "x" * 66)""", timeout=120)
+for number in range(100_000):
+    print(f"{number:7d} " + "x" * 66)""")
     (data,) = reply.displays.values()
     assert len(json.dumps(data)) < 400_000
     lines = reply.text.strip().splitlines()
     for rank in range(2):
         of_rank = [line for line in lines if line.startswith(f"[rank {rank}]")]
         assert of_rank[0].startswith(f"[rank {rank}]       0 x")
-        assert of_rank[-1].startswith(f"[rank {rank}]  699999 x")
+        assert of_rank[-1].startswith(f"[rank {rank}]   99999 x")
         assert sum("MB not shown" in line for line in of_rank) == 1
-    assert reply.seconds < 100
+
+
+SILENT = """%%ranks 3 --timeout 30
+print("hello <b>", flush=True)
+warnings.warn(f"of rank {dist.get_rank()}")
+time.sleep(1)  # the display is refreshed meanwhile
+dist.barrier()
+while dist.get_rank() == 1:
+    pass
+dist.barrier()"""
 
 
 @pytest.mark.slow
-def test_live_output_while_a_rank_works():
+def test_what_is_shown_while_ranks_work():
+    """Their output, and where they are that say nothing for long; of the latter nothing stays."""
     with Kernel(DPLAB_LIVE="1") as kernel:
-        kernel.run(SETUP)
-        kernel.start("def work():\n    print('hello <b>')\n    time.sleep(1000)\nrun(work, 2)")
-        kernel.ranks(2)
-        shown = kernel.until_displayed("hello")
-        assert "hello &lt;b&gt;" in shown["text/html"]
+        kernel.run(SETUP + "import warnings\nfrom dplab.spawn.parent import supervise\n"
+                   "supervise.SILENCE = 1.5")
+        kernel.start(SILENT)
+        assert "hello &lt;b&gt;" in kernel.until_displayed("hello")["text/html"]
+        says = kernel.until_displayed("rank 1 was running: cell In[")["text/plain"].splitlines()
+        assert says[0].endswith(" s …")
+        assert says[1].startswith("rank 0 waits in barrier number 2: cell In[")
+        assert says[2].endswith(("while dist.get_rank() == 1:", "pass"))
         kernel.interrupt()
-        assert kernel.finish().status == "error"
+        reply = kernel.finish()
+    assert "stopped by you" in reply.error
+    assert list(reply.displays.values()).count({}) == 1 and reply.text.count("was running") == 0
+    assert reply.text.count("UserWarning: of rank") == 3
+
+
+@pytest.mark.slow
+def test_nothing_of_it_where_outputs_are_compared(kernel):  # DPLAB_LIVE=0
+    kernel.run("from dplab.spawn.parent import supervise\nsupervise.SILENCE = 0.2")
+    assert kernel.run("run(time.sleep, 2, 1.0)").history == []
+    kernel.run("supervise.SILENCE = 5.0")

@@ -65,20 +65,11 @@ def test_an_attribute_of_a_module_is_no_name_of_the_notebook(kernel):
     assert "rank 1 of 2 called sys.exit(9)" in reply.text, reply
 
 
-def test_a_name_that_cannot_be_taken_along_is_named(kernel):
-    kernel.run("lock = threading.Lock()")
-    reply = kernel.run("%%ranks 2\nlock.acquire()")
-    assert "the notebook's names['lock'], a _thread.lock, cannot be pickled" in reply.error
-
-
-@pytest.mark.parametrize("cell", [
-    "print(lock)\nlock = 3", "lock = lock or 3",
-    "for step in range(2):\n    if step:\n        print(lock)\n    lock = step"],
-    ids=["line", "same line", "loop"])
-def test_a_name_that_cannot_be_taken_along_and_may_be_read_before_it_is_bound(kernel, cell):
+@pytest.mark.parametrize("cell", ["lock.acquire()", "lock = lock or 3"], ids=["read", "bound"])
+def test_a_name_that_cannot_be_taken_along_is_named(kernel, cell):
     kernel.run("lock = threading.Lock()")
     reply = kernel.run(f"%%ranks 2\n{cell}")
-    assert "the notebook's names['lock'], a _thread.lock, cannot be pickled" in reply.error, reply
+    assert "the notebook's names['lock'], a _thread.lock, cannot be pickled" in reply.error
 
 
 @pytest.mark.parametrize("cell", [
@@ -99,11 +90,9 @@ def test_ranks_have_no_notebook(kernel):
 
 
 @pytest.mark.parametrize(("line", "what"), [
-    ("", "number of ranks is missing"), ("two", "'two' is not a number of ranks"),
-    ("2.5", "'2.5' is not a number of ranks"), ("0", "must be 1 to 120, not 0"),
-    ("121", "must be 1 to 120, not 121"), ("2 --timeout five", "'five' is not a number of seconds"),
-    ("2 --timeout", "--timeout"), ("2 --timeout 0", "positive number of seconds"),
-    ("2 --timeout nan", "positive number of seconds"), ("2 --quick", "--quick"), ("2 3", "3"),
+    ("", "number of ranks is missing"), ("two", "'two'"), ("121", "must be 1 to 120, not 121"),
+    ("2 --timeout five", "'five'"), ("2 --timeout 0", "positive number of seconds"),
+    ("2 --quick", "--quick"), ("2 3", "3"),
 ])
 def test_a_first_line_that_makes_no_sense_is_one_line(kernel, line, what):
     (only,) = refused(kernel, f"%%ranks {line}\n1")
@@ -113,16 +102,13 @@ def test_a_first_line_that_makes_no_sense_is_one_line(kernel, line, what):
 def test_the_number_of_ranks_may_be_a_name_of_the_notebook(kernel):
     kernel.run("count, fraction, yes, none = 3, 1.5, True, 0")
     assert kernel.run("%%ranks count --timeout 30\ndist.get_world_size()").value == "[3, 3, 3]"
-    for name, what in (("fraction", "'fraction' is not a number of ranks"),
-                       ("yes", "'yes' is not a number of ranks"), ("none", "1 to 120, not 0")):
+    for name, what in (("fraction", "'fraction'"), ("yes", "'yes'"), ("none", "1 to 120, not 0")):
         (only,) = refused(kernel, f"%%ranks {name}\n1")
         assert what in only
 
 
 @pytest.mark.parametrize(("body", "number", "shown", "at"), [
     ("x = 1\ny = = 2", 3, "y = = 2", 4),
-    ("if True:\n    x = (1,\n", 3, "x = (1,", 4),
-    ("for i in range(3):\nprint(i)", 3, "print(i)", 0),
     ("x = 2\nreturn x", 3, "return x", 0),
 ])
 def test_a_syntax_error_shows_the_line_and_a_caret_below_it(kernel, body, number, shown, at):
@@ -132,8 +118,7 @@ def test_a_syntax_error_shows_the_line_and_a_caret_below_it(kernel, body, number
     assert caret.index("^") == line.index(shown) + at
 
 
-@pytest.mark.parametrize("line", ["!echo hi", "%time 1 + 1", "files = !ls", "x = %time 3", "torch?",
-                                  "%%time", "?torch"])
+@pytest.mark.parametrize("line", ["!echo hi", "x = %time 3", "torch?", "?torch"])
 def test_what_only_the_notebook_understands(kernel, line):
     lines = refused(kernel, f"%%ranks 2\nx = 1\n{line}")
     assert line in lines[2] and "without %%ranks" in lines[-1]
@@ -151,19 +136,16 @@ def test_a_name_of_an_earlier_cell_of_ranks(kernel):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cell", [
-    "while dist.get_rank(): pass\ndist.barrier()", "while True: pass"],
-    ids=["one is late", "all are"])
-def test_the_advice_on_a_timeout_fits_a_cell(kernel, cell):
-    reply = kernel.run(f"%%ranks 2 --timeout 1\n{cell}")
+def test_the_advice_on_a_timeout_fits_a_cell(kernel):
+    reply = kernel.run("%%ranks 2 --timeout 1\nwhile dist.get_rank(): pass\ndist.barrier()")
     assert "--timeout SECONDS" in reply.error and "timeout=" not in reply.error, reply
-    inside = cell.replace("\n", "\n    ")
-    reply = kernel.run(f"import dplab\ndef work():\n    {inside}\ndplab.run(work, 2, timeout=1)")
+    reply = kernel.run("import dplab\ndef work():\n    while True: pass\n"
+                       "dplab.run(work, 2, timeout=1)")
     assert "timeout=SECONDS" in reply.error and "--timeout" not in reply.error, reply
 
 
-@pytest.mark.parametrize("call", ["input('your name? ')", "breakpoint()"])
-def test_ranks_have_no_keyboard(kernel, call):
-    reply = kernel.run(f"%%ranks 2\nif dist.get_rank() == 1:\n    {call}\ndist.barrier()")
+def test_ranks_have_no_keyboard(kernel):
+    reply = kernel.run("%%ranks 2\nif dist.get_rank() == 1:\n    input('your name? ')\n"
+                       "dist.barrier()")
     assert "rank 1 of 2 raised EOFError: ranks have no keyboard" in reply.error
-    assert f"→   3     {call}" in reply.error
+    assert "→   3     input('your name? ')" in reply.error

@@ -24,8 +24,6 @@ from dplab import run
 # functions of this file travel as those of a notebook do: by value
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
-both_sizes = pytest.mark.parametrize("ranks", [2, 4])
-
 
 @pytest.fixture(autouse=True)
 def nothing_left():
@@ -34,7 +32,7 @@ def nothing_left():
         no_ranks_left()
 
 
-@both_sizes
+@pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_values_come_back_in_rank_order(ranks):
     def work(factor, *rest, offset):
         mine = torch.arange(3.0) + 10 * dist.get_rank()
@@ -52,10 +50,6 @@ def test_values_come_back_in_rank_order(ranks):
         assert value["rest"] == ("a", None)
 
 
-def test_one_rank_alone():
-    assert run(lambda: (dist.get_rank(), dist.get_world_size()), 1) == [(0, 1)]
-
-
 class Offset:
     def __init__(self, amount):
         self.amount = amount
@@ -66,14 +60,10 @@ class Offset:
     __call__ = add
 
 
-@pytest.mark.parametrize("make", [
-    lambda: lambda x: x + 30 + dist.get_rank(),
-    lambda: Offset(30).add,
-    lambda: Offset(30),
-    lambda: functools.partial(lambda x, y: x + y + dist.get_rank(), y=30),
-], ids=["closure", "method", "object", "partial"])
-def test_any_callable(make):
-    assert run(make(), 2, 4) == [34, 35]
+def test_any_callable():
+    for fn in (Offset(30).add, Offset(30), functools.partial(lambda x, y: x + y + dist.get_rank(),
+                                                             y=30)):
+        assert run(fn, 2, 4) == [34, 35]
 
 
 def test_keywords_other_than_its_own_go_to_the_function():
@@ -87,21 +77,17 @@ def steps(count, seed=7, *, timeout=3.0):
     return count, seed, timeout
 
 
-@pytest.mark.parametrize(("options", "whose"), [({"seed": 5}, "seed"), ({"timeout": 9}, "timeout"),
-                                                ({"seed": 0, "timeout": 60.0}, "timeout")])
+@pytest.mark.parametrize(("options", "whose"), [({"seed": 5}, "seed"), ({"timeout": 9}, "timeout")])
 def test_an_option_that_the_function_has_too_is_refused(options, whose):
     with pytest.raises(TypeError, match=rf"{whose}= .* steps\(\) has a parameter of that name"):
         run(steps, 2, 1, **options)
 
 
-@pytest.mark.parametrize(("fn", "args", "options", "expected"), [
-    (steps, [1], {}, (1, 7, 3.0)),  # the function's own defaults
-    (steps, [1, 2], {"seed": 5}, (1, 2, 3.0)),  # given by position already
-    (functools.partial(steps, 1, seed=2), [], {"seed": 5, "link": None}, (1, 2, 3.0)),
-    (lambda **rest: rest, [], {"seed": 5, "count": 4}, {"count": 4}),
-])
-def test_an_option_that_cannot_be_meant_for_the_function_is_runs(fn, args, options, expected):
-    assert run(fn, 1, *args, **options) == [expected]
+def test_an_option_that_cannot_be_meant_for_the_function_is_runs():
+    assert run(steps, 1, 1) == [(1, 7, 3.0)]  # the function's own defaults
+    assert run(steps, 1, 1, 2, seed=5) == [(1, 2, 3.0)]  # given by position already
+    assert run(functools.partial(steps, 1, seed=2), 1, seed=5) == [(1, 2, 3.0)]
+    assert run(lambda **rest: rest, 1, seed=5, count=4) == [{"count": 4}]
 
 
 def test_classes_travel_by_value():
@@ -139,21 +125,18 @@ def tensors():
     }
 
 
-@pytest.mark.parametrize("name", tensors())
-def test_tensors_there_and_back(name):
-    sent = tensors()[name]
-    arrived, made = run(lambda tensor: (tensor, tensors()[name]), 2, sent)[1]
-    for back in (arrived, made):
-        assert type(back) is type(sent)
-        assert (back.dtype, back.shape, back.device) == (sent.dtype, sent.shape, sent.device)
-        assert back.requires_grad == sent.requires_grad
-        assert torch.equal(back.detach().to_dense(), sent.detach().to_dense())
-
-
-def test_a_tensor_that_comes_back_is_its_own_memory():
-    big = torch.arange(100_000.0)
-    back = run(lambda: big[:2], 2)[0]
-    assert back.untyped_storage().nbytes() == 8
+def test_tensors_there_and_back():
+    sent = tensors()
+    arrived, made = run(lambda tensors_: (tensors_, tensors()), 2, sent)[1]
+    for name, original in sent.items():
+        for back in (arrived[name], made[name]):
+            assert type(back) is type(original), name
+            assert (back.dtype, back.shape, back.device) == (
+                original.dtype, original.shape, original.device), name
+            assert back.requires_grad == original.requires_grad, name
+            assert torch.equal(back.detach().to_dense(), original.detach().to_dense()), name
+    back = run(lambda: torch.arange(100_000.0)[:2], 2)[0]
+    assert back.untyped_storage().nbytes() == 8  # memory of its own
     back.add_(1)
 
 
@@ -172,8 +155,8 @@ def draw():
     return torch.rand(3).tolist(), numpy.random.rand(3).tolist(), [random.random()]
 
 
-@both_sizes
-def test_each_rank_draws_its_own_numbers_and_the_same_in_each_run(ranks):
+def test_each_rank_draws_its_own_numbers_and_the_same_in_each_run():
+    ranks = 3
     first, again, other = run(draw, ranks), run(draw, ranks), run(draw, ranks, seed=1)
     assert first == again
     for kind in range(3):
@@ -200,30 +183,20 @@ def test_environment_folder_and_path_follow(monkeypatch, tmp_path):
     assert run(lambda: os.environ.get("DPLAB_TEST_VARIABLE"), 2) == [None, None]
 
 
-@pytest.mark.parametrize("wanted", [None, "2"])
-def test_threads(monkeypatch, wanted):
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    if wanted:
-        monkeypatch.setenv("OMP_NUM_THREADS", wanted)
-
+def test_threads(monkeypatch):
     def work():
         return torch.get_num_threads(), os.environ["OMP_NUM_THREADS"]
 
-    assert run(work, 2) == [(int(wanted or 1), wanted or "1")] * 2
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert run(work, 2) == [(1, "1")] * 2
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    assert run(work, 2) == [(2, "2")] * 2
 
 
 def test_device():
     where = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     assert dplab.device() == where
     assert run(lambda: dplab.device(), 2, backend="gloo") == [torch.device("cpu")] * 2
-
-
-def test_a_rank_starts_no_fork_server():
-    def work():
-        dplab.device()
-        return [child.cmdline() for child in psutil.Process().children()]
-
-    assert run(work, 2) == [[], []]
 
 
 def test_link_is_installed_before_the_process_group():
@@ -238,19 +211,13 @@ def test_link_is_installed_before_the_process_group():
 
 @pytest.mark.parametrize(("error", "says", "arguments", "options"), [
     (TypeError, r"run\(fn, 4\), not run\(fn\(\), 4\)", (3, 2), {}),
-    (TypeError, "integer", (draw, True), {}),
-    (TypeError, "integer", (draw, "2"), {}),
-    (TypeError, "integer", (draw, 2.5), {}),
-    (TypeError, "integer", (draw, None), {}),
-    (ValueError, "1 to 120", (draw, 0), {}),
-    (ValueError, "1 to 120", (draw, -1), {}),
-    (ValueError, "1 to 120", (draw, 121), {}),
+    *[(TypeError, "integer", (draw, size), {}) for size in (True, "2", 2.5)],
+    *[(ValueError, "1 to 120", (draw, size), {}) for size in (0, 121)],
     *[(ValueError, "positive number of seconds", (draw, 2), {"timeout": timeout})
-      for timeout in (0, -1, math.nan, "5", None, True)],
+      for timeout in (0, math.nan, "5", True)],
     *[(ValueError, "seed must be an integer", (draw, 2), {"seed": seed})
-      for seed in (-1, 1.5, "1", None, True, 2**64)],
+      for seed in (-1, 1.5, True, 2**64)],
     (ValueError, "no backend 'ring'", (draw, 2), {"backend": "ring"}),
-    (ValueError, "no backend 3", (draw, 2), {"backend": 3}),
     (ValueError, "gloo", (draw, 100), {"backend": "nccl"}),
 ])
 def test_bad_arguments(error, says, arguments, options):
@@ -291,10 +258,9 @@ class Squares(Dataset):
         return torch.tensor(index**2 + dist.get_rank())
 
 
-@both_sizes
-def test_a_data_loader_with_workers(ranks):
+def test_a_data_loader_with_workers():
     def work():
         loader = DataLoader(Squares(), batch_size=3, num_workers=2)
         return torch.cat(list(loader)).tolist()
 
-    assert run(work, ranks) == [[i * i + rank for i in range(8)] for rank in range(ranks)]
+    assert run(work, 2) == [[i * i + rank for i in range(8)] for rank in range(2)]

@@ -47,9 +47,7 @@ def test_values_output_and_seeds(capsys):
 
 
 @pytest.mark.parametrize(("how", "kind", "says"), [
-    (lambda: 1 // 0, "raised", "rank 1 of 2 raised ZeroDivisionError"),
     (lambda: os.kill(os.getpid(), signal.SIGKILL), "died", "rank 1 of 2 was killed (SIGKILL)"),
-    (lambda: sys.exit(2), "died", "rank 1 of 2 called sys.exit(2)"),
     (lambda: time.sleep(1000), "stuck", "rank 1 did not come to all_reduce number 2"),
 ])
 def test_failures(how, kind, says):
@@ -59,10 +57,8 @@ def test_failures(how, kind, says):
             how()
         dist.all_reduce(torch.ones(2))
 
-    started = time.monotonic()
     with pytest.raises(RankError) as caught:
         run(work, 2, timeout=3 if kind == "stuck" else 60)
-    assert time.monotonic() - started < 50
     assert (caught.value.rank, caught.value.kind) == (1, kind)
     assert str(caught.value).startswith(says)
     assert "rank 0 " in caught.value.reports[0]

@@ -2,6 +2,7 @@
 lacks something that ranks need.
 """
 
+import contextlib
 import errno
 import os
 import re
@@ -91,25 +92,21 @@ class ExpectedFailure:
         return str(self.error)
 
 
-class expect_failure:
+@contextlib.contextmanager
+def expect_failure():
     """A failure that is shown on purpose: the report is printed and kept, nothing is raised.
 
     ``with dplab.expect_failure() as failure: ...``; afterwards ``failure.kind``, ``failure.rank``,
     ``failure.error``. A block that does not fail raises AssertionError.
     """
-
-    def __enter__(self):
-        self._failure = ExpectedFailure()
-        return self._failure
-
-    def __exit__(self, kind, error, traceback):
-        if kind is None:
-            raise AssertionError("this block was meant to fail with a RankError, and it did not")
-        if not isinstance(error, RankError):
-            return False
-        self._failure.error = error
+    failure = ExpectedFailure()
+    try:
+        yield failure
+    except RankError as error:
+        failure.error = error
         print(f"RankError: {error}")
-        return True
+    else:
+        raise AssertionError("this block was meant to fail with a RankError, and it did not")
 
 
 class ServerEnded(RuntimeError):

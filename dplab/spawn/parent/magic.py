@@ -10,7 +10,7 @@ from ..between import values
 from ..between.errors import expect_failure
 from ..rank import shown
 from ..server.start import warm_up
-from . import elapsed, output, report
+from . import output, report
 from .run import run, validate
 
 _USAGE = "%%ranks N [--timeout SECONDS] [--fails]"
@@ -32,27 +32,14 @@ class _Parser(argparse.ArgumentParser):
                         "%%ranks 4 --timeout 120")
 
 
-def _number(convert, what):
-    """The type of an argument that is a number of ``what``."""
-    def read(text):
-        try:
-            return convert(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a number of {what}") from None
-
-    return read
-
-
 def register_magic(shell) -> None:
-    """Adds ``%%ranks`` to an IPython shell, and starts the fork server in the background. From now
-    on, a cell that takes long shows its time."""
+    """Adds ``%%ranks`` to an IPython shell, and starts the fork server in the background."""
     from IPython.core.magic import register_cell_magic
 
     warm_up()
-    elapsed.watch_cells(shell)
     shell.events.register("pre_run_cell", lambda _=None: output.seen_warnings.clear())
 
-    def world_size(text):
+    def number_of_ranks(text):
         """Of a number, or of a name of the notebook that holds one. ValueError."""
         value = shell.user_ns.get(text, text)
         if isinstance(value, numbers.Integral) and not isinstance(value, bool):
@@ -60,8 +47,8 @@ def register_magic(shell) -> None:
         return int(text)
 
     parser = _Parser(prog="%%ranks", add_help=False)
-    parser.add_argument("world_size", type=_number(world_size, "ranks"), nargs="?", metavar="N")
-    parser.add_argument("--timeout", type=_number(float, "seconds"), default=60.0)
+    parser.add_argument("world_size", type=number_of_ranks, nargs="?", metavar="N")
+    parser.add_argument("--timeout", type=float, default=60.0)
     parser.add_argument("--fails", action="store_true")
 
     def ranks(line, cell):

@@ -1,20 +1,20 @@
-"""What the ranks print: shown live, each line labelled with its rank, and left in rank order."""
+"""What the ranks wrote, as lines: which are kept, which a report makes superfluous, and warnings.
+
+`display` shows them.
+"""
 
 import contextlib
 import contextvars
 import json
 import re
-import sys
 
 from ..between.messages import mark, replace_marks
-from . import elapsed
 from .places import ipython, spot
 
 KEPT = 16_000  # bytes kept of a rank's output, from its start and again from its end
-_KEPT_IN_STREAM = 1_000_000  # bytes from a rank's start that a terminal or a file shows
 _MOST_WARNINGS = 20  # different ones that a run shows
 # what gloo and C++ say of a failure, with addresses and times; the report says it in words
-_GLOO_WORDS = re.compile(
+GLOO_WORDS = re.compile(
     r"terminate called after throwing an instance of '(gloo|$)"  # $: it was cut off there
     r"|\s*what\(\):\s*(\[enforce fail at|$)|(\[rank\d+\]:)?\[[EWF]\d{4} .*ProcessGroupGloo")
 _CURSOR = re.compile(r"\x1b\[[0-9;?]*[A-HJKSTfhlsu]")
@@ -77,10 +77,10 @@ class RankText:
     def end(self) -> list[str]:
         """The lines after the start, with a notice where some are left out."""
         notice = f"… {_size(self._dropped)} not shown …\n".encode() if self._dropped else b""
-        return _lines(notice + self._end + self._line)
+        return as_lines(notice + self._end + self._line)
 
     def lines(self) -> list[str]:
-        return _lines(bytes(self._start)) + self.end()
+        return as_lines(bytes(self._start)) + self.end()
 
 
 def _without_overwritten(data):
@@ -90,7 +90,7 @@ def _without_overwritten(data):
     return b"\n".join(line[line.rstrip(b"\r").rfind(b"\r") + 1:] for line in data.split(b"\n"))
 
 
-def _lines(data):
+def as_lines(data):
     text = _CURSOR.sub("", data.decode("utf-8", "replace"))
     return [line.rstrip("\r") for line in text.removesuffix("\n").split("\n")] if text else []
 
@@ -114,7 +114,7 @@ def is_hidden(rank: int, line: str, failure: Exception | None) -> bool:
     rank's own code printed."""
     died = (not heading.get() and getattr(failure, "kind", "") == "died"
             and getattr(failure, "rank", None) == rank)
-    return failure is not None and not died and bool(_GLOO_WORDS.match(line))
+    return failure is not None and not died and bool(GLOO_WORDS.match(line))
 
 
 seen_warnings: set[tuple] = set()
@@ -157,60 +157,5 @@ def _label(ranks):
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
-def show(world_size: int):
-    """The display that suits where we are: a notebook's cell, or a terminal or file."""
-    if in_notebook():
-        from .cell_output import CellOutput
-
-        return CellOutput(world_size)
-    return _Stream(world_size)
-
-
 def in_notebook() -> bool:
     return hasattr(ipython(), "kernel")
-
-
-class _Stream:
-    """Lines go out as they come; of very much output, the last lines at the end."""
-
-    def __init__(self, world_size):
-        self._texts = [RankText(_KEPT_IN_STREAM) for _ in range(world_size)]
-        self._heading = f"{heading.get()}\n" if heading.get() else ""
-        self._warnings = RankWarnings()
-        self._held = []  # (rank, line) that a report may make superfluous
-
-    def feed(self, rank, data):
-        elapsed.heard()
-        self._write(rank, _lines(self._texts[rank].feed(data)))
-        self._warnings.add(rank, self._texts[rank])
-
-    def take(self, rank, shown):
-        """Its text comes with the mark in the output."""
-
-    def refresh(self):
-        pass
-
-    def close(self, failure=None):
-        for rank, text in enumerate(self._texts):
-            self._write(rank, text.end())
-        for rank, line in self._held:
-            if not is_hidden(rank, line, failure):
-                self._print(f"[rank {rank}] {line}\n")
-        for ranks, line in self._warnings.close():
-            self._print(f"[{ranks}] {line}\n")
-
-    def _write(self, rank, lines):
-        held = [line for line in lines if _GLOO_WORDS.match(line)]
-        self._held += [(rank, line) for line in held]
-        shown = ((line, shown_in(line)) for line in lines if line not in held)
-        self._print("".join(f"[rank {rank}] {found[1] if found else line}\n"
-                            for line, found in shown))
-
-    def _print(self, text):
-        if not text or sys.stdout is None:
-            return
-        text, self._heading = self._heading + text, ""
-        encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
-        with contextlib.suppress(OSError, ValueError):  # closed: the run and its report go on
-            sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding))
-            sys.stdout.flush()

@@ -13,9 +13,9 @@ from typing import Any
 
 from ..between.calls import LOG_BYTES, CallReader
 from ..between.errors import SHARED_MEMORY, with_advice
-from ..between.messages import Mailbox, Shown, Task, log_file, store_file
+from ..between.messages import Mailbox, Shown, Task, log_file
 from ..server.start import start_ranks
-from . import output, places
+from . import display, places
 from .stages import RankStage, RankState
 
 _ANSWER = 0.5  # seconds that a rank has to say where it is
@@ -32,11 +32,11 @@ class Ranks:
         self.states = [RankState(rank) for rank in range(world_size)]
         self.logs: list[CallReader] = []
         self.folder = ""
-        self.display = output.show(world_size)
+        self.display = display.show(world_size)
+        self.heard_at = 0.0  # when one last showed something, by `time.monotonic`
         self._mailboxes: list[Mailbox] = []
-        self._selector: Any = None  # these three come with `start`
+        self._selector: Any = None  # these two come with `start`
         self._handle: Any = None
-        self._store: Any = None
 
     def start(self, payload: memoryview, **task) -> None:
         """Starts them and hands each its `Task` and the payload. OSError where the machine lacks
@@ -44,7 +44,6 @@ class Ranks:
         nbytes = len(self.states) * LOG_BYTES
         try:
             self.folder, self.logs = _folder_with_logs(len(self.states), nbytes)
-            self._store = open(store_file(self.folder), "x")
             self._start(payload)
         except OSError as error:
             raise with_advice(error, len(self.states), nbytes) from None
@@ -76,11 +75,6 @@ class Ranks:
                 os.close(descriptor)
         if self._handle.channel is not None:
             self._selector.register(self._handle.channel, selectors.EVENT_READ, (self._exits,))
-
-    def have_lost_their_store(self) -> bool:
-        """Whether the file by which they find one another was removed (one may have made a new
-        one)."""
-        return self._store is not None and os.fstat(self._store.fileno()).st_nlink == 0
 
     def ask_where(self) -> None:
         """Asks every rank that is at work where it is, and waits a little for answers."""
@@ -119,6 +113,7 @@ class Ranks:
             return
         answer = pickle.loads(message)
         if isinstance(answer, Shown):
+            self.heard_at = time.monotonic()
             self.display.take(state.rank, answer)
         elif answer.state == "where":
             state.where = answer
@@ -154,6 +149,7 @@ class Ranks:
     def _read(self, rank, descriptor):
         data = os.read(descriptor, 1 << 16)
         if data:
+            self.heard_at = time.monotonic()
             self.display.feed(rank, data)
         else:
             self._selector.unregister(descriptor)
@@ -178,8 +174,6 @@ class Ranks:
             shutil.rmtree(self.folder, ignore_errors=True)
         if self._selector is not None:
             self._read_the_rest(1.0 if gone else 0.3)
-        if self._store is not None:
-            self._store.close()
         for mailbox in self._mailboxes:
             mailbox.close()
         for log in self.logs:

@@ -150,12 +150,6 @@ def of_slow_start(states, seconds) -> RankError:
                   rank=late[0].rank if len(late) == 1 else None, kind="stuck")
 
 
-def of_lost_store(states, folder) -> RankError:
-    """The file by which ranks find one another is gone before they have."""
-    return _error(f"{folder}, where the ranks meet, was removed while they started", "", states, [],
-                  rank=None, kind="stuck", after="Does something here clean up temporary folders?")
-
-
 def of_deadlock(states, waits) -> RankError:
     """Ranks that wait in sends and receives for ever; ``waits`` has for each those it waits for."""
     stuck = [states[rank] for rank in sorted(waits)]
@@ -176,31 +170,12 @@ def of_deadlock(states, waits) -> RankError:
 
 
 def of_interrupt(states) -> str:
-    return "\n".join(["stopped by you; where the ranks were:",
-                      *(f"  {_report(state)}" for state in states)])
-
-
-_NOW = {  # how `_report` says where a rank was: how to say where one is, and where several are
-    "waits in": ("waits in", "wait in"),
-    "was running": ("computes", "compute"),
-    "was still starting": ("is still starting", "are still starting"),
-    "had returned": ("has returned", "have returned"),
-    "does not answer: it is": ("does not answer: it is", "do not answer: they are"),
-}
+    return "\n  ".join(["stopped by you; where the ranks were:", *whereabouts(states)])
 
 
 def whereabouts(states) -> list[str]:
-    """Where the ranks of a running run are: a line for each place."""
-    places: dict[str, list] = {}
-    for state in states:
-        text = str(_report(state)).removeprefix(f"rank {state.rank} ")
-        places.setdefault(text, []).append(state)
-    lines = []
-    for text, ranks in places.items():
-        past = next((words for words in _NOW if text.startswith(words)), "")
-        now = _NOW[past][len(ranks) > 1] if past else ""
-        lines.append(f"{_names(ranks)} {now}{text.removeprefix(past)}")
-    return lines
+    """Where the ranks of a running run are."""
+    return [str(_report(state)) for state in states]
 
 
 def some_wait(states) -> bool:
@@ -255,8 +230,8 @@ def _report(state) -> RankReport:
     at = _at(state.where.frames)
     if state.where.waiting:
         awaited = _awaited(state)
-        return RankReport(rank, "waiting", f"waits in {awaited}", *at, awaited.operation,
-                          awaited.number, awaited.tensor)
+        return RankReport(rank, "waiting", f"waits in {awaited}", *at, operation=awaited.operation,
+                          number=awaited.number, tensor=awaited.tensor)
     if is_waiting(state) and call:
         waits = state.unmet[:2] or [call]
         report = _of_call(rank, "waiting", f"waits in {' and '.join(map(str, waits))}", waits[0])
@@ -265,11 +240,11 @@ def _report(state) -> RankReport:
 
 
 def _of_call(rank, state, doing, call, exit_code=None):
-    is_between_two = call.is_point_to_point
-    return RankReport(
-        rank, state, doing, *place_and_source(call.file, call.line), call.operation,
-        None if is_between_two else call.number, call.tensor, call.peer if is_between_two else None,
-        exit_code)
+    """The report on a rank of which a call in its log tells most."""
+    place, source = place_and_source(call.file, call.line)
+    number, peer = (None, call.peer) if call.is_point_to_point else (call.number, None)
+    return RankReport(rank, state, doing, place, source, operation=call.operation, number=number,
+                      tensor=call.tensor, peer=peer, exit_code=exit_code)
 
 
 def _awaited(state):
@@ -320,7 +295,7 @@ def _excerpt(frames) -> str:
     return "\n".join(blocks)
 
 
-def _at(frames):
+def _at(frames) -> tuple[str, str]:
     kept = _learners(frames)
     return place_and_source(kept[-1].file, kept[-1].line) if kept else ("", "")
 

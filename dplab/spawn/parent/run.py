@@ -26,7 +26,7 @@ def _options_belong_to_run(run):
     @functools.wraps(run)
     def checked(fn, world_size, *args, **kwargs):
         for option in _OPTIONS:
-            if option in kwargs and _has_open(option, fn, args):
+            if option in kwargs and option in _open_parameters(fn, args):
                 name = getattr(fn, "__name__", "the function")
                 raise TypeError(
                     f"{option}= is an option of run(), and {name}() has a parameter of that name: "
@@ -37,17 +37,13 @@ def _options_belong_to_run(run):
     return checked
 
 
-def _has_open(option, fn, args):
-    """Whether ``fn(*args)`` leaves a parameter of that name to be given by keyword."""
+def _open_parameters(fn, args):
+    """The parameters that ``fn(*args)`` leaves open; none where that cannot be found out."""
     try:
-        signature = inspect.signature(fn)
-        given = signature.bind_partial(*args).arguments
+        parameters = inspect.signature(functools.partial(fn, *args)).parameters
     except (TypeError, ValueError):  # what is wrong there is said elsewhere
-        return False
-    parameter = signature.parameters.get(option)
-    return (parameter is not None and option not in given
-            and option not in getattr(fn, "keywords", ())  # functools.partial has given it
-            and parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY))
+        return set()
+    return parameters.keys() - getattr(fn, "keywords", {}).keys()  # of a functools.partial
 
 
 @_options_belong_to_run

@@ -8,7 +8,8 @@ import time
 
 from ..between import values
 from ..between.errors import Interrupted
-from . import elapsed, report
+from . import report
+from .display import is_live
 from .matching import CallComparison, Meetings, waits_without_end
 from .ranks import Ranks
 from .stages import RunStage
@@ -17,7 +18,8 @@ _TICK = 0.1  # seconds between two looks at the call logs
 _GRACE = 0.15  # seconds that other ranks have to fail too, after the first did
 _PROBE = 0.4  # seconds between two questions to ranks that are late
 _START = 120.0  # seconds that ranks have to start
-_WHERE = 2.0  # seconds between two looks at where silent ranks are
+SILENCE = 5.0  # seconds without output and calls, until it is said where the ranks are
+_WHERE = 2.0  # seconds between two looks at that
 _PATIENCE = 3.0  # seconds after which a second press of ■ is not put off any more
 
 
@@ -36,7 +38,7 @@ class Supervisor:
         self._next_probe = 0.0  # none is due
         self._hopeless_before = None
         self._oom_kills = _oom_kills()
-        self._said_at = 0.0  # when it was said where the ranks are; 0: it is not said
+        self._next_look = 0.0  # at where silent ranks are
 
     @property
     def has_begun(self) -> bool:
@@ -58,7 +60,6 @@ class Supervisor:
                     self._interrupts.put_off()
                     self._ranks.stop()
         finally:
-            self._stop_saying()
             self._ranks.display.close(failure)
         if self._interrupts.noted and not isinstance(failure, Interrupted):
             failure = Interrupted(report.of_interrupt(self._states))
@@ -99,20 +100,14 @@ class Supervisor:
 
     def _say_where(self):
         """Says where the ranks are, once they have shown and called nothing for a while."""
-        now = time.monotonic()
-        if now < max(self._since, self._called_at, elapsed.heard_at) + elapsed.PATIENCE:
-            self._stop_saying()
-        elif elapsed.is_live() and now > self._said_at + _WHERE and (
-                elapsed.in_cell() or not self._said_at):
-            self._said_at = now
+        now, display = time.monotonic(), self._ranks.display
+        if now < max(self._since, self._called_at, self._ranks.heard_at) + SILENCE:
+            display.say([])
+        elif is_live() and now > self._next_look:
+            self._next_look = now + _WHERE
             self._ranks.ask_where()
-            if elapsed.in_cell() or report.some_wait(self._states):
-                elapsed.say(report.whereabouts(self._states))
-
-    def _stop_saying(self):
-        if self._said_at:
-            self._said_at = 0.0
-            elapsed.say([])
+            display.say(report.whereabouts(self._states), now - self._since,
+                        report.some_wait(self._states))
 
     # What ends a run: each gives the error, or None.
 
@@ -152,9 +147,6 @@ class Supervisor:
         return self._mismatch() or report.of_failure(self._states, self._ranks.folder)
 
     def _late_start(self):
-        if self._ranks.have_lost_their_store():
-            self._ranks.ask_where()
-            return report.of_lost_store(self._states, self._ranks.folder)
         if time.monotonic() > self._since + _START:
             self._ranks.ask_where()
             return report.of_slow_start(self._states, _START)

@@ -37,12 +37,12 @@ class CallRecorder:
         with self._lock:
             number = self._numbers[kind] = self._numbers.get(kind, 0) + 1
             call = Call(
-                operation, number, kind[0], group.size(),
-                tuple(first.shape) if first is not None else (),
-                str(first.dtype).removeprefix("torch.") if first is not None else "",
-                reduce_operation,
-                sum(tensor.numel() * tensor.element_size() for tensor in tensors),
-                peer, time.monotonic(), file, line)
+                operation=operation, number=number, group=kind[0], group_size=group.size(),
+                shape=tuple(first.shape) if first is not None else (),
+                dtype=str(first.dtype).removeprefix("torch.") if first is not None else "",
+                reduce_operation=reduce_operation,
+                bytes=sum(tensor.numel() * tensor.element_size() for tensor in tensors),
+                peer=peer, time=time.monotonic(), file=file, line=line)
             self._log.write(call)
         for listener in self.listeners:
             listener(call)

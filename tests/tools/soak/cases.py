@@ -192,29 +192,6 @@ def _full(rng):
     return plan
 
 
-_FOLDER = ('folder = next(os.path.dirname(line.split()[-1]) for line in open("/proc/self/maps") '
-           'if "/calls-" in line)')
-
-
-def _removed(rng):
-    plan = _at_some_moment(rng, least_ranks=2)
-    if rng.random() < 0.4:
-        plan.outside, plan.moment = "remove", rng.uniform(0, _life(plan))
-        plan.which = rng.randrange(2)
-        plan.ends += [Ends("raised", ANY, ("No such file or directory",)),
-                      Ends("stuck", None, ("was removed while they started",))]
-        return plan
-    remove = rng.choice(("shutil.rmtree(folder)", 'os.remove(os.path.join(folder, "store"))'))
-    plan.fault = _on(rng.randrange(plan.ranks), _FOLDER, remove)
-    if rng.random() < 0.4:
-        plan.timeout = 3.0
-        plan.bound += plan.timeout
-        plan.fault += "\ntime.sleep(0.3)\ndist.all_reduce(x, group=dist.new_group())"
-        plan.ends += [Ends("stuck", ANY, ("within 3 s",)), Ends("raised", ANY)]
-        plan.after = max(plan.after, 1) - 1
-    return plan
-
-
 def _silent_rank(rng):
     plan = _at_some_moment(rng)
     culprit = rng.randrange(plan.ranks)
@@ -281,7 +258,7 @@ CASES = {
     "SIGKILL itself": (2, _fails("kill")), "SIGKILL": (3, _killed_from_outside),
     "SIGSTOP": (4, _stopped), "deadlock": (8, _deadlock), "flood": (3, _flood), "huge": (4, _huge),
     "interrupt": (9, _interrupt), "two notebooks": (5, _two_notebooks),
-    "full temporary folder": (4, _full), "removed store": (4, _removed),
+    "full temporary folder": (4, _full),
     "closed output of a rank": (3, _silent_rank), "closed output": (4, _silent_notebook),
     "two faults": (5, _two_faults), "fork server killed": (2, _dead_server),
     "notebook killed": (2, _dead_notebook), "child of a rank": (2, _stray_child),

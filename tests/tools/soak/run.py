@@ -146,11 +146,6 @@ class _Run:
                     return False
                 rank = ranks[self.plan.which]
                 rank.kill() if act == "kill" else rank.suspend()
-            elif act == "remove":
-                for folder in notebook.folders():
-                    shutil.rmtree(folder) if self.plan.which else (folder / "store").unlink()
-                    return True
-                return False
             elif act == "kill server":
                 server = notebook.server()
                 if server is None:

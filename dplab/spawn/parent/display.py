@@ -1,17 +1,42 @@
-"""What stands below a notebook's cell: what the ranks print and show, while they run and after."""
+"""Shows what the ranks print and show, and says where they are when they are silent for long.
 
+It stands below a notebook's cell, or in a terminal or a file.
+"""
+
+import contextlib
 import html
+import os
+import sys
 import time
 
 from ..between.messages import Shown, as_text
-from . import elapsed, output
-from .output import RankText, RankWarnings, is_hidden, shown_in
+from . import output
+from .output import (
+    GLOO_WORDS,
+    RankText,
+    RankWarnings,
+    as_lines,
+    in_notebook,
+    is_hidden,
+    shown_in,
+)
 
 _REFRESH = 0.2  # seconds between two live refreshes, or more:
 _RATE = 400_000  # bytes/s, of which a Jupyter server takes a million
 _LONG, _HEIGHT = 30, "36em"  # lines, from which on a text is scrolled, and the height it has then
 _OF_MANY = "#57606A"  # the label's colour of what several ranks say
+_KEPT_IN_STREAM = 1_000_000  # bytes from a rank's start that a terminal or a file shows
 _NOT_ENDED = RuntimeError("whether the run fails is not known yet")
+
+
+def show(world_size: int):
+    """The display that suits where we are."""
+    return CellOutput(world_size) if in_notebook() else Stream(world_size)
+
+
+def is_live() -> bool:
+    """Whether anything is shown that does not stay: ``DPLAB_LIVE=0`` turns it off."""
+    return os.environ.get("DPLAB_LIVE") != "0"
 
 
 class CellOutput:
@@ -30,16 +55,15 @@ class CellOutput:
         self._failure: BaseException | None = _NOT_ENDED
         self._changed = False
         self._next = time.monotonic() + _REFRESH
-        self._live = elapsed.is_live()
+        self._live = is_live()
+        self._said = None  # the display of what is said of silent ranks
 
     def feed(self, rank, data):
-        elapsed.heard()
         self._texts[rank].feed(data)
         self._warnings.add(rank, self._texts[rank])
         self._changed = True
 
     def take(self, rank, shown):
-        elapsed.heard()
         self._changed = True
         if not shown.update:
             self._shown[rank][shown.number] = shown
@@ -52,7 +76,20 @@ class CellOutput:
         if self._live and self._changed and time.monotonic() > self._next:
             self._show()
 
+    def say(self, lines: list[str], seconds: float = 0.0, some_wait: bool = False) -> None:
+        """Says what ranks do that have been silent; with no lines, takes it away again."""
+        if not self._live or not (lines or self._said):
+            return
+        text = "\n".join([f"{seconds:.0f} s …", *lines])
+        data = {"text/plain": text, "text/html": '<pre style="opacity:.75;line-height:1.35">'
+                f"{html.escape(text)}</pre>"} if lines else {}
+        if self._said is None:
+            self._said = _display(data, {})
+        else:
+            self._said.update(data, raw=True)
+
     def close(self, failure=None):
+        self.say([])
         self._failure = failure
         self._show(self._warnings.close())  # also where a refresh has just shown all text
 
@@ -132,3 +169,56 @@ def _display(data, metadata):
     from IPython.display import display
 
     return display(data, raw=True, metadata=metadata, display_id=True)
+
+
+class Stream:
+    """Lines go out as they come; of very much output, the last lines at the end."""
+
+    def __init__(self, world_size):
+        self._texts = [RankText(_KEPT_IN_STREAM) for _ in range(world_size)]
+        self._heading = f"{output.heading.get()}\n" if output.heading.get() else ""
+        self._warnings = RankWarnings()
+        self._has_said = False
+        self._held = []  # (rank, line) that a report may make superfluous
+
+    def feed(self, rank, data):
+        self._write(rank, as_lines(self._texts[rank].feed(data)))
+        self._warnings.add(rank, self._texts[rank])
+
+    def take(self, rank, shown):
+        """Its text comes with the mark in the output."""
+
+    def refresh(self):
+        pass
+
+    def say(self, lines: list[str], seconds: float = 0.0, some_wait: bool = False) -> None:
+        """Says once, on stderr, what ranks do that have been silent and of which some wait."""
+        if is_live() and some_wait and not self._has_said and sys.stderr is not None:
+            self._has_said = True
+            print(f"{seconds:.0f} s, and lately no output and no call:", *lines, sep="\n  ",
+                  file=sys.stderr, flush=True)
+
+    def close(self, failure=None):
+        for rank, text in enumerate(self._texts):
+            self._write(rank, text.end())
+        for rank, line in self._held:
+            if not is_hidden(rank, line, failure):
+                self._print(f"[rank {rank}] {line}\n")
+        for ranks, line in self._warnings.close():
+            self._print(f"[{ranks}] {line}\n")
+
+    def _write(self, rank, lines):
+        held = [line for line in lines if GLOO_WORDS.match(line)]
+        self._held += [(rank, line) for line in held]
+        shown = ((line, shown_in(line)) for line in lines if line not in held)
+        self._print("".join(f"[rank {rank}] {found[1] if found else line}\n"
+                            for line, found in shown))
+
+    def _print(self, text):
+        if not text or sys.stdout is None:
+            return
+        text, self._heading = self._heading + text, ""
+        encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+        with contextlib.suppress(OSError, ValueError):  # closed: the run and its report go on
+            sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding))
+            sys.stdout.flush()
