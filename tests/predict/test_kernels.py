@@ -72,32 +72,6 @@ def test_a_measured_shape_has_the_rates_of_its_neighbours():
     assert PUBLISHED.matmul(H100, 256, 256, 256).value < 60e12
 
 
-@pytest.mark.parametrize("gpu", GPUS.values(), ids=lambda gpu: gpu.name)
-def test_larger_and_deeper_products_are_not_slower(gpu):
-    sizes = [512, 1024, 2048, 4096]
-    for shapes in ([(n, n, n) for n in sizes], [(4096, 4096, n) for n in sizes]):
-        found = [PUBLISHED.matmul(gpu, *shape).value for shape in shapes]
-        assert found == sorted(found)
-
-
-@pytest.mark.parametrize("gpu", [GPUS["A100"], GPUS["H200"], MINE], ids=lambda gpu: gpu.name)
-def test_slow_is_not_faster_and_nothing_exceeds_the_peak(gpu):
-    found = [[PUBLISHED.matmul(gpu, 8192, 14336, 4096, pace).value for pace in PACES],
-             *([PUBLISHED.attention(gpu, 128, 4096, direction=direction, kernel=kernel,
-                                    pace=pace).value for pace in PACES]
-               for direction in rates.DIRECTIONS for kernel in rates.ATTENTION_KERNELS)]
-    for values in found:
-        assert values == sorted(values)
-        assert 0 < values[-1] <= gpu.bf16_flops
-        assert values[0] < values[1] < values[2]
-    for operation in ("norm", "norm backward", "elementwise", "activation", "rotary", "copy",
-                      "embedding", "loss", "loss backward"):
-        for kind in ("eager", "compiled"):
-            values = [PUBLISHED.memory(gpu, operation, kind, pace).value for pace in PACES]
-            assert values == sorted(values)
-            assert 0 < values[-1] <= gpu.memory_bandwidth
-
-
 def test_what_stands_in_for_what_is_said():
     lent = PUBLISHED.matmul(GPUS["H200"], 4096, 4096, 4096)
     assert not lent.as_asked
@@ -105,7 +79,6 @@ def test_what_stands_in_for_what_is_said():
     share = PUBLISHED.matmul(H100, 4096, 4096, 4096).value / H100.bf16_flops
     unknown = PUBLISHED.matmul(MINE, 4096, 4096, 4096)
     assert unknown.value == pytest.approx(share * 900e12)
-    assert "mine has 0 measurements" in unknown.basis
     far = PUBLISHED.matmul(H100, 65_536, 131_072, 16_384)
     assert not far.as_asked
     assert "more than a factor of two" in far.basis

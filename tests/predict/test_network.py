@@ -120,13 +120,6 @@ def test_the_figures_of_a_row_agree_and_none_is_above_what_the_links_allow():
                     bus, rel=0.02, abs=0.0051)
 
 
-def test_whole_tables_are_held_out_of_each_kind():
-    held = [table for table in TABLES if table["held_out"]]
-    assert 5 <= len(held) < len(TABLES) / 3
-    assert {table["collective"] for table in held} == {"all-reduce", "all-gather", "reduce-scatter"}
-    assert {table["nodes"] > 1 for table in held} == {True, False}
-
-
 # NCCL
 
 def errors(tables, least, most):
@@ -165,18 +158,6 @@ def test_no_held_out_table_gives_a_rate(monkeypatch):
     assert rates() == before
     monkeypatch.setattr(network, "_published", lambda: PUBLISHED)
     rates()
-
-
-def test_a_ring_loses_bandwidth_with_nodes_as_was_reported():
-    """Reduce-scatter on H100s: 360 GB/s on 4 nodes, 260 on 128. No size was told: 8 GiB here."""
-    reported = {row["nodes"]: row["bus"] for row in PUBLISHED["unsized"]
-                if row["collective"] == "reduce-scatter"}
-    for nodes, bus in reported.items():
-        ranks, size = 8 * nodes, 8 * 1024 * MIB
-        slow, fast = (cost.bus_bandwidth("reduce_scatter", ranks, size, collective_seconds(
-            replace(H100.of(ranks), pace=pace), "reduce-scatter", size)) for pace in (
-                "slow", "fast"))
-        assert slow <= 1e9 * bus <= 1.05 * fast
 
 
 @pytest.mark.parametrize("collective", network.COLLECTIVES)
@@ -251,13 +232,6 @@ def test_a_tree_sends_to_the_network_once_on_two_nodes_and_nearly_twice_on_many(
                        for nodes in (2, 4, 512))
     assert two == pytest.approx(ring / (2 * 15 / 16) / 0.92)
     assert four == pytest.approx(1.5 * two) and many == pytest.approx(2 * 511 / 512 * two)
-
-
-def test_with_one_rank_a_node_every_step_over_the_network_shows():
-    """5 µs of the protocol LL, as in a tree, where rings with more ranks a node hide some."""
-    eight, four = (nccl_candidates(H100.of(64), "all-gather", 0, ranks=ranks, local=1)["ring LL"]
-                   for ranks in (8, 4))
-    assert eight - four == pytest.approx(4 * 5.0 * US)
 
 
 def test_a_link_of_no_known_family_is_ideal_and_one_of_a_near_family_says_so():
