@@ -6,6 +6,7 @@ Each table by size of the tensor; those marked "held out" gave the prediction no
 import statistics
 
 from dplab.predict import network
+from dplab.predict.pace import PACES
 
 CLASSES = {"to 1 MiB": 2**20, "to 64 MiB": 2**26, "larger": float("inf")}
 
@@ -50,9 +51,9 @@ def compared(tables) -> list[tuple[float, float, bool]]:
 
 
 def predicted(table, nbytes) -> list[float]:
-    """Seconds at each of `network.PACES`."""
+    """Seconds at each of `pace.PACES`."""
     return [network.collective_seconds(network.table_cluster(table, pace), table["collective"],
-                                       nbytes) for pace in network.PACES]
+                                       nbytes) for pace in PACES]
 
 
 def by_class(rows):

@@ -10,8 +10,6 @@ from urllib.parse import urlencode
 from dplab.predict import plan, plan_as_text
 from dplab.predict.fields import BY_NAME, FIELDS
 
-_EXAMPLE = 'dplab plan --model "Llama-3 8B" --gpus 64'
-
 
 def main(arguments: list[str] | None = None) -> int:
     """Prints the plan; returns 0, or 2 where something asked for cannot be."""
@@ -32,7 +30,10 @@ def _print(options):
     if options.json:
         print(json.dumps(found, indent=2))
     for error in found["errors"]:
-        print(f"dplab plan: {_wrong(**error)}", file=sys.stderr)
+        name = error["field"]
+        why = f"needs {_options(error['needs'])}" if error["needs"] else error["why"]
+        said = f"{_option(name)}{' ' if error['needs'] else ': '}{why}" if name in BY_NAME else why
+        print(f"dplab plan: {said}", file=sys.stderr)
     if found["errors"]:
         return 2
     if options.link:
@@ -48,19 +49,26 @@ def _parser():
         prog="dplab plan", allow_abbrev=False,
         description="Predicts how a model trains on a cluster: memory, traffic, time of a step, "
         "scaling, the strategy to take, and the command and settings to copy.",
-        epilog=f"For example: {_EXAMPLE}")
-    parser.add_argument("address", nargs="?", metavar="ADDRESS",
+        epilog='For example: dplab plan --model "Llama-3 8B" --gpus 64')
+    parser.add_argument("address", nargs="?", metavar="ADDRESS", default="",
                         help="a plan that was shared, or the part of its address after the ?")
     shown = parser.add_mutually_exclusive_group()
     shown.add_argument("--json", action="store_true", help="print the plan as JSON")
     shown.add_argument("--link", action="store_true",
                        help="print only the end of the planner's address, to share the plan")
-    for group in dict.fromkeys(field.group for field in FIELDS):
-        listed = parser.add_argument_group(group)
-        for field in FIELDS:
-            if field.group == group:
-                listed.add_argument(_option(field.name), dest=field.name, metavar=_metavar(field),
-                                    help=_help(field).replace("%", "%%"))
+    groups = {name: parser.add_argument_group(name) for name in dict.fromkeys(
+        field.group for field in FIELDS)}
+    for field in FIELDS:
+        said = [field.help]
+        if field.choices:
+            said.append(f"One of: {', '.join(map(repr, field.choices))}.")
+        if field.needs:
+            said.append(f"Only with {_options(field.needs)}.")
+        if field.default is not None and not callable(field.default):
+            said.append(f"(default: {field.text_of(field.default)})")
+        groups[field.group].add_argument(
+            _option(field.name), dest=field.name, help=" ".join(said).replace("%", "%%"),
+            metavar={"choice": "NAME", "flag": "yes|no"}.get(field.kind, "N"))
     return parser
 
 
@@ -68,45 +76,18 @@ def _option(name):
     return f"--{name.replace('_', '-')}"
 
 
-def _metavar(field):
-    return {"whole": "N", "number": "N", "flag": "yes|no"}.get(field.kind, "NAME")
-
-
-def _help(field):
-    said = [field.help]
-    if field.choices:
-        said.append(f"One of: {', '.join(map(repr, field.choices))}.")
-    if field.needs:
-        said.append(f"Only with {_options(field.needs)}.")
-    if field.default_by is not None:
-        said.append(f"(default: follows {_option(field.default_by[0])})")
-    elif field.default is not None:
-        said.append(f"(default: {field.text_of(field.default)})")
-    return " ".join(said)
-
-
-def _query(options):
-    """The query that the address and the options make together."""
-    address = (options.address or "").partition("#")[0]
-    page, mark, query = address.partition("?")
-    if mark:
-        address = query
-    elif "=" not in page and ("/" in page or page.endswith(".html")):
-        address = ""  # the page without a query, which shows the default plan
-    given = [(field.name, getattr(options, field.name)) for field in FIELDS
-             if getattr(options, field.name) is not None]
-    return "&".join(part for part in (address, urlencode(given, errors="replace")) if part)
-
-
 def _options(values):
     return " ".join(f"{_option(name)} {value}" for name, value in values.items())
 
 
-def _wrong(field, why, needs):
-    """The line on an error, with the name of its field as the option that it is here."""
-    if needs:
-        return f"{_option(field)} needs {_options(needs)}"
-    return f"{_option(field)}: {why}" if field in BY_NAME else why
+def _query(options):
+    """The query that the address and the options make together."""
+    page, mark, query = options.address.partition("#")[0].partition("?")
+    if not mark and "=" in page:
+        query = page  # and a page without a query shows the default plan
+    given = urlencode({name: text for name, text in vars(options).items()
+                       if name in BY_NAME and text is not None}, errors="replace")
+    return "&".join(filter(None, (query, given)))
 
 
 if __name__ == "__main__":

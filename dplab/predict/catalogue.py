@@ -6,6 +6,8 @@ sold have 2³⁰ bytes each.
 """
 
 import json
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib import resources
 
@@ -63,3 +65,22 @@ _TABLES = json.loads(resources.files(__package__).joinpath("catalogue.json").rea
 LINKS: dict[str, Link] = _links(_TABLES["links"])
 GPUS: dict[str, Gpu] = _gpus(_TABLES["gpus"])
 MODELS: dict[str, TransformerConfig] = _models(_TABLES["models"])
+
+MATMUL_SHARE = {"A100": 271.2 / 312, "H100": 794.5 / 989, "H200": 794.5 / 989,
+                "B200": 1745 / 2250}
+"""What the best bf16 matrix products reach of the peak, measured; H200: the H100's, the same chip.
+
+Source: stas00/ml-engineering 744d01e, compute/accelerator/README.md."""
+
+
+def matmul_share(gpu: Gpu) -> float:
+    """`MATMUL_SHARE` of the GPU, or of that with the nearest peak."""
+    return MATMUL_SHARE[gpu.name if gpu.name in MATMUL_SHARE else nearest_gpu(gpu, MATMUL_SHARE)]
+
+
+def nearest_gpu(gpu: Gpu, names: Iterable[str]) -> str:
+    """Of these names that of the peak in `GPUS` nearest to ``gpu``'s; the first, if none is there.
+    """
+    peak = min(GPUS.get(gpu.name, gpu).bf16_flops, 1e30)  # a cluster "without arithmetic" has none
+    return min(names, key=lambda name: abs(math.log(GPUS[name].bf16_flops / peak))
+               if name in GPUS else math.inf)

@@ -13,34 +13,41 @@ trying: each change is predicted anew.
 import math
 import textwrap
 from bisect import bisect_left
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 
-from dplab.predict import memory, network, shards, step
+from dplab.predict import memory, network, shards
 from dplab.predict.checks import one_of, whole
-from dplab.predict.cluster import (
-    BLOCK_RECOMPUTE,
-    RESOURCES,
-    Cluster,
-    Job,
-    SimulatedStep,
-    collective_seconds,
-    job_spans,
-    without,
-)
-from dplab.predict.memory import PRECISIONS, Budget, Precision, States, readable
+from dplab.predict.cluster import BLOCK_RECOMPUTE, Prediction, job_spans
+from dplab.predict.job import Cluster, Job
+from dplab.predict.memory import Budget
 from dplab.predict.moments import LOSS_BYTES
+from dplab.predict.network import collective_seconds
+from dplab.predict.precision import PRECISIONS, Precision, States, readable
 from dplab.predict.step import COMMUNICATION, Span
 from dplab.predict.traffic import Transfers, collectives
 from dplab.predict.transformer_config import TransformerConfig
 
+
+@dataclass(frozen=True)
+class Strategy:
+    """``what`` it does, and what it is to `memory`, to `cluster` and to `traffic`."""
+
+    what: str
+    stage: str
+    simulated: str
+    sends: str
+    reshard: bool = True
+
+
 CHOICES = {
-    "DDP": "everything on every rank",
-    "ZeRO-1": "DDP, optimizer sharded",
-    "FSDP": "all sharded among all ranks",
-    "FSDP, kept": "whole until backward",
-    "HSDP": "sharded in a node, a copy on each",
+    "DDP": Strategy("everything on every rank", "DDP", "DDP", "DDP"),
+    "ZeRO-1": Strategy("DDP, optimizer sharded", "ZeRO-1", "DDP", "ZeroRedundancyOptimizer"),
+    "FSDP": Strategy("all sharded among all ranks", "ZeRO-3", "FSDP", "fully_shard"),
+    "FSDP, kept": Strategy("whole until backward", "ZeRO-3", "FSDP",
+                           "fully_shard, reshard_after_forward=False", reshard=False),
+    "HSDP": Strategy("sharded in a node, a copy on each", "ZeRO-3", "HSDP", "fully_shard"),
 }
 """From the simplest on: a later one is taken where it fits and is faster. "FSDP, kept" is without
 resharding after forward. On one rank DDP stands for the model without a wrapper."""
@@ -53,8 +60,6 @@ IN_BF16 = {
 updates round, and the memory of the states is half."""
 _PRECISIONS = dict(zip(IN_BF16, (PRECISIONS["fp32 shards, bf16 gathered"],
                                  PRECISIONS["pure bf16"]), strict=True))
-_IN_TRAFFIC = {"DDP": "DDP", "ZeRO-1": "ZeroRedundancyOptimizer", "FSDP": "fully_shard",
-               "FSDP, kept": "fully_shard, reshard_after_forward=False"}
 _MANY_NODES = [2**power for power in range(18)]
 _FREE = 0.1  # the share of memory that is left to the allocator and the libraries
 MEMORY_ERROR = 0.03
@@ -66,15 +71,13 @@ were published side by side is off by so much in the median: ``python -m dplab.b
 
 
 @dataclass(frozen=True)
-class Option(SimulatedStep):
-    """One strategy for a batch on a cluster. ``budget``: what a rank holds at its worst moment;
-    ``limit``: how much of that may be, in bytes."""
+class Option(Prediction):
+    """One of `CHOICES`, in a precision of `IN_BF16`: its ``job`` is what `cluster` simulates.
+
+    What if? Ask an option that `dataclasses.replace` has made of it.
+    """
 
     strategy: str
-    job: Job
-    cluster: Cluster
-    budget: Budget
-    limit: float
     precision: str = "mixed"
 
     @property
@@ -87,9 +90,25 @@ class Option(SimulatedStep):
         """Whether one rank trains the model as it is."""
         return self.strategy == "DDP" and self.cluster.ranks == 1
 
+    @cached_property
+    def budget(self) -> Budget:
+        """What a rank holds at its worst moment, by `memory.budget`; ZeRO-1: the fullest rank."""
+        job, stored = self.job, _PRECISIONS[self.precision]
+        ranks = self.cluster.per_node if self.strategy == "HSDP" else self.cluster.ranks
+        return memory.budget(
+            job.model, ranks, self.cluster.gpu.memory_bytes, precision=stored,
+            stage=CHOICES[self.strategy].stage, batch=job.batch, sequence=job.sequence,
+            recompute=job.recompute, reshard=job.reshard, bucket_views=True,
+            held=fullest_rank(job.model, ranks, stored) if self.strategy == "ZeRO-1" else None)
+
+    @property
+    def limit(self) -> float:
+        """The bytes that the budget may have; a share of the GPU's memory stays free."""
+        return (1 - _FREE) * self.cluster.gpu.memory_bytes
+
     @property
     def fits(self) -> bool:
-        """Whether the budget is within ``limit``, which leaves a share of the GPU free."""
+        """Whether the budget is within ``limit``."""
         return self.budget.total <= self.limit
 
     @property
@@ -97,34 +116,47 @@ class Option(SimulatedStep):
         """Bytes that are left below ``limit``; below 0: too many by so much."""
         return self.limit - self.budget.total
 
-    def at(self, pace: str) -> "Option":
-        """The same where all measured rates are taken at another of `pace.PACES`."""
-        return replace(self, cluster=replace(self.cluster, pace=pace))
-
     @cached_property
-    def spans(self) -> list[Span]:
-        """What each rank does in a step."""
-        return self._spans_on(self.cluster)
+    def spans(self) -> Sequence[Span]:
+        """What each rank does in a step; under ZeRO-1 as with DDP, and then the parameters go out.
 
-    @cached_property
-    def savings(self) -> dict[str, float]:
-        """By resource: the seconds that the step would be shorter if that took no time."""
-        return {resource: max(0.0, self.seconds - step.step_seconds(self._spans_on(
-            without(self.cluster, resource)))) for resource in RESOURCES}
-
-    def _spans_on(self, cluster):
-        spans = job_spans(self.job, cluster)
+        torch gives whole tensors to the ranks, so that one updates more than the others.
+        """
+        spans = job_spans(self.job, self.cluster)
         if self.strategy != "ZeRO-1":
             return spans
         *others, optimizer = spans
-        # torch gives whole tensors to the ranks, so that one owns more than the others
         stored, model = _PRECISIONS[self.precision], self.job.model
-        owned = fullest_rank(model, cluster.ranks, stored).optimizer
+        owned = fullest_rank(model, self.cluster.ranks, stored).optimizer
         end = optimizer.start + optimizer.seconds * owned / (stored.optimizer * model.parameters)
         nbytes = stored.parameters * model.parameters
-        gathered = end + collective_seconds(cluster, "all-gather", nbytes)
+        gathered = end + collective_seconds(self.cluster, "all-gather", nbytes)
         return [*others, replace(optimizer, end=end),
                 Span("all-gather of parameters", COMMUNICATION, end, gathered, nbytes)]
+
+    @property
+    def transfers(self) -> list[Transfers]:
+        """The collectives of a step, by `traffic.collectives`.
+
+        Under HSDP the root is gathered once, as by torch, where `traffic` gathers all units twice.
+        """
+        stored, cluster = _PRECISIONS[self.precision], self.cluster
+        wire = stored.parameters if self.strategy == "ZeRO-1" else stored.gathered
+
+        def sent(name, ranks, shard_ranks=None):
+            return collectives(name, ranks, self.job.model.units, parameter_bytes=wire,
+                               gradient_bytes=stored.reduced, shard_ranks=shard_ranks)
+
+        sends = CHOICES[self.strategy].sends
+        if self.strategy != "HSDP":
+            return sent(sends, cluster.ranks)
+        return [*sent(sends, cluster.per_node),
+                *(each for each in sent("HSDP", cluster.ranks, cluster.per_node)
+                  if each.of == "shards of gradients")]
+
+    def recomputing(self, way: str) -> "Option":
+        """The same with another way to recompute."""
+        return replace(self, job=replace(self.job, recompute=way))
 
     def __str__(self):
         again = ", blocks recomputed" if self.job.recompute == "full" else ""
@@ -142,11 +174,10 @@ class Change:
 
 @dataclass(frozen=True)
 class Recommendation:
-    """What `recommend` found, with the last two of its arguments; printed, it says why."""
+    """What `recommend` found, with two of its arguments; printed, it says why."""
 
     options: tuple[Option, ...]
     most_tokens: float
-    precision: str = "mixed"
     recompute: Collection[str] = BLOCK_RECOMPUTE
 
     @property
@@ -207,9 +238,8 @@ class Recommendation:
     def _leanest_on(self, ranks, *, recompute="full", batch=None):
         """What FSDP holds on so many ranks, with its blocks recomputed."""
         job, cluster = self._leanest.job, self._leanest.cluster
-        return strategy_budget("FSDP", job.model, cluster.of(ranks), batch=batch or job.batch,
-                               sequence=job.sequence, recompute=recompute,
-                               precision=self.precision)
+        return replace(self._leanest, cluster=cluster.of(ranks), job=replace(
+            job, recompute=recompute, batch=batch or job.batch)).budget
 
     @cached_property
     def changes(self) -> list[Change]:
@@ -237,7 +267,8 @@ class Recommendation:
             if tokens > max(self.most_tokens, self.global_tokens):
                 continue
             instead = replace(self, options=_options(
-                job.model, other, batch, job.sequence, self.precision, self.recompute)).best
+                job.model, other, batch=batch, sequence=job.sequence, precision=best.precision,
+                recompute=self.recompute)).best
             gain = None if instead is None else (
                 instead.job.tokens / instead.seconds / rate - 1)
             found.append(Change(what, instead, gain))
@@ -259,7 +290,7 @@ class Recommendation:
     def _about_memory(self):
         if self.best is not None:
             return []
-        if self._recomputing("full", self._leanest).fits:
+        if self._leanest.recomputing("full").fits:
             return ["With its blocks recomputed, FSDP fits: allow that."]
         job, ranks, least = self._leanest.job, self._leanest.cluster.ranks, self.least_ranks
         if least is None:
@@ -315,21 +346,15 @@ class Recommendation:
             said.append(f"Without the time of {first} the step would be {most:.0%} shorter, "
                         f"without that of {second} {next_most:.0%}.")
         if self.best.job.recompute == "full":
-            kept = replace(self.best, job=replace(self.best.job, recompute="none"))
+            kept = self.best.recomputing("none")
             more = self.best.compute_seconds / kept.compute_seconds - 1
-            if self._recomputing("none", self.best).fits:
+            if kept.fits:
                 said.append(f"Blocks are recomputed, which costs {more:.0%} more computing. "
                             f"{self.best.strategy} fits without that too.")
             else:
                 said.append(f"Blocks are recomputed to save memory, which costs {more:.0%} more "
                             f"computing. {self._instead_of_recomputing()}")
         return said + [f"Tried: {change.what}: {_told(change)}" for change in self.changes]
-
-    def _recomputing(self, way, instead):
-        """The option with another way to recompute."""
-        job = instead.job
-        return option_of(instead.strategy, job.model, instead.cluster, batch=job.batch,
-                         sequence=job.sequence, precision=self.precision, recompute=way)
 
     def _instead_of_recomputing(self):
         """Which of two ways makes room to keep all activations."""
@@ -428,25 +453,47 @@ def recommend(model: TransformerConfig, cluster: Cluster, *, batch: int = 1, seq
         raise ValueError(f"recompute allows nothing: give some of {BLOCK_RECOMPUTE}")
     for way in recompute:
         one_of(way, BLOCK_RECOMPUTE, "recompute")
-    options = _options(model, cluster, batch, sequence, precision, recompute)
-    return Recommendation(options, most_tokens, precision, recompute)
+    options = _options(model, cluster, batch=batch, sequence=sequence, precision=precision,
+                       recompute=recompute)
+    return Recommendation(options, most_tokens, recompute)
 
 
-def strategy_budget(strategy: str, model: TransformerConfig, cluster: Cluster, *, batch: int,
-                    sequence: int, recompute: str = "none", precision: str = "mixed") -> Budget:
-    """What a rank holds with these `settings`, by `memory.budget`; under ZeRO-1 the fullest rank.
+def option_of(strategy: str, model: TransformerConfig, cluster: Cluster, *, batch: int,
+              sequence: int, precision: str = "mixed",
+              recompute: str | Collection[str] = BLOCK_RECOMPUTE) -> Option:
+    """One strategy, with the first way to ``recompute`` that fits, or else the last.
 
     In mixed precision DDP and ZeRO-1 compute under autocast; their gradients are views of buckets.
     Raises ValueError for an unknown strategy, and for a precision that is not one of `IN_BF16`.
     """
-    one_of(strategy, CHOICES, "strategy")
+    chosen = CHOICES[one_of(strategy, CHOICES, "strategy")]
     stored = _PRECISIONS[one_of(precision, IN_BF16, "precision")]
-    ranks = cluster.per_node if strategy == "HSDP" else cluster.ranks
-    return memory.budget(
-        model, ranks, cluster.gpu.memory_bytes, precision=stored,
-        stage=strategy if strategy in ("DDP", "ZeRO-1") else "ZeRO-3", batch=batch,
-        sequence=sequence, recompute=recompute, reshard=strategy != "FSDP, kept", bucket_views=True,
-        held=fullest_rank(model, ranks, stored) if strategy == "ZeRO-1" else None)
+    first, *others = _ways(recompute)
+    casts = stored.gathered < stored.parameters
+    job = Job(
+        model, batch, sequence, chosen.simulated, recompute=first, reshard=chosen.reshard,
+        parameter_bytes=stored.gathered, gradient_bytes=stored.reduced,
+        optimizer_bytes=stored.optimizer + (4 if casts else 0),
+        cast_weights=casts and chosen.simulated == "DDP",
+        # The optimizer reads and writes parameters and moments, and reads gradients.
+        update_bytes=2 * (stored.parameters + stored.optimizer) + stored.gradients)
+    option = Option(job, cluster, strategy, precision)
+    for way in others:
+        if option.fits:
+            break
+        option = option.recomputing(way)
+    return option
+
+
+def _ways(recompute: str | Collection[str]) -> Collection[str]:
+    return (recompute,) if isinstance(recompute, str) else recompute
+
+
+def _options(model, cluster, **settings):
+    strategies = [name for name in CHOICES if name != "HSDP" or cluster.nodes > 1]
+    if cluster.ranks == 1:  # the others are the same as one of these, as HSDP is within a node
+        strategies = ["DDP", "FSDP"]
+    return tuple(option_of(name, model, cluster, **settings) for name in strategies)
 
 
 def fullest_rank(model: TransformerConfig, ranks: int, precision: Precision | str) -> States:
@@ -459,75 +506,3 @@ def fullest_rank(model: TransformerConfig, ranks: int, precision: Precision | st
 def _fullest(model, ranks, precision):
     return max(shards.real_states("ZeroRedundancyOptimizer", precision, ranks, model.units),
                key=lambda states: states.total)
-
-
-def strategy_job(strategy: str, model: TransformerConfig, *, batch: int, sequence: int,
-                 recompute: str = "none", precision: str = "mixed") -> Job:
-    """What `cluster` is to simulate for these `settings`; ZeRO-1 as DDP, see `Option.spans`.
-
-    Raises like `strategy_budget`.
-    """
-    one_of(strategy, CHOICES, "strategy")
-    stored = _PRECISIONS[one_of(precision, IN_BF16, "precision")]
-    replicated = strategy in ("DDP", "ZeRO-1")
-    return Job(
-        model, batch, sequence, recompute=recompute, parameter_bytes=stored.gathered,
-        strategy="DDP" if replicated else "HSDP" if strategy == "HSDP" else "FSDP",
-        gradient_bytes=stored.reduced, reshard=strategy != "FSDP, kept",
-        optimizer_bytes=stored.optimizer + (4 if stored.gathered < stored.parameters else 0),
-        cast_weights=replicated and stored.gathered < stored.parameters,
-        # The optimizer reads and writes parameters and moments, and reads gradients.
-        update_bytes=2 * (stored.parameters + stored.optimizer) + stored.gradients)
-
-
-def strategy_transfers(strategy: str, model: TransformerConfig, cluster: Cluster, *,
-                       precision: str = "mixed") -> list[Transfers]:
-    """The collectives of a step with these `settings`, by `traffic.collectives`.
-
-    Under HSDP the root is gathered once, as by torch, where `traffic` gathers all units twice.
-    Raises like `strategy_budget`.
-    """
-    one_of(strategy, CHOICES, "strategy")
-    stored = _PRECISIONS[one_of(precision, IN_BF16, "precision")]
-    wire = stored.parameters if strategy == "ZeRO-1" else stored.gathered
-
-    def sent(name, ranks, shard_ranks=None):
-        return collectives(name, ranks, model.units, parameter_bytes=wire,
-                           gradient_bytes=stored.reduced, shard_ranks=shard_ranks)
-
-    if strategy != "HSDP":
-        return sent(_IN_TRAFFIC[strategy], cluster.ranks)
-    return [*sent(_IN_TRAFFIC["FSDP"], cluster.per_node),
-            *(each for each in sent("HSDP", cluster.ranks, cluster.per_node)
-              if each.of == "shards of gradients")]
-
-
-def option_of(strategy: str, model: TransformerConfig, cluster: Cluster, *, batch: int,
-              sequence: int, precision: str = "mixed",
-              recompute: str | Collection[str] = BLOCK_RECOMPUTE) -> Option:
-    """One strategy, with the first way to ``recompute`` that fits, or else the last.
-
-    Raises like `strategy_budget`.
-    """
-    limit = (1 - _FREE) * cluster.gpu.memory_bytes
-    for way in _ways(recompute):
-        held = strategy_budget(strategy, model, cluster, batch=batch, sequence=sequence,
-                               recompute=way, precision=precision)
-        if held.total <= limit:
-            break
-    job = strategy_job(strategy, model, batch=batch, sequence=sequence, recompute=way,
-                       precision=precision)
-    return Option(strategy, job, cluster, held, limit, precision)
-
-
-def _ways(recompute: str | Collection[str]) -> Collection[str]:
-    return (recompute,) if isinstance(recompute, str) else recompute
-
-
-def _options(model, cluster, batch, sequence, precision, recompute):
-    strategies = [name for name in CHOICES if name != "HSDP" or cluster.nodes > 1]
-    if cluster.ranks == 1:  # the others are the same as one of these, as HSDP is within a node
-        strategies = ["DDP", "FSDP"]
-    return tuple(option_of(strategy, model, cluster, batch=batch, sequence=sequence,
-                           precision=precision, recompute=recompute)
-                 for strategy in strategies)

@@ -4,8 +4,8 @@
     node = Cluster(GPUS["H100"], 1, LINKS["NVLink 4"], LINKS["400 Gb/s"])
     print(predict(job, node.of(1024)))
 
-`network` has the cluster and the time of each collective on it. Here are one rank's spans: DDP,
-FSDP, HSDP, with overlap and prefetch. All ranks do the same at the same time, so one rank stands
+`network` has the time of each collective. Here are one rank's spans: DDP, FSDP, HSDP, with overlap
+and prefetch. All ranks do the same at the same time, so one rank stands
 for all, and 100,000 ranks take no longer to simulate than 8. Computing that runs beside a
 collective of NCCL takes longer, by `network.computing_slowdown`. The time of computing comes from
 `kernels`, at the rates that others measured. Left out: the CPU's time beyond the launches, loading
@@ -22,97 +22,21 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import Self
 
-from dplab.predict import memory, network, step
-from dplab.predict.checks import one_of, whole
+from dplab.predict import network, step
+from dplab.predict.catalogue import nearest_gpu
+from dplab.predict.checks import one_of
 from dplab.predict.cost import Link
-from dplab.predict.kernels import RECOMPUTE, optimizer_seconds, rates_of, unit_costs
-from dplab.predict.network import (
-    WAYS,
-    Cluster,
-    collective_seconds,
-    computing_slowdown,
-)
-from dplab.predict.rates import ATTENTION_KERNELS, PUBLISHED, nearest_gpu
+from dplab.predict.job import WAYS as WAYS
+from dplab.predict.job import Cluster, Job
+from dplab.predict.kernels import optimizer_seconds, rates_of, unit_costs
+from dplab.predict.network import collective_seconds, computing_slowdown
+from dplab.predict.rates import PUBLISHED
 from dplab.predict.step import COMMUNICATION, COMPUTE, Layer, Span, end_beside
-from dplab.predict.transformer_config import TransformerConfig, numel
 
-SIMULATED_STRATEGIES = ("DDP", "FSDP", "HSDP")
 BLOCK_RECOMPUTE = ("none", "full")
 """Of each block all is kept, or its input alone; `activations.RECOMPUTE` has a third way."""
-
-
-@dataclass(frozen=True)
-class Job:
-    """A model trained with ``batch`` sequences of ``sequence`` tokens on each rank, one backward.
-
-    ``strategy``: one of `SIMULATED_STRATEGIES`; HSDP shards among ``shard_ranks`` (by default a
-    node) and all-reduces shards among the copies. ``recompute``: one of `kernels.RECOMPUTE`. Bytes:
-    of a parameter and of a gradient as they travel, and of the optimizer's states per parameter
-    (K). ``prefetch``: blocks gathered ahead; ``reshard`` after forward, so that backward gathers
-    again. ``overlap``: whether sending goes on beside computing; ``bucket_bytes``: DDP's; ``way``:
-    one of `WAYS`, by which collectives go. ``compiled``: whether torch.compile made the blocks and
-    the loss; ``attention``: one of `rates.ATTENTION_KERNELS`; ``cast_weights``: weights that are
-    fp32 where they are used are cast to bf16 each time, as under autocast, and their gradients
-    back; ``fused_optimizer``: AdamW as one kernel, not torch's foreach; ``update_bytes``: that it
-    reads and writes for a parameter, by default 2K + 4. Raises ValueError for what
-    is none of these, and like `checks.whole` for batch, sequence and prefetch.
-    """
-
-    model: TransformerConfig
-    batch: int
-    sequence: int
-    strategy: str = "FSDP"
-    shard_ranks: int | None = None
-    recompute: str = "none"
-    parameter_bytes: int = 2
-    gradient_bytes: int = 2
-    optimizer_bytes: int = 12
-    prefetch: int = 1
-    reshard: bool = True
-    overlap: bool = True
-    bucket_bytes: float = 25 * 2**20
-    way: str = "NCCL"
-    compiled: bool = False
-    attention: str = ATTENTION_KERNELS[0]
-    cast_weights: bool = False
-    fused_optimizer: bool = True
-    update_bytes: int | None = None
-
-    def __post_init__(self):
-        whole(self.batch, "batch"), whole(self.sequence, "sequence")
-        whole(self.prefetch, "prefetch", least=0)
-        whole(self.parameter_bytes, "parameter_bytes"), whole(self.gradient_bytes, "gradient_bytes")
-        whole(self.optimizer_bytes, "optimizer_bytes", least=0)
-        if self.update_bytes is not None:
-            whole(self.update_bytes, "update_bytes")
-        if not self.bucket_bytes > 0:
-            raise ValueError(f"a bucket holds more than 0 bytes, not {self.bucket_bytes}")
-        if self.shard_ranks is not None:
-            whole(self.shard_ranks, "shard_ranks")
-        one_of(self.strategy, SIMULATED_STRATEGIES, "strategy")
-        one_of(self.recompute, RECOMPUTE, "recompute")
-        one_of(self.way, WAYS, "way")
-        one_of(self.attention, ATTENTION_KERNELS, "attention")
-        if self.shard_ranks is not None and self.strategy != "HSDP":
-            raise ValueError(f"shard_ranks is for HSDP, not for {self.strategy}: leave it out")
-
-    @property
-    def tokens(self) -> int:
-        """Of one rank in a step."""
-        return self.batch * self.sequence
-
-    @property
-    def model_flops(self) -> float:
-        """Of one rank's step: 6 for each parameter in a matrix and token, 12·L·d·s for attention.
-
-        Recomputing does not count, nor does the lookup of embeddings; attention counts as if it
-        were not causal, by PaLM's convention.
-        """
-        model = self.model
-        matrices = model.layers * _matrix(model.block) + model.vocabulary * model.d_model
-        return self.tokens * (6 * matrices + 12 * model.layers * model.d_model * self.sequence)
 
 
 def fsdp_spans(blocks: Sequence[Layer], root: Layer, *, gather: Callable[[float], float],
@@ -230,30 +154,27 @@ def job_spans(job: Job, cluster: Cluster) -> list[Span]:
         parameter_ratio=job.parameter_bytes / job.gradient_bytes)
 
 
-def _matrix(tensors):
-    return numel(shape for shape in tensors.values() if len(shape) > 1)
-
-
 def _pieces(layer, nbytes):
     count = max(1, math.ceil(layer.gradient_bytes / nbytes))
     return [Layer(layer.forward_seconds / count, layer.backward_seconds / count,
                   layer.gradient_bytes / count, layer.name)] * count
 
 
-class SimulatedStep:
-    """What follows from a step's ``spans``, and from ``savings``: what each resource costs it."""
+@dataclass(frozen=True)
+class Prediction:
+    """One step of a job on a cluster, and what follows from its `spans`."""
 
     job: Job
     cluster: Cluster
 
-    if TYPE_CHECKING:  # a field of one subclass, computed in another
-        @property
-        def spans(self) -> Sequence[Span]: ...
+    @functools.cached_property
+    def spans(self) -> Sequence[Span]:
+        """What each rank does in a step, in seconds."""
+        return job_spans(self.job, self.cluster)
 
-        @property
-        def savings(self) -> dict[str, float]: ...
-
-        def at(self, pace: str) -> "SimulatedStep": ...
+    def at(self, pace: str) -> Self:
+        """The same where all measured rates are taken at another of `pace.PACES`."""
+        return replace(self, cluster=replace(self.cluster, pace=pace))
 
     @functools.cached_property
     def seconds(self) -> float:
@@ -267,6 +188,17 @@ class SimulatedStep:
         That is the spread of the published rates. It does not hold what the simulation leaves out.
         """
         return self.at("fast").seconds, self.at("slow").seconds
+
+    @functools.cached_property
+    def savings(self) -> dict[str, float]:
+        """By resource: the seconds that the step would be shorter if that took no time."""
+        return {resource: max(0.0, self.seconds - replace(self, cluster=without(
+            self.cluster, resource)).seconds) for resource in RESOURCES}
+
+    @property
+    def bound(self) -> str:
+        """The resource without which the step would be shortest."""
+        return max(self.savings, key=self.savings.__getitem__)
 
     @property
     def basis(self) -> list[str]:
@@ -301,57 +233,6 @@ class SimulatedStep:
         """Model FLOPs utilisation: `Job.model_flops` over what the GPU could do in that time."""
         return self.job.model_flops / (self.seconds * self.cluster.gpu.bf16_flops)
 
-    @property
-    def bound(self) -> str:
-        """The resource without which the step would be shortest."""
-        savings = self.savings
-        return max(savings, key=savings.__getitem__)
-
-
-@dataclass(frozen=True)
-class Prediction(SimulatedStep):
-    """One step of a job on a cluster; ``spans``: what each rank does, in seconds."""
-
-    job: Job
-    cluster: Cluster
-    spans: tuple[Span, ...]
-
-    def at(self, pace: str) -> "Prediction":
-        """The same step where all measured rates are taken at another of `pace.PACES`."""
-        return predict(self.job, replace(self.cluster, pace=pace))
-
-    @property
-    def savings(self) -> dict[str, float]:
-        """By resource: the seconds that the step would be shorter if that took no time."""
-        return {resource: max(0.0, self.seconds - predict(self.job, without(
-            self.cluster, resource)).seconds) for resource in RESOURCES}
-
-    @property
-    def budget(self) -> memory.Budget:
-        """What a rank must hold; see `memory.budget`.
-
-        Where gradients travel in fp32, parameters and gradients are kept in fp32, 4 of the
-        optimizer's bytes being the parameter itself; otherwise both are kept in 2 bytes. Raises
-        ValueError for the selective recomputation of `kernels.RECOMPUTE`, whose memory is not known
-        here.
-        """
-        job, ranks = self.job, self.cluster.ranks
-        if job.recompute == "selective":
-            raise ValueError("no budget for recompute='selective': what it keeps is not predicted. "
-                             "'none' is the upper bound, 'full' the lower one")
-        in_fp32 = job.gradient_bytes == 4 and job.optimizer_bytes >= 4
-        size = 4 if in_fp32 else 2
-        if job.strategy == "HSDP":
-            ranks = job.shard_ranks or self.cluster.per_node
-        kept = job.optimizer_bytes - (4 if in_fp32 else 0)
-        whole_in = job.parameter_bytes if job.strategy != "DDP" else 2 if job.cast_weights else size
-        precision = memory.Precision(f"K = {job.optimizer_bytes}", size, size, kept,
-                                     gathered=whole_in, reduced=job.gradient_bytes)
-        return memory.budget(job.model, ranks, self.cluster.gpu.memory_bytes,
-                             stage="DDP" if job.strategy == "DDP" else "ZeRO-3",
-                             precision=precision, batch=job.batch, sequence=job.sequence,
-                             recompute=job.recompute, reshard=job.reshard)
-
     def __str__(self):
         fast, slow = self.interval
         gpu = self.cluster.gpu
@@ -368,9 +249,12 @@ class Prediction(SimulatedStep):
 def predict(job: Job, cluster: Cluster) -> Prediction:
     """One step of ``job``, of which each rank of ``cluster`` does its part.
 
-    Whether that fits in memory is another question: `Prediction.budget` answers it.
+    Whether that fits in memory is another question, which `memory.budget` answers. Raises like
+    `job_spans`.
     """
-    return Prediction(job, cluster, tuple(job_spans(job, cluster)))
+    prediction = Prediction(job, cluster)
+    _ = prediction.spans  # so that what cannot be is refused here
+    return prediction
 
 
 def _no_bandwidth_limit(link: Link) -> Link:

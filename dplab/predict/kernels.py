@@ -29,36 +29,14 @@ import functools
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
-from dplab.predict.catalogue import Gpu
+from dplab.predict.catalogue import Gpu, matmul_share
 from dplab.predict.checks import one_of, whole
+from dplab.predict.job import RECOMPUTE, Cluster, Job
 from dplab.predict.pace import PACES
-from dplab.predict.rates import ATTENTION_KERNELS, PUBLISHED, Rate, Rates, nearest_gpu
+from dplab.predict.rates import ATTENTION_KERNELS, PUBLISHED, Rate, Rates
 from dplab.predict.step import Layer
 from dplab.predict.transformer_config import TransformerConfig, numel
-
-if TYPE_CHECKING:
-    from dplab.predict.cluster import Cluster, Job
-
-MATMUL_SHARE = {"A100": 271.2 / 312, "H100": 794.5 / 989, "H200": 794.5 / 989,
-                "B200": 1745 / 2250}
-"""What the best bf16 matrix products reach of the peak, measured; H200: the H100's, the same chip.
-
-Source: stas00/ml-engineering 744d01e, compute/accelerator/README.md."""
-
-RECOMPUTE = {
-    "none": "nothing is computed again",
-    "selective": "in backward all but attention and half of the matrix products",
-    "full": "in backward the whole forward of the block",
-}
-"""What backward computes again; "selective" as torchtitan's activation checkpointing by operation,
-which keeps attention's output and that of every second matrix product."""
-
-
-def matmul_share(gpu: Gpu) -> float:
-    """`MATMUL_SHARE` of the GPU, or of that with the nearest peak."""
-    return MATMUL_SHARE[gpu.name if gpu.name in MATMUL_SHARE else nearest_gpu(gpu, MATMUL_SHARE)]
 
 
 @dataclass(frozen=True)
@@ -265,13 +243,13 @@ def optimizer_seconds(parameters: float, gpu: Gpu, *, nbytes: float = 28, fused:
     return parameters * nbytes / rates.memory(gpu, "optimizer", kind, pace).value
 
 
-def unit_costs(job: "Job", cluster: "Cluster",
+def unit_costs(job: Job, cluster: Cluster,
                rates: Rates = PUBLISHED) -> tuple[list[Layer], Layer]:
     """What each block costs on one rank, and the root: all ends' kernels, their gradients' bytes.
 
     A block's backward includes what is computed again. FSDP's copies are in it: a gathered unit is
     copied into its parameters, a unit's gradients into the buffer that is reduced. All at the
-    cluster's pace; products scaled by `Cluster.matmul_share` over `MATMUL_SHARE`.
+    cluster's pace; products scaled by `Cluster.matmul_share` over `catalogue.MATMUL_SHARE`.
     """
     factor = cluster.matmul_share / matmul_share(cluster.gpu)
 
@@ -294,7 +272,7 @@ def _blocks_and_root(job, gpu, pace, factor, rates):
             layer("root", root, job.model.ends))
 
 
-def rates_of(job: "Job", cluster: "Cluster", rates: Rates = PUBLISHED) -> list[Rate]:
+def rates_of(job: Job, cluster: Cluster, rates: Rates = PUBLISHED) -> list[Rate]:
     """The different rates that the job's computing is predicted from, each with its basis."""
     found = [rate(kernel, cluster.gpu, compiled=job.compiled, pace=cluster.pace,
                   attention=job.attention, rates=rates)

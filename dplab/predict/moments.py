@@ -34,13 +34,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 from dplab.predict.activations import Activations, activations
+from dplab.predict.precision import Precision, States
 from dplab.predict.transformer_config import TransformerConfig, numel
-
-if TYPE_CHECKING:
-    from dplab.predict.memory import Precision, States
 
 PARTS = ("parameters", "optimizer", "gathered", "gradients", "communication", "activations",
          "other")
@@ -78,8 +75,8 @@ class Step:
     model: TransformerConfig
     ranks: int
     sharded: tuple[str, ...]
-    precision: "Precision"
-    states: "States"
+    precision: Precision
+    states: States
     batch: int
     sequence: int
     recompute: str = "none"

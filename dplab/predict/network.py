@@ -36,7 +36,7 @@ import functools
 import json
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib import resources
 from typing import Any
 
@@ -44,64 +44,11 @@ from dplab.predict import cost
 from dplab.predict.catalogue import LINKS, Gpu
 from dplab.predict.checks import DERIVED, one_of, whole
 from dplab.predict.cost import Link
-from dplab.predict.kernels import matmul_share
-from dplab.predict.pace import PACES, at_pace
-
-WAYS = ("NCCL", "flat ring", "two-level ring", "tree")
-"""NCCL as it was measured, and three ideal ways, at the makers' bandwidth."""
+from dplab.predict.job import WAYS, Cluster
+from dplab.predict.pace import at_pace
 
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter")
 PROTOCOLS = ("LL", "LL128", "Simple")
-
-
-@dataclass(frozen=True)
-class Cluster:
-    """``nodes`` machines with ``per_node`` GPUs each, all alike.
-
-    ``inside``: each GPU's link within its node; ``between``: one of the node's ``nics`` links to
-    the network (by default as many as GPUs), which takes all of them at full speed.
-    ``matmul_share``: of the GPU's peak, what its best matrix products reach; by default as measured
-    (`kernels.matmul_share`), and all products are by so much faster or slower than measured.
-    ``pace``: one of `PACES`, for all measured rates. ``node_size``: GPUs that a node has, of which
-    ``per_node`` are in use; by default all. Raises ValueError for another pace, a share that is not
-    above 0 and at most 1, and like `checks.whole` for counts.
-    """
-
-    gpu: Gpu
-    nodes: int
-    inside: Link
-    between: Link
-    per_node: int = 8
-    nics: int = DERIVED
-    matmul_share: float = DERIVED
-    pace: str = "typical"
-    node_size: int = DERIVED
-
-    def __post_init__(self):
-        for name in ("nics", "node_size"):
-            if getattr(self, name) is None:
-                object.__setattr__(self, name, self.per_node)
-        for count in ("nodes", "per_node", "nics", "node_size"):
-            whole(getattr(self, count), count)
-        one_of(self.pace, PACES, "pace")
-        if self.matmul_share is None:
-            object.__setattr__(self, "matmul_share", matmul_share(self.gpu))
-        if not 0 < self.matmul_share <= 1:
-            raise ValueError(f"matmul_share is a share of the peak, above 0 and at most 1, not "
-                             f"{self.matmul_share}")
-
-    @property
-    def ranks(self) -> int:
-        return self.nodes * self.per_node
-
-    def of(self, ranks: int) -> "Cluster":
-        """The same with so many ranks: part of one node, or whole nodes (else ValueError)."""
-        if whole(ranks, "ranks") < self.node_size:
-            return replace(self, nodes=1, per_node=ranks)
-        if ranks % self.node_size:
-            raise ValueError(f"{ranks} ranks do not fill nodes of {self.node_size}: take a "
-                             "multiple of that, or fewer")
-        return replace(self, nodes=ranks // self.node_size, per_node=self.node_size)
 
 
 # The ideal ways

@@ -2,14 +2,14 @@
 
     answer("model=Llama-3+8B&gpus=64")
 
-Every number is one that `choose`, `cluster`, `memory` and `traffic` give; here they are only put
-together, as plain data for JSON. Bytes and seconds are plain numbers. `fields` has what may be
-asked and what is wrong with an address, `settings` the code to copy.
+Every number is one that `choose` and `cluster` give; here they are only put together, as plain data
+for JSON. Bytes and seconds are plain numbers. `fields` has what may be asked and what is wrong with
+an address, `settings` the code to copy.
 """
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -17,11 +17,8 @@ from dplab.predict import choose, cluster, fields, settings
 from dplab.predict.checks import one_of
 from dplab.predict.choose import MEMORY_ERROR, Option, Recommendation
 from dplab.predict.cluster import BLOCK_RECOMPUTE
-from dplab.predict.fields import AS_NEEDED, MOST_GPUS, RECOMMENDED, schema
-from dplab.predict.network import Cluster
-from dplab.predict.step import COMMUNICATION, Span
-
-__all__ = ["ASSUMED", "PARTS", "answer", "schema"]
+from dplab.predict.fields import AS_NEEDED, MOST_GPUS, RECOMMENDED
+from dplab.predict.step import COMMUNICATION
 
 PARTS = ("all", "plan", "recommendation")
 DIGITS = 6
@@ -75,12 +72,11 @@ def answer(query: str, part: str = "all") -> str:
                    for error in errors],
         "plan": None, "recommendation": None}
     if not errors:
-        items = tuple(values.items())
+        recommendation, option, scaling = _predicted(tuple(values.items()))
         if part != "recommendation":
-            found["plan"] = _plan(values, _chosen(items), _scaling(items))
+            found["plan"] = _plan(option, scaling)
         if part != "plan":
-            found["recommendation"] = _advice(_recommendation(items), _chosen(items),
-                                              _scaling(items)["points"])
+            found["recommendation"] = _advice(recommendation, option, scaling["points"])
     return json.dumps(_rounded(found), allow_nan=False)
 
 
@@ -89,108 +85,90 @@ def _rounded(value):
         return float(f"{value:.{DIGITS}g}")
     if isinstance(value, dict):
         return {name: _rounded(each) for name, each in value.items()}
-    if isinstance(value, list):
-        return [_rounded(each) for each in value]
-    return value
+    return [_rounded(each) for each in value] if isinstance(value, list) else value
 
 
 @lru_cache(maxsize=16)
-def _recommendation(items: tuple) -> Recommendation:
+def _predicted(items: tuple) -> tuple[Recommendation, Option, dict]:
+    """The recommendation; the strategy asked for, or else the best; how that one scales."""
     values = dict(items)
-    return choose.recommend(
-        fields.model_of(values), fields.cluster_of(values), batch=values["batch"],
-        sequence=values["sequence"], most_tokens=values["most_tokens"] or math.inf,
-        precision=values["precision"], recompute=_ways(values))
+    wish = {"model": fields.model_of(values), "cluster": fields.cluster_of(values),
+            "batch": values["batch"], "sequence": values["sequence"],
+            "precision": values["precision"], "recompute": (
+                BLOCK_RECOMPUTE if values["recompute"] == AS_NEEDED else values["recompute"])}
+    found = choose.recommend(**wish, most_tokens=values["most_tokens"] or math.inf)
+    option = found.best
+    if option is None or values["strategy"] != RECOMMENDED:
+        # FSDP needs least where nothing fits.
+        name = "FSDP" if values["strategy"] == RECOMMENDED else values["strategy"]
+        option = next((each for each in found.options if each.strategy == name), None) or (
+            choose.option_of(name, **wish))
+    scaling = _scaling(option, None if found.best else found.least_ranks)
+    most = values["most_tokens"]
+    return found, option, scaling | {
+        "most_gpus": None if most is None else int(most // option.job.tokens)}
 
 
-def _ways(values):
-    return BLOCK_RECOMPUTE if values["recompute"] == AS_NEEDED else values["recompute"]
-
-
-@lru_cache(maxsize=16)
-def _chosen(items: tuple) -> Option:
-    """The strategy asked for; the best where none is, or what needs least where nothing fits."""
-    values, recommendation = dict(items), _recommendation(items)
-    name = values["strategy"]
-    if name == RECOMMENDED:
-        if recommendation.best is not None:
-            return recommendation.best
-        name = "FSDP"
-    for option in recommendation.options:
-        if option.strategy == name:
-            return option
-    return choose.option_of(name, fields.model_of(values), fields.cluster_of(values),
-                            batch=values["batch"], sequence=values["sequence"],
-                            precision=values["precision"], recompute=_ways(values))
-
-
-def _plan(values: Mapping[str, Any], option: Option, scaling: dict) -> dict:
-    job, on = option.job, option.cluster
+def _plan(option: Option, scaling: dict) -> dict:
+    job, on, budget = option.job, option.cluster, option.budget
     return {
         "title": f"{job.model.name} on {on.ranks:,} × {on.gpu.name}, {job.batch:,} × "
                  f"{job.sequence:,} tokens each",
         "model": {"name": job.model.name, "parameters": job.model.parameters},
         "strategy": option.strategy, "name": option.name, "recompute": job.recompute,
-        "memory": _memory(option), "traffic": _traffic(option),
-        "step": _step(option) if option.fits else None,
-        "scaling": scaling | {"most_gpus": _most_gpus(values["most_tokens"], job)},
-        "launch": _launch(option), "assumed": ASSUMED,
+        "memory": {
+            "parts": [{"name": name, "bytes": size} for name, size in budget.parts.items()],
+            "total": budget.total, "limit": option.limit, "gpu": budget.memory_bytes,
+            "fits": option.fits, "margin": option.margin, "moment": budget.moment,
+            "uncertain": abs(option.margin) <= MEMORY_ERROR * budget.total},
+        "traffic": _traffic(option), "step": _step(option) if option.fits else None,
+        "scaling": scaling, "launch": _launch(option), "assumed": ASSUMED,
         "basis": option.basis, "stand_ins": option.stand_ins}
-
-
-def _memory(option):
-    budget = option.budget
-    return {
-        "parts": [{"name": name, "bytes": size} for name, size in budget.parts.items()],
-        "total": budget.total, "limit": option.limit, "gpu": budget.memory_bytes,
-        "fits": option.fits, "margin": option.margin, "moment": budget.moment,
-        "uncertain": abs(option.margin) <= MEMORY_ERROR * budget.total}
 
 
 def _traffic(option):
     parts: dict[str, dict] = {}
-    for each in choose.strategy_transfers(option.strategy, option.job.model, option.cluster,
-                                          precision=option.precision):
+    for each in option.transfers:
         if each.world_size == 1:
             continue
+        where = "" if option.cluster.nodes == 1 else "all nodes"
+        if where and option.strategy == "HSDP":
+            where = BETWEEN if each.of == "shards of gradients" else "inside a node"
         name = f"{each.algorithm.removeprefix('ring ')} of {each.of}"
         part = parts.setdefault(name, {"name": name, "bytes": 0, "calls": 0,
-                                       "ranks": each.world_size, "where": _where(option, each)})
+                                       "ranks": each.world_size, "where": where})
         part["bytes"] += each.bytes_sent
         part["calls"] = None if each.count is None else part["calls"] + each.count
     return {"parts": list(parts.values()),
             "sent_bytes": sum(part["bytes"] for part in parts.values())}
 
 
-def _where(option, transfers):
-    """Over which links a collective goes; "" where there is one node."""
-    if option.cluster.nodes == 1:
-        return ""
-    if option.strategy != "HSDP":
-        return "all nodes"
-    return BETWEEN if transfers.of == "shards of gradients" else "inside a node"
+def _times(option):
+    """What there is to say of an option that fits."""
+    fast, slow = option.interval
+    return {"seconds": option.seconds, "fast": fast, "slow": slow, "mfu": option.mfu,
+            "bound": option.bound}
 
 
 def _step(option):
-    fast, slow = option.interval
-    return {
-        "seconds": option.seconds, "fast": fast, "slow": slow, "note": STEP_NOTE,
-        "compute_seconds": option.compute_seconds, "exposed_seconds": option.exposed_seconds,
-        "mfu": option.mfu, "tokens_per_second": option.tokens_per_second,
-        "global_tokens": option.cluster.ranks * option.job.tokens, "bound": option.bound,
+    return _times(option) | {
+        "note": STEP_NOTE, "compute_seconds": option.compute_seconds,
+        "exposed_seconds": option.exposed_seconds, "tokens_per_second": option.tokens_per_second,
+        "global_tokens": option.cluster.ranks * option.job.tokens,
         "savings": [{"resource": name, "seconds": saved}
                     for name, saved in option.savings.items()],
-        "spans": _drawn(option.spans, option.strategy, option.cluster)}
+        "spans": _drawn(option)}
 
 
-def _drawn(spans: Sequence[Span], strategy: str, on: Cluster) -> list[dict]:
+def _drawn(option):
     """The spans to draw: one for those of a lane and of one name that touch each other."""
     drawn: list[dict] = []
     last: dict[str, dict] = {}
-    for span in spans:
-        apart = strategy == "HSDP" and on.nodes > 1 and span.name.startswith("all-reduce")
-        lane = BETWEEN if apart else span.lane
-        name = "all-reduce" if strategy == "DDP" and span.lane == COMMUNICATION else span.name
+    apart = option.strategy == "HSDP" and option.cluster.nodes > 1
+    for span in option.spans:
+        lane = BETWEEN if apart and span.name.startswith("all-reduce") else span.lane
+        in_buckets = option.strategy == "DDP" and span.lane == COMMUNICATION
+        name = "all-reduce" if in_buckets else span.name
         before = last.get(lane)
         if before and before["name"] == name and span.start <= before["end"]:
             before["end"] = span.end
@@ -200,51 +178,36 @@ def _drawn(spans: Sequence[Span], strategy: str, on: Cluster) -> list[dict]:
     return drawn
 
 
-@lru_cache(maxsize=16)
-def _scaling(items: tuple) -> dict:
+def _scaling(option: Option, advised: int | None) -> dict:
     """The same batch on each rank, at each number of ranks on which it fits."""
-    option, recommendation = _chosen(items), _recommendation(items)
-    job = option.job
-    points, curve = [], []
-    advised = None if recommendation.best else recommendation.least_ranks
-    for ranks in _counts(option.cluster, advised):
-        there = option if ranks == option.cluster.ranks else choose.option_of(
-            option.strategy, job.model, option.cluster.of(ranks), batch=job.batch,
-            sequence=job.sequence, precision=option.precision, recompute=job.recompute)
-        point: dict[str, Any] = {"gpus": ranks, "fits": there.fits, "seconds": None,
-                                 "tokens_per_second": None, "efficiency": None}
+    on = option.cluster
+    points: list[dict[str, Any]] = []
+    curve = []
+    for ranks in _counts(on, advised):
+        there = option if ranks == on.ranks else replace(option, cluster=on.of(ranks))
         if there.fits:
-            point |= {"seconds": there.seconds, "tokens_per_second": there.tokens_per_second}
             curve.append((ranks, there.tokens_per_second))
-        points.append(point)
-    if curve:
-        fitting = [point for point in points if point["fits"]]
-        for point, share in zip(fitting, cluster.efficiency(curve), strict=True):
-            point["efficiency"] = share
+        points.append({"gpus": ranks, "fits": there.fits,
+                       "seconds": there.seconds if there.fits else None,
+                       "tokens_per_second": there.tokens_per_second if there.fits else None,
+                       "efficiency": cluster.efficiency(curve)[-1] if there.fits else None})
     return {"points": points, "stops_paying": cluster.stops_paying(curve) if curve else None,
             "note": SCALING_NOTE}
 
 
-def _most_gpus(most_tokens, job):
-    """How many GPUs reach the largest useful batch, where one is given."""
-    return None if most_tokens is None else int(most_tokens // job.tokens)
-
-
-def _counts(on: Cluster, advised: int | None) -> list[int]:
+def _counts(on, advised):
     """Numbers of ranks: doubled from 1 to a node, then whole nodes, to 8 times as many as asked.
 
     With them the number asked for, and the one that the advice names where nothing fits.
     """
-    most = min(MOST_GPUS, max(1024, 8 * on.ranks))
-    counts = {on.ranks, advised or on.ranks}
-    counts.update(2**power for power in range(on.node_size.bit_length())
-                  if 2**power <= on.node_size)
-    counts.update(on.node_size * 2**power for power in range(18)
-                  if on.node_size * 2**power <= most)
-    return sorted(counts)
+    node, most = on.node_size, min(MOST_GPUS, max(1024, 8 * on.ranks))
+    powers = [2**power for power in range(18)]
+    return sorted({on.ranks, advised or on.ranks,
+                   *(count for count in powers if count <= node),
+                   *(node * count for count in powers if node * count <= most)})
 
 
-def _launch(option: Option) -> dict:
+def _launch(option):
     job, on, strategy = option.job, option.cluster, option.strategy
     deepspeed = None
     notes = ["The numbers here are those of torch with these settings." if option.fits else
@@ -272,15 +235,26 @@ def _launch(option: Option) -> dict:
         "deepspeed": deepspeed, "notes": notes}
 
 
-def _advice(recommendation: Recommendation, planned: Option, points: Sequence[dict]) -> dict:
-    options = [*recommendation.options]
+def _advice(recommendation: Recommendation, planned: Option, points: list[dict]) -> dict:
+    options, best = [*recommendation.options], recommendation.best
     if planned.strategy not in {each.strategy for each in options}:
         options.append(planned)
+    whose = [] if best is None or best.strategy == planned.strategy else [
+        f"You chose {planned}. What follows is about {best}, which is recommended."]
     return {
-        "options": [_option(each, recommendation, planned) for each in options],
-        "advice": [*_fewer(planned, points), *_whose(recommendation, planned),
-                   *recommendation.advice],
+        "options": [_row(each, recommendation, planned) for each in options],
+        "advice": [*_fewer(planned, points), *whose, *recommendation.advice],
         "unknown": recommendation.unknown}
+
+
+def _row(option, recommendation, planned):
+    times = dict.fromkeys(("seconds", "fast", "slow", "mfu", "bound"))
+    return {
+        "strategy": option.strategy, "name": option.name, "recompute": option.job.recompute,
+        "bytes": option.budget.total, "fits": option.fits, "margin": option.margin,
+        "best": option is recommendation.best, "planned": option.strategy == planned.strategy,
+        "tie": option in recommendation.ties and len(recommendation.ties) > 1,
+        **(_times(option) if option.fits else times)}
 
 
 def _fewer(planned, points):
@@ -295,25 +269,3 @@ def _fewer(planned, points):
     return [f"Use fewer GPUs. With {planned.strategy}, {count:,} "
             f"{'GPUs reach' if count > 1 else 'GPU reaches'} {more:,.0f} tokens/s in all, and "
             f"{planned.cluster.ranks:,} GPUs only {less:,.0f}."]
-
-
-def _whose(recommendation, planned):
-    """Which strategy the advice speaks of, where it is not the planned one."""
-    best = recommendation.best
-    if best is None or best.strategy == planned.strategy:
-        return []
-    return [f"You chose {planned}. What follows is about {best}, which is recommended."]
-
-
-def _option(option, recommendation, planned):
-    found = {
-        "strategy": option.strategy, "name": option.name, "recompute": option.job.recompute,
-        "bytes": option.budget.total, "fits": option.fits, "margin": option.margin,
-        "seconds": None, "fast": None, "slow": None, "mfu": None, "bound": None,
-        "best": option is recommendation.best, "planned": option.strategy == planned.strategy,
-        "tie": option in recommendation.ties and len(recommendation.ties) > 1}
-    if option.fits:
-        fast, slow = option.interval
-        found |= {"seconds": option.seconds, "fast": fast, "slow": slow, "mfu": option.mfu,
-                  "bound": option.bound}
-    return found

@@ -2,67 +2,55 @@
 
 import itertools
 import textwrap
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from operator import itemgetter
 from typing import Any
 
-from dplab.predict.memory import readable
+from dplab.predict.precision import readable
 
-WIDTH = 100
-_SIGNS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
+_WIDTH = 100
+_UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
 
 
 def page(answer: Mapping[str, Any]) -> str:
     """The page of an answer without errors, whose plan and recommendation are both there."""
     plan, recommendation = answer["plan"], answer["recommendation"]
     recomputed = ", blocks recomputed" if plan["recompute"] == "full" else ""
-    parts = [
-        [f"{plan['title']} (prediction)",
-         f"{plan['model']['parameters']:,} parameters; planned: {plan['name']}{recomputed}"],
-        ["Strategies", *_strategies(recommendation["options"])],
-        [f"Memory of a GPU, at its highest: {plan['memory']['moment']}", *_memory(plan["memory"])],
-        ["Sent by a GPU in a step", *_traffic(plan["traffic"])],
-        ["Time of a step", *_step(plan["step"])],
-        [f"Scaling of {plan['strategy']}{recomputed}, with the same batch on each GPU",
-         *_scaling(plan["scaling"])],
-        ["Advice", *_listed(recommendation["advice"])],
-        ["Start it", *_code(plan["launch"]["torchrun"]), *_listed(plan["launch"]["notes"])],
-        ["Settings for torch", *_code(plan["launch"]["torch"])]]
-    if plan["launch"]["deepspeed"]:
-        parts.append(["Settings for DeepSpeed", *_code(plan["launch"]["deepspeed"])])
-    parts += [["What is assumed", *_listed(plan["assumed"])],
-              ["What it rests on", *_listed(_basis(plan, recommendation))]]
-    return "\n\n".join("\n".join(lines) for lines in parts if len(lines) > 1)
+    launch, memory, basis = plan["launch"], plan["memory"], (
+        f"{len(plan['basis'])} published rates, of which {len(plan['stand_ins'])} stand in for a "
+        "shape, a GPU or a link that nobody measured: --json names them all, under basis and "
+        "stand_ins.")
+    parts = {
+        f"{plan['title']} (prediction)": [f"{plan['model']['parameters']:,} parameters; planned: "
+                                          f"{plan['name']}{recomputed}"],
+        "Strategies": _strategies(recommendation["options"]),
+        f"Memory of a GPU, at its highest: {memory['moment']}": _memory(memory),
+        "Sent by a GPU in a step": _traffic(plan["traffic"]),
+        "Time of a step": _step(plan["step"]),
+        f"Scaling of {plan['strategy']}{recomputed}, with the same batch on each GPU":
+            _scaling(plan["scaling"]),
+        "Advice": _listed(recommendation["advice"]),
+        "Start it": [*_code(launch["torchrun"]), *_listed(launch["notes"])],
+        "Settings for torch": _code(launch["torch"]),
+        "Settings for DeepSpeed": _code(launch["deepspeed"] or ""),
+        "What is assumed": _listed(plan["assumed"]),
+        "What it rests on": _listed([basis, *(f"{each}." for each in recommendation["unknown"])])}
+    pages = ((title, [*lines]) for title, lines in parts.items())
+    return "\n\n".join("\n".join([title, *lines]) for title, lines in pages if lines)
 
 
-def _basis(plan, recommendation):
-    yield (f"{len(plan['basis'])} published rates, of which {len(plan['stand_ins'])} stand in for "
-           "a shape, a GPU or a link that nobody measured: --json names them all, under basis and "
-           "stand_ins.")
-    for line in recommendation["unknown"]:
-        yield f"{line}."
+def duration(seconds: float, like: float | None = None) -> str:
+    """Seconds with three digits: "1.23 s", "45.6 ms"; in the unit and decimals of ``like``."""
+    like = seconds if like is None else like
+    size, unit = next((each for each in _UNITS if like >= 0.9995 * each[0]), _UNITS[-1])
+    decimals = 2 if like / size < 9.995 else 1 if like / size < 99.95 else 0
+    return f"{seconds / size:,.{decimals}f} {unit}"
 
 
-def duration(seconds: float) -> str:
-    """Seconds with three digits: "1.23 s", "45.6 ms"."""
-    size, unit = _unit(seconds)
-    return f"{seconds / size:,.{_decimals(seconds / size)}f} {unit}"
-
-
-def _unit(seconds):
-    return next((each for each in _SIGNS if seconds >= 0.9995 * each[0]), _SIGNS[-1])
-
-
-def _decimals(value):
-    """How many decimals make three digits."""
-    return 2 if value < 9.995 else 1 if value < 99.95 else 0
-
-
-def _interval(seconds, fast, slow):
+def _interval(times):
     """"1.23 s (1.11 to 1.35)", in the unit of the first."""
-    size, _ = _unit(seconds)
-    digits = _decimals(seconds / size)
-    return f"{duration(seconds)} ({fast / size:,.{digits}f} to {slow / size:,.{digits}f})"
+    fast, slow = (duration(times[each], times["seconds"]).split()[0] for each in ("fast", "slow"))
+    return f"{duration(times['seconds'])} ({fast} to {slow})"
 
 
 def _strategies(options):
@@ -70,16 +58,11 @@ def _strategies(options):
         mark = "→" if each["best"] else "=" if each["tie"] else " "
         mark += "*" if each["planned"] else " "
         name = each["name"] + (", recomputed" if each["recompute"] == "full" else "")
-        if each["fits"]:
-            rest = (f"{_interval(each['seconds'], each['fast'], each['slow']):26}"
-                    f"{each['mfu']:6.1%} MFU  {each['bound']}")
-        else:
-            rest = f"{readable(-each['margin'])} too much"
+        rest = (f"{_interval(each):26}{each['mfu']:6.1%} MFU  {each['bound']}" if each["fits"]
+                else f"{readable(-each['margin'])} too much")
         yield f"{mark} {name:23}{readable(each['bytes']):>9}  {rest}"
-    if any(each["best"] for each in options):
-        yield "  *: planned; →: recommended; =: as fast, within what this prediction may be off"
-    else:
-        yield "  *: planned. None of them fits."
+    yield ("  *: planned; →: recommended; =: as fast, within what this prediction may be off"
+           if any(each["best"] for each in options) else "  *: planned. None of them fits.")
 
 
 def _memory(memory):
@@ -96,22 +79,19 @@ def _memory(memory):
 
 
 def _traffic(traffic):
-    if not traffic["parts"]:
-        yield "  One GPU sends nothing."
-        return
     for part in traffic["parts"]:
         calls = "" if part["calls"] is None else f", {part['calls']:,} calls"
         yield (f"  {part['name']:34}{readable(part['bytes']):>9}  among {part['ranks']:,} "
                f"GPUs{part['where'] and ', '}{part['where']}{calls}")
-    yield f"  {'together':34}{readable(traffic['sent_bytes']):>9}"
+    yield (f"  {'together':34}{readable(traffic['sent_bytes']):>9}" if traffic["parts"]
+           else "  One GPU sends nothing.")
 
 
 def _step(step):
     if step is None:
         yield "  No time is predicted for what does not fit."
         return
-    yield (f"  {_interval(step['seconds'], step['fast'], step['slow'])}, bound by "
-           f"{step['bound']}")
+    yield f"  {_interval(step)}, bound by {step['bound']}"
     yield from _wrapped(step["note"])
     yield (f"  {duration(step['compute_seconds'])} computing, "
            f"{duration(step['exposed_seconds'])} only sending; MFU {step['mfu']:.1%}")
@@ -135,27 +115,25 @@ def _scaling(scaling):
         for point in points:
             yield (f"  {point['gpus']:7,}  {duration(point['seconds']):>8}  "
                    f"{point['tokens_per_second']:14,.0f}  {point['efficiency']:10.1%}")
-    if scaling["stops_paying"] is not None:
-        most = scaling["stops_paying"]
-        yield (f"  Beyond {most:,} GPU{'s' if most > 1 else ''} more no longer pay: each brings "
+    stops, most = scaling["stops_paying"], scaling["most_gpus"]
+    if stops is not None:
+        yield (f"  Beyond {stops:,} GPU{'s' if stops > 1 else ''} more no longer pay: each brings "
                "less than half of what the first ones do.")
-    if scaling["most_gpus"]:
-        yield f"  The largest useful batch is enough for {scaling['most_gpus']:,} GPUs."
-    elif scaling["most_gpus"] == 0:
-        yield "  The largest useful batch is smaller than that of one GPU."
+    if most is not None:
+        yield (f"  The largest useful batch is enough for {most:,} GPUs." if most else
+               "  The largest useful batch is smaller than that of one GPU.")
     if any(point["fits"] for point in scaling["points"]):
         yield from _wrapped(scaling["note"])
 
 
 def _wrapped(text):
-    return textwrap.wrap(text, WIDTH - 2, initial_indent="  ", subsequent_indent="  ")
+    return textwrap.wrap(text, _WIDTH - 2, initial_indent="  ", subsequent_indent="  ")
 
 
-def _listed(sentences: Iterable[str]):
-    for each in sentences:
-        yield textwrap.fill(each, WIDTH - 4, initial_indent="- ", subsequent_indent="  ",
-                            break_on_hyphens=False)
+def _listed(sentences):
+    return [textwrap.fill(each, _WIDTH - 4, initial_indent="- ", subsequent_indent="  ",
+                          break_on_hyphens=False) for each in sentences]
 
 
 def _code(text):
-    return (f"    {line}" if line else "" for line in text.strip("\n").splitlines())
+    return [line and f"    {line}" for line in text.strip("\n").splitlines()]

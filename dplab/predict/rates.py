@@ -22,13 +22,13 @@ import json
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from typing import NamedTuple
 
-from dplab.predict.catalogue import GPUS, Gpu
+from dplab.predict.catalogue import GPUS, Gpu, nearest_gpu
 from dplab.predict.checks import one_of, whole
 from dplab.predict.pace import PACES, at_pace
 
@@ -259,14 +259,6 @@ class Rates:
                 share / statistics.median(shares) for shares in groups.values()
                 if len(shares) > 1 for share in shares] or [1.0]
         return self._spreads[what, columns]
-
-
-def nearest_gpu(gpu: Gpu, names: Iterable[str]) -> str:
-    """Of these names that of the peak in `GPUS` nearest to ``gpu``'s; the first, if none is there.
-    """
-    peak = min(GPUS.get(gpu.name, gpu).bf16_flops, 1e30)  # a cluster "without arithmetic" has none
-    return min(names, key=lambda name: abs(math.log(GPUS[name].bf16_flops / peak))
-               if name in GPUS else math.inf)
 
 
 def load(path: str | Path) -> Rates:

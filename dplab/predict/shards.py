@@ -13,7 +13,7 @@ from itertools import accumulate, pairwise
 from operator import itemgetter
 
 from dplab.predict.checks import one_of, whole
-from dplab.predict.memory import Precision, States, precision_of
+from dplab.predict.precision import Precision, States, precision_of
 from dplab.predict.step import Layer, bucket_layers
 from dplab.predict.transformer_config import Shape, numel
 

@@ -31,9 +31,8 @@ AROUND = """<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Pl
 TIMEOUT = 120_000  # ms; on two busy cores Python may take long to start
 
 WRONG = "gpus=128&heads=30&model=custom&%3Ci%3Ewho=me"
-BAD = ["model=custom&heads=30", "model=custom&layers=0", "gpus=1000000000", "gpus=12", "gpus=",
-       "gpu=H900", "sequence=-1", "batch=two", "who=me", "gpus=8&gpus=16", "model=GPT-2&layers=3",
-       "model=%3Cscript%3Ealert(1)%3C%2Fscript%3E", "most_tokens=nan", "gpus=%FF"]
+BAD = ["model=custom&heads=30", "gpus=1000000000", "gpus=12", "gpus=", "who=me", "gpus=8&gpus=16",
+       "model=GPT-2&layers=3", "model=%3Cscript%3Ealert(1)%3C%2Fscript%3E", "gpus=%FF"]
 
 
 @functools.cache
@@ -180,25 +179,14 @@ def test_a_bad_address_shows_each_error_at_its_field_and_the_stored_plan_stays(l
 def test_a_right_value_takes_the_error_away_and_gives_the_plan(live):
     live.tab.select_option("#field-model", "custom")
     live.tab.fill("#field-gpus", "128")
+    before = live.settle().text("#plan-title")
     live.tab.fill("#field-heads", "30")
     live.wait("error")
+    assert live.text("#why-heads") and live.text("#plan-title") == before
     live.tab.fill("#field-heads", "64")
     live.wait("live").plan(model="custom", heads=64, gpus=128)
     assert not live.tab.locator("[aria-invalid], .why:visible, #planner-errors:visible").count()
     assert live.given() == {"model": "custom", "heads": "64", "gpus": "128"}
-
-
-@pytest.mark.slow
-def test_an_error_while_typing_leaves_the_last_plan_and_says_so(live):
-    before = live.text("#plan-title")
-    live.tab.fill("#field-gpus", "12")
-    live.wait("error")
-    assert live.text("#why-gpus") == next(error["why"] for error in answer("gpus=12")["errors"])
-    assert live.text("#plan-title") == before
-    live.tab.click("button[type=reset]")
-    live.wait("live").plan()
-    assert live.given() == {}
-    assert not live.tab.locator("#row-heads").is_visible()
 
 
 @pytest.mark.slow
@@ -209,6 +197,13 @@ def test_defaults_follow_the_field_that_they_depend_on(live):
         assert live.tab.locator(f"#field-{name}").input_value() == str(
             "" if value is None else value)
     assert live.given() == {"gpu": "A100"}
+    live.reset()
+    live.tab.select_option("#field-model", "custom")
+    live.tab.select_option("#field-family", "gpt")
+    live.tab.fill("#field-context", "512")
+    live.wait("live").plan(model="custom", family="gpt", context=512)
+    assert live.tab.locator("#field-sequence").input_value() == "512"
+    assert live.given() == {"model": "custom", "family": "gpt", "context": "512"}
 
 
 @pytest.mark.slow
@@ -299,38 +294,9 @@ def test_the_plan_says_where_it_does_not_fit_and_marks_its_row(live):
 
 
 @pytest.mark.slow
-def test_a_default_follows_the_positions_that_are_typed_in(live):
-    live.tab.select_option("#field-model", "custom")
-    live.tab.select_option("#field-family", "gpt")
-    live.tab.fill("#field-context", "512")
-    live.wait("live").plan(model="custom", family="gpt", context=512)
-    assert live.tab.locator("#field-sequence").input_value() == "512"
-    assert live.given() == {"model": "custom", "family": "gpt", "context": "512"}
-
-
-@pytest.mark.slow
-def test_no_choice_is_cut_at_the_width_of_a_laptop(live):
-    live.tab.select_option("#field-model", "custom")  # which shows every field
-    live.plan(model="custom")
-    cut = live.tab.evaluate("""() => {
-        const pen = document.createElement('canvas').getContext('2d');
-        return [...document.querySelectorAll('#planner select')].flatMap((select) => {
-            const style = getComputedStyle(select);
-            pen.font = `${style.fontSize} ${style.fontFamily}`;
-            const arrow = 22; // as wide as Chromium draws it
-            const room = select.clientWidth - arrow
-                - parseFloat(style.paddingLeft) - parseFloat(style.paddingRight);
-            return [...select.options].map((each) => each.textContent.trim()).filter(
-                (text) => pen.measureText(text).width > room);
-        });
-    }""")
-    assert not cut
-
-
-@pytest.mark.slow
-def test_page_and_package_agree_on_fifty_addresses(live):
+def test_page_and_package_agree_on_thirty_addresses(live):
     """The answers of the page's own worker, as JSON, with each digit."""
-    queries = [*drawn(50 - len(BAD), random.Random(18)), *BAD]
+    queries = [*drawn(30 - len(BAD), random.Random(18)), *BAD]
     live.tab.evaluate("""queries => { window.answers = Promise.all(
         queries.map(query => document.getElementById('planner').answer(query))); }""", queries)
     expected = [answer(query) for query in queries]  # while the page computes the same
@@ -339,7 +305,7 @@ def test_page_and_package_agree_on_fifty_addresses(live):
                  if one != other]
     assert not different
     assert [bool(one["errors"]) for one in found].count(True) >= len(BAD)
-    assert sum(one["plan"] is not None for one in found) > 25
+    assert sum(one["plan"] is not None for one in found) > 10
 
 
 def choices(name):
@@ -368,16 +334,15 @@ def drawn(number, chance):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("width", [400, 1280])
-@pytest.mark.parametrize("query", [{}, {"model": "custom"}, {"model": "Llama-3.1 405B"}])
-def test_nothing_is_wider_than_the_page(live, width, query):
+@pytest.mark.parametrize("query", [{"model": "custom"}, {"model": "Llama-3.1 405B"}])
+def test_nothing_is_wider_than_the_page(live, query):
     for name, value in query.items():
         live.tab.select_option(f"#field-{name}", value)
     live.plan(**query)
-    live.tab.set_viewport_size({"width": width, "height": 900})
     live.tab.evaluate("for (const each of document.querySelectorAll('details')) each.open = true")
-    assert live.tab.evaluate("document.documentElement.scrollWidth") == width
-    live.tab.set_viewport_size({"width": 1280, "height": 900})
+    for width in (400, 1280):
+        live.tab.set_viewport_size({"width": width, "height": 900})
+        assert live.tab.evaluate("document.documentElement.scrollWidth") == width
 
 
 @pytest.mark.slow
@@ -411,7 +376,7 @@ def test_without_javascript_the_stored_plan_stands_and_says_what_to_do(browser, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lost", ["pyodide.asm.wasm", "worker.mjs", "predict.zip"])
+@pytest.mark.parametrize("lost", ["pyodide.asm.wasm", "predict.zip"])
 def test_where_python_cannot_start_the_stored_plan_stays_and_says_why(browser, site, lost):
     page = Page(browser, site)
     page.tab.route(f"**/{lost}", lambda route: route.abort())
@@ -420,11 +385,6 @@ def test_where_python_cannot_start_the_stored_plan_stays_and_says_why(browser, s
     assert "dplab plan" in page.text("#planner-state")
     assert answer()["plan"]["title"] in page.text("#plan-title")
     assert page.tab.locator("#field-gpus").is_disabled()
-
-
-def test_without_pyodide_the_bundle_says_how_to_get_it(tmp_path):
-    with pytest.raises(FileNotFoundError, match="npm ci"):
-        bundler().bundle(tmp_path / "planner", tmp_path / "node_modules")
 
 
 def test_the_package_for_the_browser_has_no_stray_file_and_any_date(tmp_path, monkeypatch):
@@ -439,10 +399,3 @@ def test_the_package_for_the_browser_has_no_stray_file_and_any_date(tmp_path, mo
     bundle._zip_predict(tmp_path / "predict.zip")
     assert set(zipfile.ZipFile(tmp_path / "predict.zip").namelist()) == {
         "dplab/__init__.py", "dplab/needs.py", "dplab/predict/plan.py", "dplab/predict/runs.json"}
-
-
-def test_the_colours_are_those_of_the_figures():
-    from dplab.show.memory_areas import CATEGORY_COLORS
-
-    light = bundler().colors().partition("\n")[0]
-    assert all(f"--{name}: {color};" in light for name, color in CATEGORY_COLORS.items())

@@ -62,26 +62,20 @@ def test_a_chapter_without_outputs_fails_with_its_name(small_course):
     assert done.returncode and "chapters/42_of_another_course.ipynb has no outputs" in done.stderr
 
 
-def test_colab_is_offered_where_the_notebook_has_the_cell_for_it(small_course):
+def test_another_chapter_is_a_page_and_links_go_to_the_repository_of_the_workflow(small_course):
+    write(small_course, text="**This is a draft.** See the [answer](42_of_another_course.ipynb"
+                             "#cell-id=answer), or the [README](../README.md).")
     path = small_course / "chapters/42_of_another_course.ipynb"
     notebook = colab.for_colab(notebooks.read(path), is_known=True)
     path.with_name("43_with_the_cell.ipynb").write_text(notebooks.normalise(notebook))
     done = build(small_course, GITHUB_REPOSITORY="someone/fork")
     assert done.returncode == 0, done.stderr
-    without, having = ((small_course / "html" / name).read_text(encoding="utf-8")
-                       for name in ("42_of_another_course.html", "43_with_the_cell.html"))
-    assert "mybinder.org/v2/gh/someone/fork/main" in without and "colab." not in without
-    assert "colab.research.google.com/github/someone/fork/blob/main/chapters/43_with" in having
-
-
-def test_another_chapter_is_a_page_and_links_go_to_the_repository_of_the_workflow(small_course):
-    write(small_course, text="**This is a draft.** See the [answer](42_of_another_course.ipynb"
-                             "#cell-id=answer), or the [README](../README.md).")
-    done = build(small_course, GITHUB_REPOSITORY="someone/fork")
-    assert done.returncode == 0, done.stderr
     page = (small_course / "html/42_of_another_course.html").read_text(encoding="utf-8")
     assert "https://github.com/someone/fork/blob/main/README.md" in page
     assert 'href="#of-another-course-answer"' in page and 'id="of-another-course-answer"' in page
+    assert "mybinder.org/v2/gh/someone/fork/main" in page and "colab." not in page
+    having = (small_course / "html/43_with_the_cell.html").read_text(encoding="utf-8")
+    assert "colab.research.google.com/github/someone/fork/blob/main/chapters/43_with" in having
     front = (small_course / "html/book/index.html").read_text(encoding="utf-8")
     assert "42 · Of another course (draft)" in front and "What is it?" in front
 

@@ -10,16 +10,17 @@ from importlib import resources
 
 import pytest
 
-from dplab.predict import cluster, cost, network
+from dplab.predict import cost, network
 from dplab.predict.catalogue import GPUS, LINKS
-from dplab.predict.cluster import Job, predict
+from dplab.predict.cluster import Cluster, Job, predict
 from dplab.predict.cost import Link
-from dplab.predict.network import PACES, Cluster, collective_seconds, nccl_candidates
+from dplab.predict.job import SIMULATED_STRATEGIES
+from dplab.predict.network import collective_seconds, nccl_candidates
+from dplab.predict.pace import PACES
 from dplab.predict.step import COMMUNICATION, COMPUTE, Span, end_beside
 from dplab.predict.transformer_config import TransformerConfig
 
 H100 = Cluster(GPUS["H100"], 1, LINKS["NVLink 4"], LINKS["400 Gb/s"])
-SMALL = TransformerConfig(3, 64, 4, 256, 512, 128, name="small")
 MIB, MB, GB, US = 2**20, 1e6, 1e9, 1e-6
 IDEAL = network.WAYS[1:]
 
@@ -40,12 +41,6 @@ def test_collectives_of_two_nodes_by_hand(way, expected):
         assert seconds == pytest.approx(times * expected)
 
 
-def test_inside_one_node_every_ideal_way_is_the_plain_ring():
-    for way in IDEAL:
-        assert collective_seconds(H100, "all-reduce", GB, way=way) == pytest.approx(
-            2 * 7 / 8 * GB / (450 * GB) + 14 * 3.4 * US)
-
-
 @pytest.mark.parametrize(("nics", "local", "bandwidth"), [
     (8, 1, 50), (1, 1, 6.25), (8, 4, 200), (8, 8, 400), (1, 8, 50), (16, 8, 450)])
 def test_like_groups_share_the_nics(nics, local, bandwidth):
@@ -56,7 +51,7 @@ def test_like_groups_share_the_nics(nics, local, bandwidth):
     assert seconds == pytest.approx((ranks - 1) / ranks * 1e15 / (bandwidth * GB), rel=1e-6)
 
 
-@pytest.mark.parametrize(("nodes", "per_node"), [(2, 2), (3, 4), (5, 1), (4, 3)])
+@pytest.mark.parametrize(("nodes", "per_node"), [(3, 4), (5, 1)])
 def test_the_latency_of_a_flat_ring_is_that_of_messages_sent_one_by_one(nodes, per_node):
     machine = Cluster(GPUS["H100"], nodes, Link("in", math.inf, 3), Link("out", math.inf, 10),
                       per_node=per_node)
@@ -69,28 +64,18 @@ def test_the_latency_of_a_flat_ring_is_that_of_messages_sent_one_by_one(nodes, p
         max(arrival))
 
 
-def test_what_is_no_cluster_is_refused():
-    with pytest.raises(ValueError, match="12 ranks do not fill nodes of 8"):
-        H100.of(12)
+def test_what_is_no_collective_is_refused():
     with pytest.raises(ValueError, match="no pace 'hasty'"):
         replace(H100, pace="hasty")
     with pytest.raises(ValueError, match="no collective 'all_reduce'"):
         collective_seconds(H100, "all_reduce", 1)
     with pytest.raises(ValueError, match="no way 'star'"):
         collective_seconds(H100, "all-gather", 1, way="star")
-    for way in network.WAYS:
+    for way in network.WAYS[:2]:
         with pytest.raises(ValueError, match="do not fit this cluster"):
             collective_seconds(H100, "all-gather", 1, ranks=16, way=way)
         with pytest.raises(ValueError, match="0 bytes or more"):
             collective_seconds(H100, "all-gather", -1, way=way)
-    with pytest.raises(ValueError, match="no strategy 'ZeRO-9'"):
-        Job(SMALL, 1, 128, "ZeRO-9")
-    with pytest.raises(ValueError, match="shard_ranks is for HSDP"):
-        Job(SMALL, 1, 128, shard_ranks=8)
-    with pytest.raises(ValueError, match="do not divide"):
-        predict(Job(SMALL, 1, 128, "HSDP", shard_ranks=16), H100.of(24))
-    with pytest.raises(ValueError, match="do not divide"):
-        predict(Job(SMALL, 1, 128, "HSDP", shard_ranks=3), H100.of(24))
 
 
 # What was published
@@ -101,10 +86,6 @@ POINTS = [{**point, "name": "point", "rows": [[point["bytes"], None, point["bus"
           for point in PUBLISHED["points"]]
 TRACEABLE = re.compile(r"[\w.-]+/[\w.-]+ [0-9a-f]{7}|github\.com/\S+/issues/\d+|arXiv \d{4}\.\d{5}"
                        r"|forums\.developer\.nvidia\.com/t/\d+")
-
-
-def identity(table):
-    return f"{table['name']} {table['collective']}"
 
 
 def factor(table):
@@ -120,34 +101,23 @@ def test_every_published_figure_can_be_found_again():
         assert TRACEABLE.search(row["source"]), row["source"]
 
 
-@pytest.mark.parametrize("table", [*TABLES, *POINTS], ids=identity)
-def test_time_size_and_bandwidth_of_a_row_agree(table):
-    sizes = [size for size, _, _ in table["rows"]]
-    assert all(small < large for small, large in itertools.pairwise([0, *sizes]))
-    for size, micros, bus in table["rows"]:
-        assert (micros or bus) and (micros is None or micros > 0) and (bus is None or bus >= 0)
-        if micros and bus is not None:
-            assert factor(table) * size / micros / 1e3 == pytest.approx(bus, rel=0.02, abs=0.0051)
-
-
-@pytest.mark.parametrize("table", [*TABLES, *POINTS], ids=identity)
-def test_no_bandwidth_is_above_what_the_links_allow(table):
+def test_the_figures_of_a_row_agree_and_none_is_above_what_the_links_allow():
     """A ring's limit; an all-reduce passes it where a switch adds, or as a tree on two nodes."""
-    limit = LINKS[table["inside"]].bandwidth
-    if table["nodes"] > 1:
-        limit = min(limit, table["nics"] * LINKS[table["between"]].bandwidth)
-    added = table["collective"] == "all-reduce" and (
-        table["gpu"] != "A100" or table["nodes"] == 2)
-    for size, micros, bus in table["rows"]:
-        reached = 1e9 * bus if bus else factor(table) * size / (1e-6 * micros)
-        assert reached <= (2 if added else 1) * limit
-
-
-def test_whole_tables_are_held_out_of_each_kind():
-    held = [table for table in TABLES if table["held_out"]]
-    assert 5 <= len(held) < len(TABLES) / 3
-    assert {table["collective"] for table in held} == {"all-reduce", "all-gather", "reduce-scatter"}
-    assert {table["nodes"] > 1 for table in held} == {True, False}
+    for table in (*TABLES, *POINTS):
+        sizes = [size for size, _, _ in table["rows"]]
+        assert all(small < large for small, large in itertools.pairwise([0, *sizes]))
+        limit = LINKS[table["inside"]].bandwidth
+        if table["nodes"] > 1:
+            limit = min(limit, table["nics"] * LINKS[table["between"]].bandwidth)
+        added = table["collective"] == "all-reduce" and (
+            table["gpu"] != "A100" or table["nodes"] == 2)
+        for size, micros, bus in table["rows"]:
+            assert (micros or bus) and (micros is None or micros > 0) and (bus is None or bus >= 0)
+            reached = 1e9 * bus if bus else factor(table) * size / (1e-6 * micros)
+            assert reached <= (2 if added else 1) * limit
+            if micros and bus is not None:
+                assert factor(table) * size / micros / 1e3 == pytest.approx(
+                    bus, rel=0.02, abs=0.0051)
 
 
 # NCCL
@@ -190,20 +160,8 @@ def test_no_held_out_table_gives_a_rate(monkeypatch):
     rates()
 
 
-def test_a_ring_loses_bandwidth_with_nodes_as_was_reported():
-    """Reduce-scatter on H100s: 360 GB/s on 4 nodes, 260 on 128. No size was told: 8 GiB here."""
-    reported = {row["nodes"]: row["bus"] for row in PUBLISHED["unsized"]
-                if row["collective"] == "reduce-scatter"}
-    for nodes, bus in reported.items():
-        ranks, size = 8 * nodes, 8 * 1024 * MIB
-        slow, fast = (cost.bus_bandwidth("reduce_scatter", ranks, size, collective_seconds(
-            replace(H100.of(ranks), pace=pace), "reduce-scatter", size)) for pace in (
-                "slow", "fast"))
-        assert slow <= 1e9 * bus <= 1.05 * fast
-
-
 @pytest.mark.parametrize("collective", network.COLLECTIVES)
-@pytest.mark.parametrize("ranks", [2, 8, 16, 1024])
+@pytest.mark.parametrize("ranks", [8, 1024])
 def test_slow_takes_longer_than_typical_than_fast_and_more_bytes_take_longer(collective, ranks):
     before = 0
     for nbytes in (0, 1e3, 1e5, 1e6, 1e7, 1e8, 1e9, 1e11):
@@ -276,29 +234,6 @@ def test_a_tree_sends_to_the_network_once_on_two_nodes_and_nearly_twice_on_many(
     assert four == pytest.approx(1.5 * two) and many == pytest.approx(2 * 511 / 512 * two)
 
 
-def test_no_ring_reaches_more_than_its_links():
-    for shares in (*(network._ring_shares(f"NVLink {generation}") for generation in (3, 4, 5)),
-                   *(network._network_shares(family, collective) for family in (
-                       "InfiniBand or RoCE", "EFA or TCPX", "Ethernet with TCP")
-                     for collective in network.COLLECTIVES)):
-        assert shares and all(0.3 < share <= 1 for share in shares)
-
-
-def test_with_one_rank_a_node_every_step_over_the_network_shows():
-    """5 µs of the protocol LL, as in a tree, where rings with more ranks a node hide some."""
-    eight, four = (nccl_candidates(H100.of(64), "all-gather", 0, ranks=ranks, local=1)["ring LL"]
-                   for ranks in (8, 4))
-    assert eight - four == pytest.approx(4 * 5.0 * US)
-
-
-def test_the_latency_of_a_link_counts_as_that_of_its_own():
-    far = replace(H100, between=replace(H100.between, latency=2 * H100.between.latency)).of(512)
-    near = H100.of(512)
-    extra = (nccl_candidates(far, "all-gather", 0)["ring Simple"]
-             - nccl_candidates(near, "all-gather", 0)["ring Simple"])
-    assert extra == pytest.approx(63 * 14 * US)
-
-
 def test_a_link_of_no_known_family_is_ideal_and_one_of_a_near_family_says_so():
     own = replace(H100, between=Link("mine", 5e10, 1e-5)).of(16)
     for collective, ways in (("all-gather", ["flat ring"]), ("all-reduce", ["flat ring", "tree"])):
@@ -312,17 +247,14 @@ def test_a_link_of_no_known_family_is_ideal_and_one_of_a_near_family_says_so():
         said = network.basis(replace(H100, **change).of(16))
         assert any("Nobody measured" in each for each in said)
     assert collective_seconds(old, "all-gather", GB) > collective_seconds(H100, "all-gather", GB)
-    assert "H200 reached over InfiniBand or RoCE" in network.basis(H100.of(16))[1]
-    assert all("nearest" not in said for said in network.basis(H100.of(16)))
-    assert network.basis(H100.of(16), stand_ins=True) == ()
-    assert len(network.basis(own, stand_ins=True)) == 1
-
-
-def test_a_network_of_the_cloud_is_another_family():
     cloud = replace(H100, between=replace(H100.between, name="EFA 400 Gb/s")).of(16)
     assert collective_seconds(cloud, "all-gather", 1e7) > 2 * collective_seconds(
         H100.of(16), "all-gather", 1e7)
     assert "over EFA or TCPX" in network.basis(cloud)[1]
+    assert "H200 reached over InfiniBand or RoCE" in network.basis(H100.of(16))[1]
+    assert all("nearest" not in said for said in network.basis(H100.of(16)))
+    assert network.basis(H100.of(16), stand_ins=True) == ()
+    assert len(network.basis(own, stand_ins=True)) == 1
 
 
 @pytest.mark.parametrize("collective", network.COLLECTIVES)
@@ -360,7 +292,7 @@ def test_the_end_of_computing_beside_sending(seconds, end):
     assert end_beside(sending, 2, seconds, 1) == 2 + seconds
 
 
-@pytest.mark.parametrize("strategy", cluster.SIMULATED_STRATEGIES)
+@pytest.mark.parametrize("strategy", SIMULATED_STRATEGIES)
 def test_a_step_of_nccl_computes_longer_where_it_sends_beside(strategy):
     job = Job(TransformerConfig(4, 1024, 8, 4096, 512, 4096), 2, 2048, strategy)
     beside, alone = predict(job, H100.of(64)), predict(replace(job, overlap=False), H100.of(64))

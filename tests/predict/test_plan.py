@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 from test_fields import random_query
 
-from dplab.predict import choose, cluster, plan, published, settings, traffic
+from dplab.predict import cluster, plan, published, settings
 from dplab.predict.catalogue import GPUS, LINKS, MODELS
-from dplab.predict.choose import CHOICES, recommend, strategy_budget
+from dplab.predict.choose import CHOICES, option_of, recommend
 from dplab.predict.cluster import Cluster, Job, predict
 from dplab.predict.fields import MOST_GPUS, query_of
 
@@ -87,47 +87,27 @@ def test_hybrid_sharding_sends_within_and_between_nodes():
     assert lanes == {"compute", "communication", plan.BETWEEN}
 
 
-def test_the_line_that_starts_it():
-    assert asked(gpus=8)["plan"]["launch"]["torchrun"] == (
-        "torchrun --standalone --nproc-per-node 8 train.py")
-    line = " ".join(asked(gpus=32, per_node=4)["plan"]["launch"]["torchrun"].split())
-    assert "--nnodes 8 --nproc-per-node 4" in line and "--rdzv-endpoint FIRST_HOST:29500" in line
-
-
 # Against the functions, asked directly
 
 
-CASES = list(itertools.product(
-    (("GPT-2", 8, 1024), ("Llama-3 8B", 64, 8192), ("Llama-2 70B", 512, 4096)),
-    ("recommended", *CHOICES), ("mixed", "bf16"), ("as needed", "none", "full")))
-
-
-@pytest.mark.parametrize(("what", "strategy", "precision", "recompute"), CASES)
+@pytest.mark.parametrize(("what", "strategy", "precision", "recompute"), [*itertools.product(
+    (("GPT-2", 8, 1024), ("Llama-3 8B", 64, 8192)), ("recommended", *CHOICES),
+    ("mixed", "bf16"), ("as needed", "full"))])
 def test_a_plan_says_what_the_predictions_say(what, strategy, precision, recompute):
     name, gpus, sequence = what
-    found = asked(model=name, gpus=gpus, sequence=sequence, strategy=strategy, precision=precision,
-                  recompute=recompute)
-    model, on, shown = MODELS[name], NODE.of(gpus), found["plan"]
-    ways = ("none", "full") if recompute == "as needed" else (recompute,)
-    best = recommend(model, on, sequence=sequence, precision=precision, recompute=ways).best
-    taken = strategy
-    if strategy == "recommended":
-        taken = best.strategy if best else "FSDP"
-    assert shown["strategy"] == taken and shown["recompute"] in ways
-    if recompute == "as needed" and shown["recompute"] == "full":
-        assert strategy_budget(taken, model, on, batch=1, sequence=sequence,
-                               precision=precision).total > LIMIT
-    budget = strategy_budget(taken, model, on, batch=1, sequence=sequence, precision=precision,
-                             recompute=shown["recompute"])
-    memory = shown["memory"]
+    shown = asked("plan", model=name, gpus=gpus, sequence=sequence, strategy=strategy,
+                  precision=precision, recompute=recompute)["plan"]
+    wish = {"sequence": sequence, "precision": precision,
+            "recompute": ("none", "full") if recompute == "as needed" else recompute}
+    option = (recommend(MODELS[name], NODE.of(gpus), **wish).best if strategy == "recommended"
+              else option_of(strategy, MODELS[name], NODE.of(gpus), batch=1, **wish))
+    assert (shown["strategy"], shown["recompute"]) == (option.strategy, option.job.recompute)
+    budget, memory = option.budget, shown["memory"]
     assert named(memory["parts"]) == near(budget.parts) and memory["total"] == near(budget.total)
     assert (memory["moment"], memory["fits"]) == (budget.moment, budget.total <= LIMIT)
     assert (shown["step"] is None) is not memory["fits"]
-    job = choose.strategy_job(taken, model, batch=1, sequence=sequence, precision=precision,
-                              recompute=shown["recompute"])
-    assert (job.gradient_bytes, job.parameter_bytes) == ((4, 2) if precision == "mixed" else (2, 2))
-    if memory["fits"] and taken != "ZeRO-1":
-        predicted, step = predict(job, on), shown["step"]
+    if memory["fits"] and option.strategy != "ZeRO-1":
+        predicted, step = predict(option.job, NODE.of(gpus)), shown["step"]
         assert step["seconds"] == near(predicted.seconds) and step["mfu"] == near(predicted.mfu)
         assert (step["fast"], step["slow"]) == near(predicted.interval)
         assert named(step["savings"], "seconds") == near(predicted.savings)
@@ -135,16 +115,13 @@ def test_a_plan_says_what_the_predictions_say(what, strategy, precision, recompu
         assert step["exposed_seconds"] == near(predicted.exposed_seconds)
         assert step["tokens_per_second"] == near(predicted.tokens_per_second)
         assert shown["basis"] == predicted.basis and shown["stand_ins"] == predicted.stand_ins
-    code = settings.in_torch(taken, on.ranks, on.per_node, recompute=shown["recompute"],
-                             precision=precision)
-    assert shown["launch"]["torch"] == code
-    assert ("checkpoint_wrapper" in code) is (shown["recompute"] == "full")
-    assert ("model.to(torch.bfloat16)" in code) is (precision == "bf16")
+    assert shown["launch"]["torch"] == settings.in_torch(
+        option.strategy, gpus, 8, recompute=option.job.recompute, precision=precision)
     assert (shown["launch"]["deepspeed"] is None) is (precision == "bf16")
 
 
 @pytest.mark.parametrize("values", [
-    {}, {"model": "GPT-2", "gpus": 8}, {"gpus": 8, "precision": "bf16", "recompute": "full"},
+    {"gpus": 8, "precision": "bf16", "recompute": "full"},
     {"model": "Llama-3.1 405B", "gpus": 1024}, {"most_tokens": 1e5}])
 def test_the_recommendation_is_the_one_that_recommend_gives(values):
     found = asked("recommendation", **values)
@@ -166,63 +143,14 @@ def test_the_recommendation_is_the_one_that_recommend_gives(values):
             assert row["seconds"] is row["bound"] is None
 
 
-def test_a_plan_that_does_not_fit_says_so_before_its_command():
-    launch = asked(gpus=8, model="Llama-3 70B")["plan"]["launch"]
-    assert launch["notes"][0] == "This plan does not fit: it would run out of memory."
-    assert not any("The numbers here" in note for note in launch["notes"])
-    assert "The numbers here" in asked()["plan"]["launch"]["notes"][0]
-
-
-@pytest.mark.parametrize("batch", [1, 8, 32])
-def test_one_gpu_has_no_wrapper_no_traffic_and_no_advice_to_share(batch):
-    found = asked(gpus=1, model="GPT-2", batch=batch)
+def test_one_gpu_has_no_wrapper_no_traffic_and_no_advice_to_share():
+    found = asked(gpus=1, model="GPT-2", batch=8)
     shown, advice = found["plan"], " ".join(found["recommendation"]["advice"])
     assert (shown["strategy"], shown["name"]) == ("DDP", "no wrapper")
     assert not shown["traffic"]["parts"] and not shown["traffic"]["sent_bytes"]
     assert "distributed" not in shown["launch"]["torch"]
     assert shown["launch"]["torchrun"] == "python train.py"
     assert "among the ranks" not in advice and "One GPU has nothing to share" in advice
-
-
-def test_one_gpu_takes_fsdp_where_the_model_alone_does_not_fit():
-    alone = 0
-    for batch in range(1, 64):
-        found = asked("recommendation", gpus=1, model="GPT-2 XL", batch=batch)["recommendation"]
-        best = [row["strategy"] for row in found["options"] if row["best"]]
-        fitting = [row["strategy"] for row in found["options"] if row["fits"]]
-        assert best == fitting[:1]
-        if best == ["FSDP"]:
-            alone += 1
-            assert "Without a wrapper it does not fit" in " ".join(found["advice"])
-    assert alone
-
-
-@pytest.mark.parametrize("model", ["Llama-3 8B", "Llama-2 7B"])  # the second is rounded twice
-def test_fewer_gpus_are_advised_where_they_do_more(model):
-    found = asked(gpus=16, between="1 Gb/s", model=model)
-    rates = {point["gpus"]: point["tokens_per_second"]
-             for point in found["plan"]["scaling"]["points"] if point["fits"]}
-    assert rates[8] > rates[16]
-    first = found["recommendation"]["advice"][0]
-    assert first.startswith("Use fewer GPUs") and "8 GPUs" in first
-    assert f"{rates[8]:,.0f}" in first and f"{rates[16]:,.0f}" in first
-    alone = asked(gpus=16, between="1 Gb/s", strategy="FSDP")
-    assert "With FSDP" in alone["recommendation"]["advice"][0]
-    assert not any("fewer GPUs" in line for line in asked()["recommendation"]["advice"])
-
-
-@pytest.mark.parametrize(("gpus", "strategy"), [(64, "HSDP"), (8, "HSDP"), (8, "DDP"),
-                                                (1, "ZeRO-1"), (64, "recommended")])
-def test_the_planned_row_is_marked_and_the_advice_says_whose_it_is(gpus, strategy):
-    found = asked(gpus=gpus, model="GPT-2", strategy=strategy)
-    rows = found["recommendation"]["options"]
-    [planned] = [row for row in rows if row["planned"]]
-    [best] = [row for row in rows if row["best"]]
-    assert planned["strategy"] == found["plan"]["strategy"]
-    whose = [line for line in found["recommendation"]["advice"] if line.startswith("You chose")]
-    assert len(whose) == (planned is not best)
-    for line in whose:
-        assert best["name"] in line and planned["name"] in line
 
 
 @pytest.mark.slow
@@ -255,16 +183,6 @@ def test_the_curve_is_weak_scaling_and_stops_where_cluster_says():
     assert scaling["stops_paying"] == cluster.stops_paying(curve) is not None
 
 
-def test_the_curve_recomputes_wherever_the_plan_does():
-    """On 8 GPUs blocks are recomputed; on 64 they need not be, but the curve is of one job."""
-    found = asked("plan", gpus=8, sequence=9216)["plan"]
-    assert found["recompute"] == "full"
-    job = choose.strategy_job("FSDP", LLAMA, batch=1, sequence=9216, recompute="full")
-    [there] = [point for point in found["scaling"]["points"] if point["gpus"] == 64]
-    assert found["strategy"] == "FSDP"
-    assert there["seconds"] == near(predict(job, NODE.of(64)).seconds)
-
-
 def test_the_curve_begins_where_it_fits_and_holds_what_was_asked_for():
     scaling = asked("plan", gpus=48)["plan"]["scaling"]
     fits = {point["gpus"]: point["fits"] for point in scaling["points"]}
@@ -277,29 +195,7 @@ def test_the_curve_begins_where_it_fits_and_holds_what_was_asked_for():
     assert most[-1]["gpus"] == MOST_GPUS
 
 
-def test_hybrid_sharding_traffic_beside_that_of_the_simulated_step():
-    """The simulator counts no padding, and Llama's sizes need none among 8 ranks."""
-    on = NODE.of(64)
-    sent = choose.strategy_transfers("HSDP", LLAMA, on)
-    job = choose.strategy_job("HSDP", LLAMA, batch=1, sequence=8192)
-    carried = {kind: sum(span.nbytes for span in predict(job, on).spans
-                         if span.name.startswith(kind))
-               for kind in ("gather", "reduce-scatter", "all-reduce")}
-    for each, kind in zip(sent, ("gather", "gather", "reduce-scatter", "all-reduce"), strict=True):
-        carried[kind] -= each.tensor_bytes
-    assert carried == {"gather": 0, "reduce-scatter": 0, "all-reduce": 0}
-
-
-def test_zero_1_sends_its_parameters_as_they_are_kept():
-    for precision, size in (("mixed", 4), ("bf16", 2)):
-        sent = choose.strategy_transfers("ZeRO-1", LLAMA, NODE, precision=precision)
-        assert [each.tensor_bytes for each in sent] == [size * Ψ, size * Ψ]
-        assert sent == traffic.collectives("ZeroRedundancyOptimizer", 8, LLAMA.units,
-                                           parameter_bytes=size, gradient_bytes=size)
-
-
-@pytest.mark.parametrize("values", [
-    {}, {"strategy": "HSDP"}, {"strategy": "DDP", "model": "GPT-2"}])
+@pytest.mark.parametrize("values", [{"strategy": "HSDP"}, {"strategy": "DDP", "model": "GPT-2"}])
 def test_the_drawn_spans_are_those_of_the_step_put_together(values):
     found = asked("plan", **values)["plan"]
     drawn, step = found["step"]["spans"], found["step"]
@@ -323,7 +219,7 @@ WISHES = ({}, {"recompute": "full"}, {"recompute": "none", "strategy": "FSDP"}, 
           {"strategy": "DDP", "most_tokens": 1e6}, {"precision": "bf16", "nics": 1},
           {"strategy": "FSDP, kept"})
 JOBS = [model | on | wish for model, on, wish in itertools.product(
-    MODELS_ASKED, CLUSTERS, WISHES)][::4]  # each model on each cluster, with other wishes
+    MODELS_ASKED, CLUSTERS, WISHES)][::11]  # each model on each cluster, with other wishes
 NAMES = r"(no wrapper|DDP|ZeRO-1|FSDP, kept|FSDP|HSDP)\b"
 
 
@@ -333,9 +229,8 @@ def number(text):
     return float(size) * {"": 1, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}[unit]
 
 
-@pytest.mark.parametrize("first", range(4))
-def test_every_plan_agrees_with_itself(first):
-    for job in JOBS[first::4]:
+def test_every_plan_agrees_with_itself():
+    for job in JOBS:
         found = asked(**job)
         agrees_in_numbers(found["fields"], found["plan"], found["recommendation"])
         agrees_in_advice(found["plan"], found["recommendation"])
@@ -370,22 +265,11 @@ def agrees_in_advice(shown, recommendation):
     rows = {row["name"]: row for row in recommendation["options"]}
     best = next((name for name, row in rows.items() if row["best"]), None)
     fitting = [point for point in shown["scaling"]["points"] if point["fits"]]
-    stops, advice = shown["scaling"]["stops_paying"], recommendation["advice"]
-    first = fitting and fitting[0]["tokens_per_second"] / fitting[0]["gpus"]
-    for one, two in itertools.pairwise(fitting):
-        if stops is not None and one["gpus"] >= stops:
-            brings = two["tokens_per_second"] - one["tokens_per_second"]
-            assert brings < first * (two["gpus"] - one["gpus"]) / 2
-    for line in advice:
+    for line in recommendation["advice"]:
         if said := re.search(r"needs at least ([\d,]+)", line):
             assert "FSDP" in line and best is None
             if (shown["strategy"], shown["recompute"]) == ("FSDP", "full"):
                 assert fitting[0]["gpus"] == number(said[1])
-        if "No number of ranks" in line:
-            held, parts = re.search(r"ranks: (\S+ \S+) at.*?\((.*?)\)", line).groups()
-            assert sum(number(" ".join(part.split()[-2:])) for part in parts.split(", ")) == (
-                pytest.approx(number(held), rel=1e-3))
-            assert "FSDP" in line and not (shown["strategy"] == "FSDP" and fitting)
         if said := re.search(rf"{NAMES}.* is (\S+ \S+) (below|over) the limit", line):
             assert abs(rows[said[1]]["margin"]) == pytest.approx(number(said[2]), rel=1e-3)
             assert rows[said[1]]["fits"] is (said[3] == "below")
@@ -393,21 +277,15 @@ def agrees_in_advice(shown, recommendation):
             assert said[1] == shown["strategy"]
             assert (said[2], said[3]) in {
                 (f"{point['gpus']:,}", f"{point['tokens_per_second']:,.0f}") for point in fitting}
-        if "Tried: twice" in line:
-            assert not any("exceed" in each for each in advice)
-    about = [line for line in advice if not line.startswith(("You chose", "Use fewer"))]
-    named_first = [said[1] for line in about if (said := re.match(NAMES, line))]
-    assert named_first == sorted(named_first, key=lambda name: name != best)
-    others = [line for line in about if re.match(NAMES, line) and re.match(NAMES, line)[1] != best]
-    assert about[len(about) - len(others):] == others, "what is of others comes last, by its name"
+    about = [said[1] for line in recommendation["advice"] if (said := re.match(NAMES, line))]
+    assert about == sorted(about, key=lambda name: name != best), "what is of others comes last"
 
 
 # Anything at all
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_any_address_is_answered_in_json(seed):
-    chance, planned = random.Random(f"plan {seed}"), 0
+def test_any_address_is_answered_in_json():
+    chance, planned = random.Random("plan 0"), 0
     for _ in range(60):
         query = random_query(chance)
         found = json.loads(plan.answer(query, "plan"), parse_constant=pytest.fail)
@@ -421,12 +299,9 @@ def test_any_address_is_answered_in_json(seed):
 
 
 @pytest.mark.parametrize("query", [
-    "model=custom&layers=1&d_model=1&heads=1&d_ff=1&vocabulary=1&sequence=1&gpus=1&per_node=1",
     "model=custom&layers=1&d_model=1&heads=1&d_ff=1&vocabulary=1&sequence=1&gpus=131072&strategy=DDP",
     "model=custom&layers=1000&d_model=131072&d_ff=1048576&vocabulary=10000000&gpus=131072",
-    "model=custom&family=gpt&layers=1&d_model=8&heads=2&d_ff=8&vocabulary=9&sequence=8&context=8",
-    "batch=65536&sequence=1048576&gpus=1", "per_node=72&gpus=72&gpu=B200", "per_node=1&gpus=131072",
-    "gpus=3", "gpus=1&strategy=HSDP", "gpus=5&strategy=ZeRO-1&model=GPT-2",
+    "batch=65536&sequence=1048576&gpus=1", "per_node=1&gpus=131072", "gpus=1&strategy=HSDP",
     "inside=PCIe+4&between=1+Gb/s&nics=1&strategy=HSDP", "most_tokens=1"])
 def test_the_ends_of_what_may_be_asked_are_answered(query):
     found = json.loads(plan.answer(query), parse_constant=pytest.fail)

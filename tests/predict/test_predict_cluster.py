@@ -3,21 +3,20 @@
 import itertools
 import math
 import random
-import sys
 from dataclasses import replace
 
 import pytest
 
-from dplab.predict import choose, cluster, cost, kernels, memory, step, traffic
-from dplab.predict.catalogue import GPUS, LINKS, MODELS
+from dplab.predict import cluster, cost, kernels, step, traffic
+from dplab.predict.catalogue import GPUS, LINKS, MATMUL_SHARE, MODELS
 from dplab.predict.cluster import Cluster, Job, predict
 from dplab.predict.cost import Link
+from dplab.predict.job import SIMULATED_STRATEGIES
 from dplab.predict.step import COMMUNICATION, COMPUTE, Layer, end_beside
 from dplab.predict.transformer_config import TransformerConfig
 
 H100 = Cluster(GPUS["H100"], 1, LINKS["NVLink 4"], LINKS["400 Gb/s"])
 SMALL = TransformerConfig(3, 64, 4, 256, 512, 128, name="small")
-GB, US = 1e9, 1e-6
 POWER_OF_TWO = replace(SMALL, biases=False)
 
 
@@ -80,7 +79,7 @@ def test_hybrid_sharding_reduces_shards_beside_or_between(own_lane, all_reduces,
     assert found["optimizer"] == [(end - 1, end)]
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 def test_no_lane_does_two_things_and_nothing_starts_before_what_it_needs(seed):
     chance = random.Random(seed)
     blocks = [Layer(chance.random(), chance.random(), chance.random(), f"block {index}")
@@ -132,12 +131,19 @@ def test_a_step_sends_the_bytes_that_traffic_says(ranks):
 
 def test_ddp_on_one_node_is_the_timeline_of_step():
     job = Job(SMALL, 4, 128, "DDP", bucket_bytes=1e9, way="flat ring")  # a block is in one piece
-    blocks, root = cluster.unit_costs(job, H100)
+    blocks, root = kernels.unit_costs(job, H100)
     layers = [Layer(0, 0, root.gradient_bytes), *blocks, replace(root, gradient_bytes=0)]
     spans = step.ddp_spans(layers, 8, LINKS["NVLink 4"], bucket_bytes=1e9)
     prediction = predict(job, H100)
     optimizer = kernels.optimizer_seconds(SMALL.parameters, H100.gpu, nbytes=2 * 12 + 2 + 2)
     assert prediction.seconds == pytest.approx(step.step_seconds(spans) + optimizer)
+
+
+@pytest.mark.parametrize(("strategy", "ranks"), [("DDP", 1), ("FSDP", 32), ("HSDP", 8)])
+def test_the_optimizer_works_on_what_a_rank_holds(strategy, ranks):
+    last = predict(Job(SMALL, 1, 128, strategy, optimizer_bytes=8), H100.of(32)).spans[-1]
+    assert last.name == "optimizer" and last.seconds == pytest.approx(kernels.optimizer_seconds(
+        SMALL.parameters / ranks, H100.gpu, nbytes=8 + 8 + 4))
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -181,61 +187,6 @@ def test_the_groups_of_hybrid_sharding(shard_ranks, copies):
     assert alone == (shard_ranks != 8)
 
 
-@pytest.mark.parametrize(("strategy", "ranks"), [("DDP", 1), ("FSDP", 32), ("HSDP", 8)])
-def test_the_optimizer_works_on_what_a_rank_holds(strategy, ranks):
-    machine = H100.of(32)
-    last = predict(Job(SMALL, 1, 128, strategy, gradient_bytes=4, optimizer_bytes=8),
-                   machine).spans[-1]
-    assert last.name == "optimizer"
-    assert last.seconds == pytest.approx(kernels.optimizer_seconds(
-        SMALL.parameters / ranks, machine.gpu, nbytes=8 + 8 + 4))
-
-
-@pytest.mark.parametrize("strategy", ["DDP", "FSDP"])
-def test_a_budget_is_that_of_the_bytes_which_the_job_keeps(strategy):
-    """fp32 parameters, gradients and moments, computing in bf16: as `recommend` has them."""
-    model = MODELS["Llama-3 8B"]
-    job = Job(model, 1, 8192, strategy, gradient_bytes=4, cast_weights=strategy == "DDP")
-    found = predict(job, H100.of(8)).budget
-    expected = choose.strategy_budget(strategy, model, H100.of(8), batch=1, sequence=8192)
-    assert found.total == pytest.approx(expected.total, rel=0.11 if strategy == "DDP" else 1e-9)
-    with pytest.raises(ValueError, match="selective"):
-        _ = predict(replace(job, recompute="selective"), H100.of(8)).budget
-
-
-@pytest.mark.parametrize(("change", "word"), [
-    ({"parameter_bytes": 0}, "parameter_bytes"), ({"gradient_bytes": -2}, "gradient_bytes"),
-    ({"optimizer_bytes": -1}, "optimizer_bytes"), ({"bucket_bytes": 0}, "bucket"),
-    ({"strategy": "HSDP", "shard_ranks": 0}, "shard_ranks")])
-def test_what_is_no_job_is_refused(change, word):
-    with pytest.raises(ValueError, match=word):
-        replace(Job(SMALL, 1, 128), **change)
-
-
-@pytest.mark.parametrize("share", [0, -1, 1.5, math.nan])
-def test_what_is_no_share_of_the_peak_is_refused(share):
-    with pytest.raises(ValueError, match="matmul_share"):
-        replace(H100, matmul_share=share)
-
-
-@pytest.mark.parametrize("name", ["bf16_flops", "memory_bytes", "memory_bandwidth"])
-def test_what_is_no_gpu_is_refused(name):
-    with pytest.raises(ValueError, match=name):
-        replace(GPUS["H100"], **{name: 0})
-
-
-def test_a_part_of_a_node_grows_within_the_node():
-    assert (H100.of(3).of(8).nodes, H100.of(3).of(8).per_node) == (1, 8)
-    assert (H100.of(3).of(16).nodes, H100.of(3).of(16).per_node) == (2, 8)
-
-
-def test_without_latency_a_collective_of_nothing_takes_no_time():
-    for ranks in (8, 64):
-        free = cluster.without(H100.of(ranks), "latency")
-        assert cluster.collective_seconds(free, "all-gather", 0) == 0
-        assert cluster.collective_seconds(free, "all-gather", 1e8) > 0
-
-
 def test_ddp_pieces_neither_lose_time_nor_bytes():
     model = MODELS["GPT-2 XL"]
     job = Job(model, 1, 1024, "DDP", way="tree")
@@ -246,6 +197,25 @@ def test_ddp_pieces_neither_lose_time_nor_bytes():
     assert sum(sends) == pytest.approx(2 * model.parameters)
     assert max(sends) <= 2 * 25 * 2**20
     assert prediction.seconds < whole.seconds, "a single bucket hides nothing"
+
+
+def test_what_is_no_job_or_cluster_is_refused_and_a_part_of_a_node_grows_within_it():
+    for share in (0, 1.5, math.nan):
+        with pytest.raises(ValueError, match="matmul_share"):
+            replace(H100, matmul_share=share)
+    for change in ({"parameter_bytes": 0}, {"bucket_bytes": 0}, {"strategy": "ZeRO-9"},
+                   {"shard_ranks": 8}, {"attention": "flash"}):
+        with pytest.raises(ValueError, match=[*change][-1].split("_")[0]):
+            replace(Job(SMALL, 1, 128), **change)
+    with pytest.raises(ValueError, match="bf16_flops"):
+        replace(GPUS["H100"], bf16_flops=0)
+    with pytest.raises(ValueError, match="12 ranks do not fill nodes of 8"):
+        H100.of(12)
+    for shard_ranks in (16, 3):
+        with pytest.raises(ValueError, match="do not divide"):
+            predict(Job(SMALL, 1, 128, "HSDP", shard_ranks=shard_ranks), H100.of(24))
+    for ranks, nodes in ((8, 1), (16, 2)):
+        assert (H100.of(3).of(ranks).nodes, H100.of(3).of(ranks).per_node) == (nodes, 8)
 
 
 # Predictions
@@ -261,7 +231,7 @@ def test_a_step_that_only_computes_has_the_mfu_of_its_kernels():
     assert prediction.exposed_seconds == pytest.approx(0)
     assert prediction.bound == "arithmetic"
     assert prediction.mfu == pytest.approx(job.model_flops / (computing + optimizer) / 989e12)
-    assert prediction.mfu < kernels.MATMUL_SHARE["H100"]
+    assert prediction.mfu < MATMUL_SHARE["H100"]
     assert prediction.tokens_per_second == pytest.approx(8 * 8192 / prediction.seconds)
 
 
@@ -277,15 +247,6 @@ def test_the_bound_is_what_was_made_slow(change, ranks, bound):
     assert f"bound by {bound}" in str(prediction)
 
 
-def test_memory_is_that_of_the_strategy():
-    model = MODELS["Llama-3 8B"]
-    for strategy, stage, ranks in (("DDP", "DDP", 64), ("FSDP", "ZeRO-3", 64),
-                                   ("HSDP", "ZeRO-3", 8)):
-        budget = predict(Job(model, 1, 8192, strategy), H100.of(64)).budget
-        assert budget.states == memory.states(stage, "K = 12", ranks, model.parameters)
-        assert budget.fits == (strategy != "DDP")
-
-
 # Scaling
 
 def test_efficiency_and_where_adding_ranks_stops_paying():
@@ -294,14 +255,9 @@ def test_efficiency_and_where_adding_ranks_stops_paying():
     # each rank of 16 → 32 brings 5.5 of 10, of 32 → 64 only 3.75
     assert cluster.stops_paying(curve) == 32
     assert cluster.stops_paying(curve[:3]) is None
-
-
-def test_a_step_that_does_not_pay_is_no_end_where_later_ones_pay():
-    """From one node to two each rank brings 3 of 10; then 6 of 10, and in the end 1 of 10."""
+    # A step that does not pay, here from one node to two, is no end where later ones pay.
     curve = [(8, 80.0), (16, 104.0), (32, 200.0), (64, 232.0)]
-    assert cluster.stops_paying(curve) == 32
-    assert cluster.stops_paying(curve[:3]) is None
-    assert cluster.stops_paying(curve[:2]) == 8
+    assert [cluster.stops_paying(curve[:points]) for points in (2, 3, 4)] == [8, None, 32]
 
 
 def test_weak_scaling_ends_where_a_flat_ring_has_too_many_hops():
@@ -334,30 +290,11 @@ def test_strong_scaling_keeps_the_global_batch():
         cluster.strong_scaling(job, H100, [48], 512)
 
 
-def calls(function):
-    """How many calls of Python functions ``function()`` makes: its work, on a slow day as well."""
-    found = 0
-
-    def count(frame, event, argument):
-        nonlocal found
-        found += event == "call"
-
-    sys.setprofile(count)
-    try:
-        function()
-    finally:
-        sys.setprofile(None)
-    return found
-
-
-@pytest.mark.parametrize("strategy", cluster.SIMULATED_STRATEGIES)
-def test_many_ranks_take_no_more_work_than_few(strategy):
+@pytest.mark.parametrize("strategy", SIMULATED_STRATEGIES)
+def test_many_ranks_are_as_many_spans_as_few(strategy):
     job = Job(MODELS["Llama-3.1 405B"], 1, 8192, strategy)
-    few, many = H100.of(1024), H100.of(100_000)
-    prediction = predict(job, many)
-    assert 0 < prediction.mfu < 1
-    assert len({span.name for span in prediction.spans if "backward block" in span.name}) == 126
-    assert calls(lambda: predict(job, many)) < 1.5 * calls(lambda: predict(job, few))
+    few, many = predict(job, H100.of(1024)), predict(job, H100.of(100_000))
+    assert len(few.spans) == len(many.spans) and 0 < many.mfu < few.mfu < 1
 
 
 def test_what_was_not_measured_is_said():
@@ -391,15 +328,3 @@ def test_computing_is_slowed_by_each_collective_that_runs_beside_it():
                                       span.start, seconds, 1.5)
         most = max(most, sum(each.end > span.start and each.start < span.end for each in sent))
     assert most > 2
-
-
-def test_what_a_layer_costs_follows_the_pace():
-    job = Job(MODELS["GPT-2"], 4, 1024)
-    for pace in ("slow", "typical", "fast"):
-        blocks, _ = kernels.unit_costs(job, replace(H100, pace=pace))
-        forward = kernels.block_forward(job.model, 4, 1024)
-        copy = kernels.Kernel("gathered unit into parameters", "copy",
-                              nbytes=4 * job.model.block_parameters)
-        assert len(blocks) == 12
-        assert blocks[0].forward_seconds == pytest.approx(kernels.seconds(
-            [*forward, copy], GPUS["H100"], pace=pace))

@@ -78,7 +78,7 @@ PROGRAMS = {  # the algorithm, and the part of M in each of its messages
 }
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5, 7, 8, 13, 16])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8, 13])
 @pytest.mark.parametrize("algorithm", PROGRAMS)
 def test_messages_and_bytes_are_those_of_a_simulation(algorithm, world_size):
     make, part = PROGRAMS[algorithm]
@@ -91,20 +91,12 @@ def test_messages_and_bytes_are_those_of_a_simulation(algorithm, world_size):
         rounds * (3e-5 + part(world_size) * M / 2e9))
 
 
-@pytest.mark.parametrize("algorithm", cost.ALGORITHMS)
-def test_one_rank_sends_nothing_in_no_time(algorithm):
-    link = Link("slow", bandwidth=1.0, latency=9.0)
-    assert cost.bytes_sent(algorithm, 1, M) == 0
-    assert cost.messages(algorithm, 1) == 0
-    assert cost.seconds(algorithm, 1, M, link) == 0
-
-
 def test_the_usual_algorithm_is_one_for_that_collective():
     assert {each: cost.ALGORITHMS[name].collective for each, name in cost.USUAL.items()} == {
         each: each for each, _ in calls.COLLECTIVES.values()}
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4, 8, 1024])
+@pytest.mark.parametrize("world_size", [2, 3, 1024])
 def test_no_algorithm_of_ranks_that_add_beats_the_bound(world_size):
     least = 2 * (world_size - 1) / world_size * M  # Patarasuk and Yuan, 2009
     sent = {name: cost.bytes_sent(name, world_size, M) for name in ALL_REDUCES}
@@ -114,8 +106,9 @@ def test_no_algorithm_of_ranks_that_add_beats_the_bound(world_size):
 
 @pytest.mark.parametrize(("collective", "ranks", "factor"), [
     ("all_reduce", 8, 1.75), ("reduce_scatter", 8, 0.875), ("all_reduce", 64, 1.96875),
-    ("reduce_scatter", 64, 0.984375), ("all_gather", 8, 0.875), ("all_to_all", 4, 0.75),
-    ("broadcast", 8, 1), ("reduce", 3, 1), ("all_reduce", 1, 0),
+    ("all_gather", 8, 0.875), ("all_to_all", 4, 0.75),
+    ("broadcast", 8, 1), ("reduce", 3, 1), ("send", 2, 1), ("gather", 4, 0.75),
+    ("scatter", 4, 0.75),
 ])
 def test_bus_factors_are_those_of_nccl_tests(collective, ranks, factor):
     assert cost.bus_factor(collective, ranks) == factor
@@ -149,13 +142,6 @@ def test_the_fit_weighs_relative_errors():
     assert abs(fitted.latency / link.latency - 1) < 0.05, "a large tensor's noise is not all"
 
 
-def test_a_fit_finds_a_link_without_latency():
-    times = [Measurement("ring all-reduce", 2, size, size * 1e-9) for size in (1e3, 1e6)]
-    fitted = cost.fit_link(times)
-    assert fitted.latency == pytest.approx(0, abs=1e-15)
-    assert fitted.bandwidth == pytest.approx(1e9)
-
-
 def test_a_fit_never_gives_a_negative_latency():
     times = [Measurement("ring all-reduce", 2, size, size**1.2 / 1e9) for size in (1e3, 1e5, 1e7)]
     fitted = cost.fit_link(times)
@@ -173,55 +159,45 @@ def test_a_fit_without_enough_to_go_by_is_refused(measurements):
         cost.fit_link(measurements)
 
 
-@pytest.mark.parametrize("world_size", [0, -1])
-def test_a_world_of_no_ranks_is_refused(world_size):
-    with pytest.raises(ValueError, match="at least 1"):
-        cost.bytes_sent("ring all-reduce", world_size, M)
+@pytest.mark.parametrize(("algorithm", "sent", "chain", "messages"), [
+    # each of 4 ranks: by hand, in parts of M; what a rank sends on average, and the longest chain
+    ("pipelined broadcast", 3 / 4, 1, 3), ("pipelined reduce", 3 / 4, 1, 3),
+    ("direct gather", 3 / 16, 3 / 4, 3), ("direct scatter", 3 / 16, 3 / 4, 3),
+    ("direct all-to-all", 3 / 4, 3 / 4, 3), ("tree barrier", 0, 0, 4)])
+def test_other_collectives_of_four_ranks_by_hand(algorithm, sent, chain, messages):
+    link = Link("chosen", bandwidth=2e9, latency=3e-5)
+    assert cost.bytes_sent(algorithm, 4, M) == sent * M
+    assert cost.messages(algorithm, 4) == messages
+    assert cost.seconds(algorithm, 4, M, link) == pytest.approx(messages * 3e-5 + chain * M / 2e9)
+    assert cost.bytes_sent(algorithm, 1, M) == cost.seconds(algorithm, 1, M, link) == 0
 
 
-@pytest.mark.parametrize("world_size", [True, 2.0, "2", None])
-def test_a_world_size_is_an_integer(world_size):
-    with pytest.raises(TypeError, match="integer"):
-        cost.messages("ring all-reduce", world_size)
+def test_the_whole_tensor_of_what_a_rank_hands_over():
+    whole = {name: cost.whole_bytes(name, 4, 10) for name in cost.USUAL}
+    parts = {"all_gather", "reduce_scatter", "gather", "scatter"}
+    assert whole == {name: 40 if name in parts else 10 for name in cost.USUAL}
 
 
-@pytest.mark.parametrize("size", [-1, -0.5, math.inf, math.nan])
-def test_impossible_sizes_are_refused(size):
-    with pytest.raises(ValueError, match="0 bytes or more"):
-        cost.bytes_sent("ring all-reduce", 2, size)
-    with pytest.raises(ValueError, match="0 bytes or more"):
-        cost.algorithm_bandwidth(size, 1.0)
-
-
-@pytest.mark.parametrize("size", ["1 MB", None, True])
-def test_a_size_is_a_number(size):
-    with pytest.raises(TypeError, match="number"):
-        cost.seconds("ring all-reduce", 2, size, catalogue.LINKS["PCIe 4"])
-
-
-@pytest.mark.parametrize("link", [
-    {"bandwidth": 0.0}, {"bandwidth": -1.0}, {"bandwidth": math.nan},
-    {"bandwidth": 1.0, "latency": -1.0}, {"bandwidth": 1.0, "latency": math.nan},
-    {"bandwidth": 1.0, "latency": math.inf},
+@pytest.mark.parametrize(("call", "error", "says"), [
+    (lambda: cost.bytes_sent("ring all-reduce", 0, M), ValueError, "at least 1"),
+    (lambda: cost.messages("ring all-reduce", True), TypeError, "integer"),
+    (lambda: cost.messages("ring all-reduce", 2.0), TypeError, "integer"),
+    (lambda: cost.bytes_sent("ring all-reduce", 2, -0.5), ValueError, "0 bytes or more"),
+    (lambda: cost.algorithm_bandwidth(math.inf, 1.0), ValueError, "0 bytes or more"),
+    (lambda: cost.algorithm_bandwidth("1 MB", 1.0), TypeError, "number"),
+    (lambda: cost.algorithm_bandwidth(True, 1.0), TypeError, "number"),
+    (lambda: Link("none", 0.0), ValueError, "bandwidth above 0"),
+    (lambda: Link("none", math.nan), ValueError, "bandwidth above 0"),
+    (lambda: Link("none", 1.0, -1.0), ValueError, "latency is 0"),
+    (lambda: Link("none", 1.0, math.inf), ValueError, "latency is 0"),
+    (lambda: cost.bus_bandwidth("all_reduce", 2, M, 0), ValueError, "more than 0 s"),
+    (lambda: Measurement("ring all-reduce", 2, M, math.nan), ValueError, "more than 0 s"),
+    (lambda: cost.messages("ring", 2), ValueError, "ring all-reduce"),
+    (lambda: cost.bus_factor("allreduce", 2), ValueError, "all_to_all"),
 ])
-def test_impossible_links_are_refused(link):
-    with pytest.raises(ValueError, match=r"bandwidth above 0|latency is 0"):
-        Link("impossible", **link)
-
-
-@pytest.mark.parametrize("seconds", [0, -1.0, math.nan])
-def test_a_bandwidth_needs_a_time(seconds):
-    with pytest.raises(ValueError, match="more than 0 s"):
-        cost.bus_bandwidth("all_reduce", 2, M, seconds)
-    with pytest.raises(ValueError, match="more than 0 s"):
-        Measurement("ring all-reduce", 2, M, seconds)
-
-
-def test_unknown_names_are_answered_with_the_known_ones():
-    with pytest.raises(ValueError, match="ring all-reduce"):
-        cost.messages("ring", 2)
-    with pytest.raises(ValueError, match="all_to_all"):
-        cost.bus_factor("allreduce", 2)
+def test_what_cannot_be_is_refused_in_words(call, error, says):
+    with pytest.raises(error, match=says):
+        call()
 
 
 def test_published_numbers_stand_in_their_units():
@@ -236,10 +212,3 @@ def test_published_numbers_stand_in_their_units():
     for entry in (*links.values(), *gpus.values()):
         assert len(entry.source) > 20, entry.name
     assert all(1e-6 < link.latency < 1e-4 for link in links.values())
-
-
-def test_the_ledgers_example_of_a_7b_gradient():
-    fp16, fp32 = 2 * 7e9, 4 * 7e9
-    assert cost.bytes_sent("ring all-reduce", 8, fp16) == pytest.approx(24.5e9)
-    assert cost.bytes_sent("ring all-reduce", 8, fp32) == pytest.approx(49.0e9)
-    assert cost.bytes_sent("ring all-reduce", 1024, fp16) == pytest.approx(27.9727e9, rel=1e-5)

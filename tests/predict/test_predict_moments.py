@@ -11,7 +11,6 @@ import torch
 from dplab import run
 from dplab.bench.predicted_memory import PRECISIONS, STEPS, dry, predicted, title
 from dplab.dryrun.fake_step import Setup, dry_run
-from dplab.measure.storages import CATEGORIES
 from dplab.predict import memory
 from dplab.predict.moments import PARTS
 from dplab.predict.transformer_config import TransformerConfig
@@ -96,14 +95,6 @@ def test_terms_that_count_in_other_steps():
         same(budget(*case), measured, within=0.005)
 
 
-@pytest.mark.slow
-def test_more_ranks_than_rows():
-    """Each matrix of 128 rows is gathered as 512, of which three in four are padding."""
-    case = ("fully_shard", GPT, 16, "mixed", False, {})
-    measured = dry_runs([case], ranks=512)[0]
-    assert budget(*case, ranks=512).total == pytest.approx(measured.peak, rel=0.03)
-
-
 def same(found, measured, within):
     """The peak, and each part of it."""
     assert found.total == pytest.approx(measured.peak, rel=within)
@@ -112,26 +103,10 @@ def same(found, measured, within):
                                                   abs=within * measured.peak), part
 
 
-def test_a_step_of_each_strategy_in_the_dry_run():
-    cases = [HIGHEST["loss"], HIGHEST["optimizer step"]]
-    for case, measured in zip(cases, dry_runs(cases), strict=True):
-        same(budget(*case), measured, within=0.005)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("step", STEPS, ids=title)
+@pytest.mark.parametrize("step", [*STEPS[::6], STEPS[-1]], ids=title)
 def test_published_models_within_3_percent(step):
     same(predicted(step), dry(step), within=0.03)
-
-
-@pytest.mark.slow
-def test_all_tensors_at_once_in_the_optimizer():
-    case = HIGHEST["optimizer step"]
-    foreach = functools.partial(torch.optim.AdamW, foreach=True)
-    found = budget(*case, foreach=True)
-    assert found.moment == "optimizer step"
-    same(found, dry_runs([case], foreach)[0], within=0.005)
-    assert found.parts["other"] == 4 * LLAMA.parameters
 
 
 def random_steps(count, seed):
@@ -153,22 +128,9 @@ def random_steps(count, seed):
 
 @pytest.mark.slow
 def test_any_step():
-    cases = [*random_steps(40, seed=3)]
+    cases = [*random_steps(15, seed=3)]
     for case, measured in zip(cases, dry_runs(cases), strict=True):
         assert budget(*case).total == pytest.approx(measured.peak, rel=0.03), case
-
-
-def test_parts_have_the_names_of_the_dry_run():
-    assert PARTS == CATEGORIES
-
-
-def test_moments_come_in_the_order_of_the_step():
-    names = [moment.name for moment in budget("fully_shard", LLAMA, 64, "mixed", False, {}).moments]
-    blocks = [f"{what} of block {number}" for number in (2, 1, 0)
-              for what in ("backward", "gradients", "reduction")]
-    assert names == ["first gathers", "last gathers", "logits", "loss in forward", "loss",
-                     "gradient of the head", *blocks, "gradient of the embedding",
-                     "reduction of the root", "optimizer step"]
 
 
 def test_one_rank_gathers_nothing_that_it_has():
@@ -191,12 +153,9 @@ def test_zero_2_holds_a_block_of_whole_gradients():
 
 @pytest.mark.parametrize(("changed", "error", "says"), [
     ({"batch": 0}, ValueError, "batch is at least 1"),
-    ({"batch": -1}, ValueError, "batch is at least 1, not -1"),
-    ({"sequence": 0}, ValueError, "sequence is at least 1"),
     ({"sequence": 2.5}, TypeError, "sequence is an integer"),
     ({"sequence": 1025}, ValueError, "positions for 1024 tokens"),
     ({"recompute": "some"}, ValueError, "no recompute 'some'"),
-    ({"world_size": 0}, ValueError, "world size is at least 1"),
     ({"stage": "ZeRO-4"}, ValueError, "no stage 'ZeRO-4'"),
     ({"precision": "fp8"}, ValueError, "no precision 'fp8'"),
 ])
@@ -205,7 +164,7 @@ def test_what_cannot_be_is_refused_in_words(changed, error, says):
         memory.budget(**({"model": GPT, "world_size": 8, "memory_bytes": 80e9} | changed))
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(2))
 def test_the_outermost_blocks_have_the_peak_of_all(seed):
     """Between them what is held grows or shrinks evenly, so that no block inside holds more."""
     chance = random.Random(seed)

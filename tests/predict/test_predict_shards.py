@@ -3,12 +3,7 @@
 import pytest
 
 from dplab.predict import catalogue, shards
-from dplab.predict.memory import (
-    PRECISIONS,
-    Precision,
-    States,
-    states,
-)
+from dplab.predict.memory import Precision, States, states
 
 UNITS = [[(5, 3), (5,)], [(2, 5), (2,)]]  # 15 + 5 + 10 + 2 elements
 
@@ -31,7 +26,7 @@ def test_shards_that_do_not_divide(implementation, parameters, gradients, optimi
 
 
 @pytest.mark.parametrize("implementation", shards.IMPLEMENTATIONS)
-@pytest.mark.parametrize("ranks", [1, 2, 3, 7, 40])
+@pytest.mark.parametrize("ranks", [1, 3, 40])
 def test_nothing_is_lost_between_the_ranks(implementation, ranks):
     parameters, gradients, optimizer = shards.IMPLEMENTATIONS[implementation]
     owned = sum(elements for elements, _ in optimizer(UNITS, ranks))
@@ -67,8 +62,6 @@ def test_buckets_of_shapes_close_when_they_reach_their_size():
 
 
 @pytest.mark.parametrize(("call", "error", "says"), [
-    (lambda: shards.real_states(PRECISIONS["fp32"], "fp32", 8, UNITS), ValueError,
-     "no implementation Precision"),
     (lambda: shards.real_states("FSDP", "fp32", 2, UNITS), ValueError, "no implementation 'FSDP'"),
     (lambda: shards.real_states("DDP", "fp32", 2, []), ValueError, "at least one tensor"),
     (lambda: shards.real_states("DDP", "fp32", 2, [[()]]), ValueError, "without dimensions"),
@@ -82,7 +75,7 @@ def test_shards_that_cannot_be_are_refused(call, error, says):
 
 @pytest.mark.parametrize("implementation", ["fully_shard", "ShardedOptimizer", "FullyShardedModel",
                                             "ShardedGradientOptimizer"])
-@pytest.mark.parametrize("ranks", [1, 3, 8, 29, 1000])
+@pytest.mark.parametrize("ranks", [3, 1000])
 def test_padding_is_what_the_fullest_rank_stores_on_each(implementation, ranks):
     units = catalogue.MODELS["GPT-2"].units[-3:]
     parameters = {"ShardedOptimizer": 1, "ShardedGradientOptimizer": 1}.get(implementation, ranks)

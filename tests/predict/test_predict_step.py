@@ -53,12 +53,6 @@ def test_buckets_close_when_they_reach_their_size(bucket_bytes, expected):
     assert step.bucket_layers(THREE, bucket_bytes) == expected
 
 
-def test_one_rank_sends_in_no_time():
-    spans = step.ddp_spans(THREE, 1, LINK, bucket_bytes=4 * MB)
-    assert step.exposed_seconds(spans) == 0
-    assert step.step_seconds(spans) == pytest.approx(0.024)
-
-
 def ticking(layers, buckets, seconds, tick):
     """The end of backward and all-reduces, found by letting time pass in small ticks."""
     now, left = 0.0, [layer.backward_seconds for layer in layers]
@@ -79,7 +73,7 @@ def ticking(layers, buckets, seconds, tick):
     return now
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(4))
 def test_the_end_is_that_of_a_simulation_in_ticks(seed):
     chance = random.Random(seed)
     tick = 1e-6
@@ -103,17 +97,12 @@ def test_exposed_and_hidden_of_overlapping_spans():
     assert step.step_seconds(spans) == 20
 
 
-@pytest.mark.parametrize("values", [(-1, 0, 0), (0, -1, 0), (0, 0, -1), (math.nan, 0, 0),
-                                    (0, math.inf, 0)])
-def test_impossible_layers_are_refused(values):
-    with pytest.raises(ValueError, match="0 or more"):
-        Layer(*values)
-
-
-@pytest.mark.parametrize("size", [0, -1, math.nan])
-def test_a_bucket_has_a_size(size):
+def test_impossible_layers_and_buckets_are_refused():
+    for values in ((-1, 0, 0), (0, math.inf, 0), (0, 0, math.nan)):
+        with pytest.raises(ValueError, match="0 or more"):
+            Layer(*values)
     with pytest.raises(ValueError, match="more than 0 bytes"):
-        step.ddp_spans(THREE, 2, LINK, bucket_bytes=size)
+        step.ddp_spans(THREE, 2, LINK, bucket_bytes=0)
 
 
 def test_backward_beside_an_all_reduce_takes_longer_where_it_is_told_so():

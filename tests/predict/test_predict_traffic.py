@@ -15,7 +15,7 @@ from wrapped_models import BUCKET_MB, UNITS, WIDTHS, layers
 from dplab import run
 from dplab.measure import CallLog
 from dplab.parallel import FullyShardedModel, ShardedGradientOptimizer, ShardedOptimizer
-from dplab.predict import catalogue, cost, shards, traffic
+from dplab.predict import catalogue, cost, shards
 from dplab.predict.traffic import bytes_per_step, collectives
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -35,19 +35,11 @@ P = 7 * 10**9
     ("DeepSpeed 3, gathered once", 1, 1),
     ("DeepSpeed 1, reduce to the owner", 1, 1), ("DeepSpeed 2, reduce to the owner", 1, 1),
 ])
-@pytest.mark.parametrize("ranks", [1, 2, 8, 64])
+@pytest.mark.parametrize("ranks", [1, 2, 8])
 def test_a_step_costs_what_the_formula_says(strategy, gathers, reduces, ranks):
     f = (ranks - 1) / ranks
     assert bytes_per_step(strategy, ranks, P, parameter_bytes=2, gradient_bytes=4) == (
         pytest.approx((2 * gathers + 4 * reduces) * P * f))
-
-
-@pytest.mark.parametrize(("ranks", "two", "three"), [  # 7e9 in bf16, GB: 2f, and 3f
-    (2, 14.0, 21.0), (8, 24.5, 36.75), (64, 27.5625, 41.3438), (1024, 27.9727, 41.959)])
-def test_a_7b_models_gigabytes(ranks, two, three):
-    assert bytes_per_step("DDP", ranks, P) / 1e9 == pytest.approx(two, rel=1e-5)
-    assert bytes_per_step("ZeRO-1", ranks, P) / 1e9 == pytest.approx(two, rel=1e-5)
-    assert bytes_per_step(RESHARDING, ranks, P) / 1e9 == pytest.approx(three, rel=1e-5)
 
 
 # Over the loopback, by the kernel's counters: 4 ranks, gloo, torch 2.13; bytes
@@ -59,10 +51,6 @@ def test_a_7b_models_gigabytes(ranks, two, three):
     (KEEPING, 2.254), (RESHARDING, 3.005)])
 def test_the_wire_over_gloo(strategy, measured):
     assert bytes_per_step(strategy, 4, P, gloo=True) / (2 * P) == pytest.approx(measured, rel=4e-3)
-
-
-def test_zero_3_costs_half_as_much_again_and_not_three_times():
-    assert bytes_per_step("ZeRO-3", 8, P) == pytest.approx(1.5 * bytes_per_step("DDP", 8, P))
 
 
 @pytest.mark.parametrize(("strategy", "no_sync", "volumes"), [
@@ -108,14 +96,6 @@ def test_collectives_of_five_equal_layers(strategy, gathers):
     found = collectives(strategy, 2, [[(64, 64), (64,)]] * 5)
     assert sum(each.count for each in found if each.of == "parameters") == gathers
     assert sum(each.count for each in found if each.of == "gradients") == 5
-
-
-def test_only_the_root_wrapped_is_one_gather_of_the_whole():
-    gather, scatter = collectives("fully_shard", 2, [[(64, 64), (64,)] * 5])
-    assert (gather.count, scatter.count) == (1, 1)
-    assert gather.tensor_bytes == 5 * 2 * (64 * 64 + 64)
-    assert str(gather) == "1 × ring all-gather of parameters"
-    assert str(collectives("DDP", 2, 10)[0]) == "ring all-reduce of gradients"
 
 
 # What follows counts the calls of real ranks.
@@ -219,11 +199,9 @@ def test_calls_of_hybrid_sharding():
 @pytest.mark.parametrize(("options", "error", "says"), [
     ({"strategy": "ZeRO-4"}, ValueError, "no strategy 'ZeRO-4'; there are 'DDP'"),
     ({"world_size": 0}, ValueError, "world size is at least 1"),
-    ({"world_size": True}, TypeError, "world size is an integer"),
     ({"units": 0}, ValueError, "at least 1"), ({"units": 7e9}, TypeError, "integer"),
     ({"units": []}, ValueError, "at least one tensor"),
     ({"micro_steps": 0}, ValueError, "micro_steps is at least 1"),
-    ({"gradient_bytes": 0}, ValueError, "gradient_bytes is at least 1"),
     ({"strategy": "HSDP"}, ValueError, "needs shard_ranks"),
     ({"shard_ranks": 2}, ValueError, "shard_ranks is for HSDP, not for"),
     ({"strategy": "HSDP", "shard_ranks": 3}, ValueError, "3 ranks to a copy do not divide 8"),
@@ -231,10 +209,3 @@ def test_calls_of_hybrid_sharding():
 def test_what_cannot_be_is_refused_in_words(options, error, says):
     with pytest.raises(error, match=says):
         bytes_per_step(**{"strategy": "DDP", "world_size": 8, "units": 100, **options})
-
-
-def test_every_strategy_is_made_of_known_collectives():
-    for strategy in traffic.STRATEGIES:
-        options = {"shard_ranks": 2} if strategy == "HSDP" else {}
-        for each in collectives(strategy, 4, UNITS, **options):
-            assert each.algorithm in cost.ALGORITHMS and each.bytes_sent > 0

@@ -59,15 +59,6 @@ def test_each_unit_says_the_same_speed(unit, more, factor):
     assert said == pytest.approx(rate * factor if factor else expected[unit])
 
 
-def test_causal_flops_count_half_of_the_attention():
-    row = ROWS["mleng-8b-h200"]
-    said = published._in_unit(row, 1.0)
-    model = MODELS["Llama-3 8B"]
-    full = published._job(row).model_flops
-    assert full / 1e12 - said == pytest.approx(
-        6 * model.layers * model.d_model * 8192**2 / 1e12)
-
-
 def test_micro_batches_send_once_or_each_time():
     cluster = published.CLUSTERS["A100, 400 Gb/s a node"].of(128)
     row = ROWS["fms-a100-7b-hsdp-first"] | {"batch": 1, "sequence": 512}
@@ -94,20 +85,6 @@ def test_what_is_partly_recomputed_lies_between():
     assert none < full and published._seconds(row, cluster) == pytest.approx((none + full) / 2)
     products = published._seconds(ROWS["titan-a100-l2-13b-op"], cluster)
     assert none < products < full
-
-
-def test_the_interval_is_that_of_the_paces():
-    rate, time = (published._run(ROWS[name]) for name in ("foundry-h100-13b-2048-8-b2",
-                                                          "llmc-774m"))
-    assert rate.low < rate.predicted < rate.high
-    assert time.low < time.predicted < time.high, "the fast pace has the fewest seconds"
-    assert not replace(rate, published=2 * rate.high).inside
-    assert replace(rate, published=rate.low).inside
-
-
-def test_errors_are_those_of_speeds():
-    assert beside(100, 120).error == pytest.approx(0.2)
-    assert beside(1.2, 1.0, "s/step").error == pytest.approx(0.2)
 
 
 def test_a_summary_of_runs():

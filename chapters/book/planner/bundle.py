@@ -14,7 +14,7 @@ import sys
 import zipfile
 from pathlib import Path
 
-from dplab.predict import plan
+from dplab.predict import fields, plan
 from dplab.show import dark, palette
 from dplab.show.memory_areas import CATEGORY_COLORS
 from dplab.show.timelines import HIDDEN
@@ -56,7 +56,7 @@ def fragment() -> str:
     node = shutil.which("node")
     if node is None:
         raise FileNotFoundError("the planner's page needs Node.js to be built: install nodejs")
-    given = json.dumps({"schema": json.loads(plan.schema()), "answer": answer})
+    given = json.dumps({"schema": json.loads(fields.schema()), "answer": answer})
     return subprocess.run([node, HERE / "fragment.mjs"], input=given, stdout=subprocess.PIPE,
                           encoding="utf-8", check=True).stdout
 

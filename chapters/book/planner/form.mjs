@@ -36,20 +36,20 @@ function control(field) {
     return html`<input type="checkbox" ${common}${value ? html` checked` : ""}>`;
   }
   if (field.kind === "choice") {
-    return html`<select ${common} autocomplete="off">${field.choices.map((choice) => html`
-      <option value="${choice.value}"${choice.value === value ? html` selected` : ""}>${
-        choice.label}</option>`)}</select>`;
+    return html`<select ${common} autocomplete="off">${Object.entries(field.choices).map(([choice, label]) => html`
+      <option value="${choice}"${choice === value ? html` selected` : ""}>${label}</option>`)}</select>`;
   }
   // Text, not a number's input: the engine says what is wrong with any text, in its own words.
   return html`<input type="text" ${common} value="${value}" autocomplete="off" spellcheck="false"
     inputmode="${field.kind === "whole" ? "numeric" : "decimal"}">`;
 }
 
-// Fills the form with what the address gives, and each other field with its default.
-export function fill(form, schema, given) {
+// Fills the form with what the address gives, and each other field with what the engine last said:
+// a default may follow from other fields. Before the engine has said anything, with the usual one.
+export function fill(form, schema, given, values = {}) {
   for (const field of schema) {
     const input = form.elements[field.name];
-    const value = given.get(field.name) ?? defaultOf(form, schema, field);
+    const value = given.get(field.name) ?? text(values[field.name] ?? field.default);
     if (field.kind === "flag") {
       input.checked = YES.includes(value.toLowerCase());
     } else if (input !== document.activeElement) {
@@ -68,14 +68,6 @@ export function changed(form, schema, given, input) {
   return found;
 }
 
-function defaultOf(form, schema, field) {
-  const other = field.default_by && form.elements[field.default_by.field].value;
-  const value = field.default_by?.values[other] ?? field.default;
-  const bound = schema.find(({ name }) => name === field.at_most);
-  const most = bound && isAsked(form, bound) && Number(form.elements[bound.name].value.replaceAll(",", ""));
-  return text(most >= 1 ? Math.min(value, most) : value);
-}
-
 function isAsked(form, field) {
   return Object.entries(field.needs).every(([name, value]) => form.elements[name].value === value);
 }
@@ -83,7 +75,7 @@ function isAsked(form, field) {
 // A value that is no choice stays in the form, so that the engine can say what is wrong with it.
 function offer(select, field, value) {
   select.querySelector("[data-unknown]")?.remove();
-  if (field.choices.some((choice) => choice.value === value)) return;
+  if (value in field.choices) return;
   select.insertAdjacentHTML("beforeend", html`<option data-unknown>${value}</option>`);
 }
 

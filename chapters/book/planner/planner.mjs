@@ -15,6 +15,7 @@ const IN_A_TERMINAL = html`In a terminal, <code>dplab plan</code> computes a pla
 
 let asked = location.search.slice(1); // the newest query; answers to older ones are thrown away
 let given = new URLSearchParams(asked); // the same, as the form shows it
+let values = {}; // of all fields, as the engine last said
 let computing = true; // until Python has started
 let shownQuery = null; // of the plan that the page shows; null: the stored one
 let telling; // the timer of what a screen reader will be told
@@ -28,10 +29,11 @@ page.classList.toggle("stale", asked !== "");
 say(html`${stored()} Python is starting in this page …`);
 
 form.addEventListener("input", ({ target }) => take(changed(form, schema, given, target)));
-form.addEventListener("focusout", () => fill(form, schema, given));
+form.addEventListener("focusout", () => fill(form, schema, given, values));
 form.addEventListener("submit", (event) => event.preventDefault());
 form.addEventListener("reset", (event) => {
   event.preventDefault();
+  values = {};
   take(new URLSearchParams());
 });
 page.addEventListener("click", copy);
@@ -44,7 +46,7 @@ function ready() {
 function take(query) {
   given = query;
   asked = query.toString();
-  fill(form, schema, given);
+  fill(form, schema, given, values);
   compute();
 }
 
@@ -85,8 +87,9 @@ function show(answer) {
   if (!answer.errors.length) {
     asked = answer.query; // shorter: without what is the default anyway
     given = new URLSearchParams(asked);
-    fill(form, schema, given);
   }
+  values = answer.fields;
+  fill(form, schema, given, values);
   remember(asked);
   page.classList.toggle("stale", answer.errors.length > 0);
   if (answer.errors.length) {
