@@ -76,6 +76,26 @@ def first_difference(expected, got, tolerance) -> Difference | None:
     return None
 
 
+def other_demands(first: Difference, expected, got, tolerance) -> list[str]:
+    """A line for each demand that is not met either on that rank, two at most.
+
+    Demands are limits, what is or is not so, and that there be None. Other facts are left out: one
+    mistake may make all numbers wrong.
+    """
+    right, found = expected[first.rank], got[first.rank]
+    lines = []
+    for fact, value in right.items():
+        if fact == first.fact or fact not in found or agree(value, found[fact], tolerance):
+            continue
+        if isinstance(value, AtMost):
+            lines.append(f"{fact} is {found[fact]}: {value.why}")
+        elif value is True and fact.startswith("that "):
+            lines.append(f"the exercise asks {fact}, and that is not so here")
+        elif value is None:
+            lines.append(f"{fact} is {_words(found[fact])}, and should be None")
+    return [f"Besides, {line}." for line in lines[:2]]
+
+
 def agree(expected, got, tolerance) -> bool:
     if isinstance(expected, AtMost):
         return isinstance(got, int | float) and got <= expected.limit

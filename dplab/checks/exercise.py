@@ -9,6 +9,7 @@ import functools
 import inspect
 import math
 import re
+import signal
 import textwrap
 import time
 import traceback
@@ -22,7 +23,7 @@ import torch
 from dplab import RankError
 from dplab.checks import observe, trials
 from dplab.checks.attempt_code import names_in, unwaited, used_result, words_of
-from dplab.checks.compare import COMMUNICATED, explained, first_difference
+from dplab.checks.compare import COMMUNICATED, explained, first_difference, other_demands
 from dplab.checks.composition import fewest, said
 from dplab.checks.known_mistakes import AT_LEAST, KnownMistakes
 from dplab.checks.mistakes import Slip
@@ -250,10 +251,13 @@ class Exercise:
         """What is wrong, in a verdict without a reason; None if nothing is."""
         if isinstance(got, RankError):
             return self.on_failure(got, world_size)
-        difference = first_difference(self.expected_of_all(world_size), got, self.tolerance)
+        expected = self.expected_of_all(world_size)
+        difference = first_difference(expected, got, self.tolerance)
         if difference is None:
             return None
-        return Verdict(WRONG, "", self.described(difference, got, world_size))
+        beside = other_demands(difference, expected, got, self.tolerance)
+        return Verdict(WRONG, "", "\n".join(
+            [self.described(difference, got, world_size), *beside]))
 
     def described(self, difference, got, world_size) -> str:
         """The first difference in words, and where it was seen."""
@@ -281,7 +285,8 @@ class Exercise:
         if own and error.kind == "raised":
             why = (f"{why} the check could not use what your `{self.name}` returned or left "
                    "behind. Its docstring says what it has to be.").strip()
-        if "(SIGABRT)" in detail and "last call was recv" in detail:
+        if error.kind == "died" and any(rank.exit_code == -signal.SIGABRT and (
+                rank.operation == "recv") for rank in error.ranks):
             # A check does not show the last words: they are gloo's.
             return Verdict(WRONG, self.too_long,
                            detail.replace("; its last words stand in the output", ""))

@@ -13,6 +13,7 @@ from dplab.checks.compare import (
     agree,
     explained,
     first_difference,
+    other_demands,
     overlap,
 )
 from dplab.checks.composition import fewest, made_of, said
@@ -266,3 +267,14 @@ def test_the_right_numbers_in_another_order_are_said_to_be_that():
     turned, other = right.flip(0), right.flip(0) + 1
     assert "in another order" in str(first_difference([{"it": right}], [{"it": turned}], 1e-5))
     assert "order" not in str(first_difference([{"it": right}], [{"it": other}], 1e-5))
+
+
+def test_demands_that_are_not_met_either_are_listed_and_other_facts_are_not():
+    right = {"sum": 3, "mean": 1.0, "that `x` is left alone": True, "bytes": AtMost(8, "too many"),
+             "size": None}
+    found = {"sum": 2, "mean": 0.5, "that `x` is left alone": False, "bytes": 4, "size": 0}
+    first = first_difference([right], [found], 1e-5)
+    besides = other_demands(first, [right], [found], 1e-5)
+    assert len(besides) == 2
+    assert "left alone" in besides[0] and "should be None" in besides[1]
+    assert other_demands(first, [right], [right | {"sum": 2, "bytes": 8}], 1e-5) == []
