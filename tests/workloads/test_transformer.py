@@ -9,13 +9,9 @@ from small_transformers import GPT, LLAMA
 from dplab.predict.catalogue import MODELS
 from dplab.workloads.transformer import Transformer, rotated, rotation_table
 
-LLAMA_70B = MODELS["Llama-3 70B"]
 
-
-@pytest.mark.parametrize("config", [
-    GPT, LLAMA, replace(GPT, tied=False), replace(GPT, gated=True), replace(LLAMA, biases=True),
-    MODELS["GPT-2"], MODELS["Llama-3 8B"], replace(LLAMA_70B, layers=2)],
-    ids=lambda config: config.name)
+@pytest.mark.parametrize("config", [GPT, LLAMA, MODELS["GPT-2"],
+                                    replace(MODELS["Llama-3 70B"], layers=2)])
 def test_the_model_has_the_parameters_that_are_predicted(config):
     with torch.device("meta"):
         model = Transformer(config)
