@@ -135,31 +135,26 @@ def assert_equal_states(found, expected):
                     msg=lambda text, at=(rank, step, name): f"{at}: {text}")
 
 
-def run_each(cases, world_size, **options):
-    """For each case the states of all ranks: `on_a_rank` with several arguments, in one run."""
-    def work():
-        return [on_a_rank(*case, **options) for case in cases]
-
-    return list(zip(*dplab.run(work, world_size, backend="gloo"), strict=True))
+OUTER = [(0.7, 0.9), (0.5, 0.0)]  # learning rate, momentum
 
 
-@pytest.mark.slow
-@world_sizes
-def test_local_sgd_is_what_one_process_computes(world_size):
-    cases = [(Net, optimizer, 7, every) for optimizer in OPTIMIZERS for every in (1, 3)]
-    found = run_each([(LocalSGD, *case) for case in cases], world_size)
-    for states, (net, optimizer, steps, every) in zip(found, cases, strict=True):
-        assert_equal_states(states, simulated(net, optimizer, world_size, steps, every, mean))
+def in_each_way():
+    """Local SGD by optimizer and steps between meetings, then DiLoCo by outer optimizer."""
+    return [on_a_rank(LocalSGD, Net, optimizer, 7, every)
+            for optimizer in OPTIMIZERS for every in (1, 3)] + [
+        on_a_rank(DiLoCo, Net, "adamw", 11, 3, outer_learning_rate=rate, outer_momentum=momentum)
+        for rate, momentum in OUTER]
 
 
 @pytest.mark.slow
 @world_sizes
-@pytest.mark.parametrize(("learning_rate", "momentum"), [(0.7, 0.9), (0.5, 0.0)])
-def test_diloco_is_what_one_process_computes(world_size, learning_rate, momentum):
-    found = run_each([(DiLoCo, Net, "adamw", 11, 3)], world_size,
-                     outer_learning_rate=learning_rate, outer_momentum=momentum)[0]
-    merge = outer_nesterov(Net, learning_rate, momentum)
-    assert_equal_states(found, simulated(Net, "adamw", world_size, 11, 3, merge))
+def test_each_step_is_what_one_process_computes(world_size):
+    found = zip(*dplab.run(in_each_way, world_size, backend="gloo"), strict=True)
+    expected = [simulated(Net, optimizer, world_size, 7, every, mean)
+                for optimizer in OPTIMIZERS for every in (1, 3)] + [
+        simulated(Net, "adamw", world_size, 11, 3, outer_nesterov(Net, *outer)) for outer in OUTER]
+    for states, want in zip(found, expected, strict=True):
+        assert_equal_states(states, want)
 
 
 def test_each_dtype_has_a_message_of_its_own():
@@ -177,11 +172,10 @@ def test_each_dtype_has_a_message_of_its_own():
     assert dplab.run(work, 3, backend="gloo") == 3 * [([1.5] * 4, 2)]
 
 
-@pytest.mark.parametrize("kind", [LocalSGD, DiLoCo])
-def test_bytes_are_those_of_the_parameters_once_in_h_steps(kind):
+def test_bytes_are_those_of_the_parameters_once_in_h_steps():
     def work(every):
         model = Plain(seed=dist.get_rank())
-        trainer = kind(model, OPTIMIZERS["sgd"](model.parameters()), every)
+        trainer = DiLoCo(model, OPTIMIZERS["sgd"](model.parameters()), every)
         with CallLog() as log:
             for step in range(64):
                 backward(model, dist.get_rank(), step)
@@ -193,20 +187,15 @@ def test_bytes_are_those_of_the_parameters_once_in_h_steps(kind):
     assert found == 2 * [[(64 * size, 64), (16 * size, 16), (size, 1)]]
 
 
-def test_integer_buffers_become_rank_0s():
+def test_integer_buffers_become_rank_0s_and_meeting_never_is_refused():
     def work():
         model = Net(seed=0)
-        trainer = LocalSGD(model, OPTIMIZERS["sgd"](model.parameters()), every=4)
+        optimizer = OPTIMIZERS["sgd"](model.parameters())
+        with pytest.raises(ValueError, match="not every 0"):
+            LocalSGD(model, optimizer, 0)
+        trainer = LocalSGD(model, optimizer, every=4)
         model.norm.num_batches_tracked.fill_(5 + dist.get_rank())
         trainer.average()
         return model.norm.num_batches_tracked.item()
 
     assert dplab.run(work, 3, backend="gloo") == [5, 5, 5]
-
-
-def test_meeting_never_is_refused():
-    def work():
-        with pytest.raises(ValueError, match="not every 0"):
-            LocalSGD(Plain(0), None, 0)
-
-    dplab.run(work, 1, backend="gloo")

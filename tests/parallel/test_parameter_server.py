@@ -45,8 +45,10 @@ def serve(method, updates, *, pauses=None, **options):
     rank = dist.get_rank()
     model = make(seed=rank)
     if rank == 0:
-        server = ParameterServer(model, make_optimizer(model))
+        seen = []
+        server = ParameterServer(model, make_optimizer(model), after_update=seen.append)
         getattr(server, method)(updates, **options)
+        assert seen == list(range(1, updates + 1))
         answer = server.pushes
     else:
         def compute_loss(number):

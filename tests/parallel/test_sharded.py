@@ -14,7 +14,6 @@ from sharding_ways import (
     Stage1Reducing,
     Stage2,
     Stage3,
-    Transformer,
     Whole,
     assert_close,
     decay_on_matrices_only,
@@ -24,6 +23,7 @@ from sharding_ways import (
     sentences,
     square_loss,
     train,
+    transformer,
     ways,
 )
 from torch import nn
@@ -38,10 +38,10 @@ STEPS = 8  # among them a change of the learning rate
 # --- training -------------------------------------------------------------------------------------
 
 def transformer_with(way, seed, world_size, rank_part):
-    trainer = way(Transformer(seed).to(dplab.device()), torch.optim.AdamW, decay_on_matrices_only,
+    trainer = way(transformer(seed).to(dplab.device()), torch.optim.AdamW, decay_on_matrices_only,
                   lr=5e-3)
     batches = [sentences(step, LOCAL_BATCH * world_size) for step in range(STEPS)]
-    return train(trainer, batches, language_loss, schedule=True, max_norm=0.5,
+    return train(trainer, batches, language_loss, schedule=True, max_norm=0.4,
                  rank_part=rank_part)
 
 
@@ -55,7 +55,7 @@ def transformer_on_ranks(way):
 def test_a_transformer_trains_as_unsharded(world_size, way):
     """AdamW in float64: tied and frozen parameters, two groups, a scheduler, clipping."""
     expected, norms = transformer_with(Whole, 0, world_size, rank_part=lambda batch: batch)
-    assert min(norms) > 0.5, "nothing is clipped"
+    assert min(norms) > 0.4, "nothing is clipped"
     results = run_each(transformer_on_ranks, WAYS, world_size)[way]
     assert_close([state for state, _ in results], expected, 1e-10)
     for _, found in results:
