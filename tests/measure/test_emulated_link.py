@@ -187,7 +187,7 @@ def timed(actions):
     return [seconds_of(action)[1] for action in actions]
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [3])
 def test_no_collective_ends_before_the_link_allows(ranks):
     least = {
         all_reduce: ("ring all-reduce", 1), broadcast: ("pipelined broadcast", 1),

@@ -40,19 +40,6 @@ def test_rotary_attention_depends_on_the_distance_alone():
     assert scores[7, 4] != pytest.approx(scores[7, 3].item())
 
 
-def test_heads_that_share_keys_equal_heads_with_copies_of_them():
-    torch.manual_seed(0)
-    few = Transformer(LLAMA).double()
-    all_heads = Transformer(replace(LLAMA, kv_heads=4)).double()
-    state = few.state_dict()
-    for name in state:
-        if ".key." in name or ".value." in name:
-            state[name] = state[name].unflatten(0, (2, 12)).repeat_interleave(2, 0).flatten(0, 1)
-    all_heads.load_state_dict(state)
-    tokens = torch.randint(101, (2, 20))
-    torch.testing.assert_close(few(tokens), all_heads(tokens))
-
-
 def test_the_model_refuses_what_it_cannot_do():
     with pytest.raises(ValueError, match="65 tokens, and learned positions for 64"):
         Transformer(GPT)(torch.zeros(1, 65, dtype=torch.int64))

@@ -5,7 +5,6 @@ import sklearn.datasets
 import torch
 from torch.nn import functional as F
 
-from dplab.workloads import standard_library
 from dplab.workloads.digits import (
     TRAIN_SIZE,
     accuracy,
@@ -94,9 +93,3 @@ def test_samples_are_windows_and_the_same_for_the_same_seed():
     assert not torch.equal(inputs, sample(source, 64, 7, seed=4)[0])
     first, _ = sample(source[:8], batch=3, length=7, seed=0)
     assert torch.equal(first, torch.arange(7).expand(3, 7))
-
-
-def test_a_python_without_source_says_so(monkeypatch, tmp_path):
-    monkeypatch.setattr(standard_library.sysconfig, "get_paths", lambda: {"stdlib": tmp_path})
-    with pytest.raises(FileNotFoundError, match="no source files"):
-        standard_library._source.__wrapped__()
