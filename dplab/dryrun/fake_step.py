@@ -270,7 +270,7 @@ def _use_fused_kernels():
 class _FusedRMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, dimensions, weight):
-        with torch.enable_grad():  # the tracker tells activations by it
+        with torch.enable_grad():  # by which activations are told
             output = torch.empty_like(x)
             deviation = torch.empty(x.shape[:-dimensions], dtype=torch.float32, device=x.device)
         ctx.save_for_backward(x, weight, deviation)
