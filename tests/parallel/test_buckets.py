@@ -11,18 +11,13 @@ import cloudpickle
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_each
+from ranks import MIB, run_each
 from torch import nn
 
 from dplab import run
 from dplab.measure import CallLog
 from dplab.parallel import BucketedDDP, OverlappedDDP
-from dplab.parallel.bucketed_ddp import (
-    MIB,
-    average_bucket,
-    bucket_parameters,
-    filled_in_reverse,
-)
+from dplab.parallel.bucketed_ddp import average_bucket, bucket_parameters, filled_in_reverse
 from dplab.parallel.overlapped_ddp import OverlappedBuckets
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
