@@ -296,8 +296,7 @@ def predicted(config, batch: int, sequence: int, gpu: Gpu, compiled: bool, rates
 def memory_peaks(config, batch: int, sequence: int) -> tuple[int, int]:
     """Bytes at the peak of a step under DDP on one GPU, all in bf16, and those of the dry run."""
     real = dplab.run(_ddp_peak, 1, config, batch, sequence)[0]
-    return real, dryrun.ddp(config, 1, batch=batch, sequence=sequence, precision="bf16",
-                            progress=False).peak
+    return real, dryrun.ddp(config, 1, batch=batch, sequence=sequence, precision="bf16").peak
 
 
 def _ddp_peak(config, batch, sequence):

@@ -102,4 +102,4 @@ def dry(step) -> dryrun.DryRun:
     if strategy == "FSDP, kept":
         more = {"reshard_after_forward": False}
     return run(MODELS[name], ranks, batch=batch, sequence=sequence, precision=precision,
-               checkpointing=recompute == "full", progress=False, **more)
+               checkpointing=recompute == "full", **more)

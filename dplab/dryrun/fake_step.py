@@ -6,7 +6,6 @@ models are initialised in earnest. Then the optimizer's state is made, and one s
 
 import gc
 import resource
-import struct
 import sys
 import time
 import traceback
@@ -18,21 +17,18 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch._subclasses import fake_tensor
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dplab.dryrun.events import blocks_to_trace, lengthened, replay
 from dplab.dryrun.findings import DryRun, UnsupportedOperator
-from dplab.dryrun.tracker import Tracker
+from dplab.dryrun.instruments import FakeTensors, StepTimeline
 from dplab.dryrun.units import UnknownUnits, blocks_of, checkpointed, shard, units_of
 from dplab.predict import shards
 from dplab.predict.memory import States
 from dplab.predict.transformer_config import TransformerConfig
 from dplab.spawn.between.calls import is_learners
-from dplab.spawn.rank import recording
 from dplab.workloads.transformer import Transformer
 
 _VALUES_NEEDED = (fake_tensor.DataDependentOutputException,
@@ -60,13 +56,12 @@ class Setup:
     bucket_views: bool = False
 
 
-def dry_run(setup: Setup, progress_file: str) -> DryRun | Exception:
+def dry_run(setup: Setup) -> DryRun | Exception:
     """Runs the setup and returns its report, or the exception that the caller is to raise."""
     start = time.perf_counter()
-    recording.recorder = None  # nobody reads the log of calls here
     _use_fused_kernels()
     try:
-        run, trace = _few_blocks(setup, progress_file) or _all_blocks(setup, progress_file)
+        run, trace = _few_blocks(setup) or _all_blocks(setup)
     except _VALUES_NEEDED as error:
         return UnsupportedOperator(_words(error))
     except UnknownUnits as error:
@@ -83,7 +78,7 @@ def dry_run(setup: Setup, progress_file: str) -> DryRun | Exception:
         resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)
 
 
-def _few_blocks(setup, progress_file):
+def _few_blocks(setup):
     """The run of a model with fewer blocks, and the trace of all; None where that cannot be."""
     period = setup.units if isinstance(setup.units, int) else 1
     alike = setup.units == "blocks" or isinstance(setup.units, int | type)
@@ -93,23 +88,22 @@ def _few_blocks(setup, progress_file):
     few = blocks_to_trace(blocks, period)
     if few == blocks:
         return None
-    run = Run(replace(setup, model=replace(setup.model, layers=few)), progress_file)
+    run = Run(replace(setup, model=replace(setup.model, layers=few)))
     trace = lengthened(run.trace(), few, blocks, period)
     return trace and (run, trace)
 
 
-def _all_blocks(setup, progress_file):
-    run = Run(setup, progress_file)
+def _all_blocks(setup):
+    run = Run(setup)
     return run, run.trace()
 
 
 class Run:
     """One rank's model, optimizer and step."""
 
-    def __init__(self, setup: Setup, progress_file: str):
-        self._setup, self._progress_file, self._begun = setup, progress_file, 0
-        self._steps = 1 if setup.strategy == "fully_shard" else 2
-        self._gathered: dict[int, nn.Parameter] = {}  # full parameters by id, once they are there
+    def __init__(self, setup: Setup):
+        self._setup = setup
+        self._memory: StepTimeline | None = None  # while the step is watched
         with torch.device("meta"):
             built = setup.model
             self._model = Transformer(built) if isinstance(built, TransformerConfig) else built()
@@ -117,7 +111,6 @@ class Run:
                 self._model.to(torch.bfloat16)
         self.parameters = sum(parameter.numel() for parameter in self._model.parameters())
         self.blocks = blocks_of(self._model)
-        self._tracker = Tracker(self._report)
 
     def trace(self):
         """One step in the middle of training."""
@@ -132,25 +125,20 @@ class Run:
         gc.collect()
         gc.disable()  # or cycles would be freed at any time, and no two steps would be alike
         try:
-            with self._tracker.tracking():
+            with FakeTensors() as fake:
                 _to_fake(self._model)
-                model, optimizer = self._sharded() if sharded else self._replicated()
+                model, optimizer = self._sharded() if sharded else self._replicated(fake)
                 self._watch_blocks()
-                self._mark_states(optimizer)
-                self._tracker.begin_step()
-                self._step(model, optimizer)
-                self._tracker.mark([parameter.grad for parameter in self._model.parameters()
-                                    if parameter.grad is not None], "gradients")
+                self._memory = StepTimeline(model, optimizer, self.blocks)
+                with self._memory:
+                    self._step(model, optimizer)
         finally:
             gc.enable()
-        return self._tracker.trace()
+        return self._memory.trace()
 
     def _sharded(self):
         """The model under `fully_shard`, and its optimizer with state."""
         self._model._get_fsdp_state()._lazy_init()  # which else is a part of the first step
-        for module in self._model.modules():
-            if isinstance(module, FSDPModule):
-                module.register_forward_pre_hook(self._mark_gathered)
         optimizer = self._setup.optimizer(self._model.parameters())
         for parameter in self._model.parameters():
             if parameter.requires_grad:
@@ -159,7 +147,7 @@ class Run:
         optimizer.zero_grad()
         return self._model, optimizer
 
-    def _replicated(self):
+    def _replicated(self, fake):
         """The model under DDP, and its optimizer, after one step: only then are the buckets those
         of every later step.
         """
@@ -172,13 +160,13 @@ class Run:
                      ZeroRedundancyOptimizer(parameters, self._setup.optimizer))
         self._step(model, optimizer)
         optimizer.zero_grad()
-        with self._tracker.real_integers():
+        with fake.real_integers():
             model.reducer._rebuild_buckets()
         return model, optimizer
 
     def _step(self, model, optimizer):
         arguments, targets = self._batch()
-        self._tracker.begin("forward")
+        self._begin("forward")
         with torch.autocast("cpu", torch.bfloat16, enabled=self._setup.precision == "mixed"
                             and self._setup.strategy != "fully_shard"):
             output = model(*arguments)
@@ -187,9 +175,9 @@ class Run:
             else:
                 loss = output.float().mean()
         del output
-        self._tracker.begin("backward")
+        self._begin("backward")
         loss.backward()
-        self._tracker.begin("optimizer")
+        self._begin("optimizer")
         optimizer.step()
 
     @torch.no_grad()
@@ -213,40 +201,18 @@ class Run:
     def _watch_blocks(self):
         for block, module in enumerate(self.blocks):
             module.register_forward_pre_hook(
-                lambda *_, block=block: self._tracker.begin("forward", block))
+                lambda *_, block=block: self._begin("forward", block))
             module.register_forward_hook(
                 lambda module, inputs, output, block=block: self._watch_backward(output, block))
 
     def _watch_backward(self, output, block):
         first = output[0] if isinstance(output, tuple | list) else output
         if isinstance(first, torch.Tensor) and first.requires_grad:
-            first.register_hook(lambda _: self._tracker.begin("backward", block))
+            first.register_hook(lambda _: self._begin("backward", block))
 
-    def _mark_states(self, optimizer):
-        state = getattr(optimizer, "optim", optimizer).state
-        for block, module in [(None, self._model), *enumerate(self.blocks)]:
-            parameters = list(module.parameters())
-            self._tracker.mark(parameters, "parameters", block)
-            for parameter in parameters:
-                tensors = [value for value in state.get(parameter, {}).values()
-                           if isinstance(value, torch.Tensor)]
-                self._tracker.mark(tensors, "optimizer", block)
-
-    def _mark_gathered(self, module, _):
-        for parameter in module.parameters():
-            if isinstance(parameter, DTensor) or id(parameter) in self._gathered:
-                continue
-            self._gathered[id(parameter)] = parameter
-            self._tracker.mark([parameter], "gathered")
-            if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(
-                    lambda parameter: self._tracker.mark([parameter.grad], "gradients"))
-
-    def _report(self, phase, block):
-        """Writes how much of the step is done."""
-        self._begun += 1
-        with open(self._progress_file, "r+b") as file:
-            file.write(struct.pack("d", self._begun / (self._steps * (3 * len(self.blocks) + 3))))
+    def _begin(self, phase, block=None):
+        if self._memory is not None:
+            self._memory.begin(phase, block)
 
 
 def _join(world_size, rank):
@@ -304,7 +270,7 @@ def _use_fused_kernels():
 class _FusedRMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, dimensions, weight):
-        with torch.enable_grad():  # the tracker tells activations by it
+        with torch.enable_grad():  # by which activations are told
             output = torch.empty_like(x)
             deviation = torch.empty(x.shape[:-dimensions], dtype=torch.float32, device=x.device)
         ctx.save_for_backward(x, weight, deviation)

@@ -1,12 +1,6 @@
 """What a reader calls: arguments checked here, the step run in a process of its own."""
 
-import os
-import struct
-import sys
-import tempfile
-import threading
 from collections.abc import Callable
-from contextlib import contextmanager
 from numbers import Integral
 
 import torch
@@ -17,15 +11,13 @@ from dplab.dryrun.units import POLICIES
 from dplab.predict.checks import one_of, whole
 from dplab.predict.transformer_config import TransformerConfig
 
-_DELAY = 2  # seconds until there is a bar
-
 
 def fully_shard(model: TransformerConfig | Callable[[], nn.Module], world_size: int, *,
                 batch: int = 1, sequence: int | None = None, units="blocks",
                 reshard_after_forward: bool | None = None, shard_ranks: int | None = None,
                 precision: str = "mixed", checkpointing: bool = False,
                 optimizer: Callable = torch.optim.AdamW, inputs: Callable | None = None,
-                full: bool = True, progress: bool = True) -> DryRun:
+                full: bool = True) -> DryRun:
     """A training step under torch's `fully_shard`, on fake tensors: memory and collectives.
 
     model: a configuration, such as ``predict.catalogue.MODELS["Llama-3 70B"]``, or a function
@@ -49,7 +41,6 @@ def fully_shard(model: TransformerConfig | Callable[[], nn.Module], world_size: 
         the output's mean.
     full: False runs a few blocks of a configuration and takes the others to be like them, where
         that is possible; ``traced_blocks`` tells.
-    progress: whether a notebook or a terminal shows a bar while it takes longer than two seconds.
 
     Attention is `scaled_dot_product_attention`'s flash kernel for CPUs, which like that for GPUs
     keeps no scores. The optimizer works on one tensor after another, as torch's do on a CPU. On a
@@ -78,14 +69,14 @@ def fully_shard(model: TransformerConfig | Callable[[], nn.Module], world_size: 
                          "number that does")
     return _run("fully_shard", model, world_size, batch=batch, sequence=sequence,
                 precision=precision, checkpointing=checkpointing, optimizer=optimizer,
-                inputs=inputs, progress=progress, full=full, units=units,
+                inputs=inputs, full=full, units=units,
                 reshard_after_forward=reshard_after_forward, shard_ranks=shard_ranks)
 
 
 def ddp(model: TransformerConfig | Callable[[], nn.Module], world_size: int, *, batch: int = 1,
         sequence: int | None = None, precision: str = "mixed", checkpointing: bool = False,
         optimizer: Callable = torch.optim.AdamW, inputs: Callable | None = None,
-        bucket_views: bool = False, progress: bool = True) -> DryRun:
+        bucket_views: bool = False) -> DryRun:
     """The same for `DistributedDataParallel`, in its second step, with the buckets that stay.
 
     With ``precision="mixed"`` the step runs under `torch.autocast`, whose copies of the parameters
@@ -94,21 +85,21 @@ def ddp(model: TransformerConfig | Callable[[], nn.Module], world_size: int, *, 
     """
     return _run("DDP", model, world_size, batch=batch, sequence=sequence, precision=precision,
                 checkpointing=checkpointing, optimizer=optimizer, inputs=inputs,
-                progress=progress, bucket_views=bool(bucket_views))
+                bucket_views=bool(bucket_views))
 
 
 def zero_1(model: TransformerConfig | Callable[[], nn.Module], world_size: int, *, batch: int = 1,
            sequence: int | None = None, precision: str = "mixed", checkpointing: bool = False,
            optimizer: Callable = torch.optim.AdamW, inputs: Callable | None = None,
-           bucket_views: bool = False, progress: bool = True) -> DryRun:
+           bucket_views: bool = False) -> DryRun:
     """The same for `ZeroRedundancyOptimizer` with DDP, on the rank that has most of the state."""
     return _run("ZeRO-1", model, world_size, batch=batch, sequence=sequence, precision=precision,
                 checkpointing=checkpointing, optimizer=optimizer, inputs=inputs,
-                progress=progress, bucket_views=bool(bucket_views))
+                bucket_views=bool(bucket_views))
 
 
 def _run(strategy, model, world_size, *, batch, sequence, precision, checkpointing, optimizer,
-         inputs, progress, **more):
+         inputs, **more):
     world_size = whole(world_size, "the world size")
     one_of(precision, ("fp32", "mixed", "bf16"), "precision")
     if isinstance(model, TransformerConfig):
@@ -133,45 +124,7 @@ def _run(strategy, model, world_size, *, batch, sequence, precision, checkpointi
 
     setup = Setup(strategy, model, world_size, batch=batch, sequence=sequence, precision=precision,
                   checkpointing=bool(checkpointing), optimizer=optimizer, inputs=inputs, **more)
-    title = f"dry run of {getattr(model, 'name', '') or 'the model'}, {world_size} ranks"
-    with tempfile.NamedTemporaryFile() as file, _bar(file.name, title, progress):
-        result = run(dry_run, 1, setup, file.name, backend="gloo", timeout=24 * 3600)[0]
+    result = run(dry_run, 1, setup, backend="gloo", timeout=24 * 3600)[0]
     if isinstance(result, Exception):
         raise result
     return result
-
-
-@contextmanager
-def _bar(path, title, wanted):
-    """Shows how far the other process is, as it writes it to ``path``."""
-    if not (wanted and _watched()):
-        yield
-        return
-    from tqdm.auto import tqdm
-
-    done = threading.Event()
-    form = "{desc}: {percentage:3.0f}% |{bar}| {elapsed}"
-
-    def follow():
-        with tqdm(total=100, desc=title, delay=_DELAY, leave=False, bar_format=form) as bar:
-            while not done.wait(0.2):
-                with open(path, "rb") as file:
-                    read = file.read(8)
-                if len(read) == 8:
-                    bar.update(min(100, 100 * struct.unpack("d", read)[0]) - bar.n)
-
-    thread = threading.Thread(target=follow, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        done.set()
-        thread.join()
-
-
-def _watched():
-    """Whether a bar has a notebook or a terminal to be seen in, and not only a file."""
-    from dplab.spawn.parent.output import in_notebook
-
-    terminal = sys.stderr is not None and sys.stderr.isatty()
-    return os.environ.get("DPLAB_LIVE") != "0" and (terminal or in_notebook())

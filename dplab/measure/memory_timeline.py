@@ -106,7 +106,8 @@ class MemoryTimeline(Sampled):
 
     def __init__(self, model: nn.Module, optimizer: Optimizer | None = None):
         self._model, self._optimizers = model, _with_inner(optimizer)  # the given one first
-        self._events: list[tuple[int, float, int, int]] = []  # op, seconds, storage, change
+        # (op, seconds, what): of a change, what is (number of the storage, bytes)
+        self._events: list[tuple[int, float, tuple]] = []
         self._storages = Storages(self._note)
         self._strangers: set[int] = set()  # numbers of storages that no operation returned
         self._op = 0
@@ -118,6 +119,7 @@ class MemoryTimeline(Sampled):
             raise RuntimeError("a MemoryTimeline is active already: end its block first")
         self._start = None
         self._places = [module._parameters for module in self._model.modules()]
+        self._in_groups = _grouped(self._optimizers)
         parameters, _, optimizer = _at_rest(self._model, self._optimizers)
         self._storages.mark(parameters, "parameters")
         self._storages.mark(optimizer, "optimizer")
@@ -152,16 +154,16 @@ class MemoryTimeline(Sampled):
         finally:
             self.phases.append(Phase(name, start, self._op))
 
-    def _note(self, number, change):
+    def _note(self, *what):
         passed = 0.0 if self._start is None else time.perf_counter() - self._start
-        self._events.append((self._op, passed, number, change))
+        self._events.append((self._op, passed, what))
 
     def _look(self):
         """Notes what stands in the parameters' places now, and the gradients."""
         there = [parameter for place in self._places for parameter in place.values()
                  if parameter is not None]
         self._storages.mark(storages_of(there), "gathered")
-        found = _gradients(there + _grouped(self._optimizers))
+        found = _gradients(there + self._in_groups)
         self._storages.mark(storages_of(found), "gradients")
 
     def _ran(self, func, inputs, outputs):
@@ -203,23 +205,26 @@ class MemoryTimeline(Sampled):
 
     def _replay(self):
         """Makes the samples, now that each storage's category is known."""
-        has_ddp = any(isinstance(each, DistributedDataParallel) for each in self._model.modules())
-        buckets = {number for number in self._strangers if has_ddp
-                   and self._storages.category(number) == "communication"}
-        events = []
-        for op, seconds, number, change in self._events:
-            if number in buckets:  # DDP made it before the block
-                buckets.remove(number)
-                op, seconds = 0, 0.0
-            events.append((op, seconds, number, change))
-        events.sort(key=lambda event: event[1])
         held = dict.fromkeys(CATEGORIES, 0)
         self.samples = [Sample(0, 0.0, dict(held))]
-        for op, seconds, number, change in events:
+        for op, seconds, (number, change) in self._in_order():
             held[self._storages.category(number)] += change
             if seconds == 0:
                 self.samples.clear()
             self.samples.append(Sample(op, seconds, dict(held)))
+
+    def _in_order(self):
+        """The events, those of DDP's buckets, which it made before the block, at its begin."""
+        has_ddp = any(isinstance(each, DistributedDataParallel) for each in self._model.modules())
+        buckets = {number for number in self._strangers if has_ddp and
+                   self._storages.category(number) in ("communication", "gradients")}
+        events = []
+        for op, seconds, what in self._events:
+            if what[0] in buckets:
+                buckets.remove(what[0])
+                op, seconds = 0, 0.0
+            events.append((op, seconds, what))
+        return sorted(events, key=lambda event: event[1])
 
 
 class _Mode(TorchDispatchMode):

@@ -38,7 +38,7 @@ def dry_run_of(units, world_size: int) -> dryrun.DryRun:
     """A step of `Network` with these units, as `dryrun.fully_shard` takes them: fp32, SGD."""
     return dryrun.fully_shard(
         Network, world_size, units=units, inputs=lambda: torch.zeros(8, dtype=torch.int64),
-        precision="fp32", optimizer=torch.optim.SGD, progress=False)
+        precision="fp32", optimizer=torch.optim.SGD)
 
 
 def bytes_beyond_shards(run: dryrun.DryRun) -> float:

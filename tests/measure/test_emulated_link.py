@@ -11,13 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from failing import failure
-from timelines import bars_of
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from dplab import run, show
-from dplab.measure import CallLog, EmulatedLink, Trace, aligned
+from dplab import run
+from dplab.measure import CallLog, EmulatedLink
 from dplab.parallel import ring_all_reduce, ring_reduce_scatter, tree_all_reduce
 from dplab.predict import catalogue, cost
 from dplab.predict.step import COMMUNICATION, COMPUTE, Span
@@ -184,15 +183,11 @@ def test_values_are_those_of_gloo(ranks):
                 assert equal, (rank, action)
 
 
-def test_one_rank_alone():
-    assert torch.equal(run(all_reduce, 1, link=SLOW)[0], torch.arange(float(LENGTH)))
-
-
 def timed(actions):
     return [seconds_of(action)[1] for action in actions]
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [3])
 def test_no_collective_ends_before_the_link_allows(ranks):
     least = {
         all_reduce: ("ring all-reduce", 1), broadcast: ("pipelined broadcast", 1),
@@ -296,37 +291,13 @@ def test_the_call_log_sees_what_ddps_reducer_launches():
         assert log.bytes("all_reduce") == 3 * 4 * weights
 
 
-def raises_late():
-    dist.all_reduce(numbers())
-    if dist.get_rank() == 1:
-        raise ValueError("after the first")
-    dist.all_reduce(numbers())
-
-
 def disagrees():
     dist.all_reduce(numbers()[: LENGTH - dist.get_rank()])
 
 
-def returns_early():
-    if dist.get_rank() == 0:
-        dist.all_reduce(numbers())
-
-
-def sends_first():
-    dist.send(numbers(), 1 - dist.get_rank())
-    dist.recv(numbers(), 1 - dist.get_rank())
-
-
-@pytest.mark.parametrize(("function", "kind", "said"), [
-    (raises_late, "raised", "rank 1 of 2 raised ValueError: after the first"),
-    (disagrees, "mismatched", "the shapes do not agree"),
-    (returns_early, "stuck", "rank 1 returned, and rank 0 still waits in all_reduce number 1"),
-    (sends_first, "stuck", "each sends, and nobody comes to receive"),
-])
-def test_failures_are_reported_as_without_it(function, kind, said):
-    error = failure(function, 2, link=FAST)
-    assert error.kind == kind
-    assert said in str(error)
+def test_a_mismatch_is_reported_as_without_it():
+    error = failure(disagrees, 2, link=FAST)
+    assert error.kind == "mismatched" and "the shapes do not agree" in str(error)
 
 
 def test_threads_that_wake_late_change_nothing_of_what_the_link_carries():
@@ -341,25 +312,6 @@ def test_threads_that_wake_late_change_nothing_of_what_the_link_carries():
     assert on_time[1][1].seconds == pytest.approx(SLOW.seconds("all_reduce", 2, 22_000))
 
 
-def two_at_once():
-    dist.barrier()
-    with Trace() as trace:
-        for work in [dist.all_reduce(numbers(), async_op=True) for _ in range(2)]:
-            work.wait()
-    return trace.spans
-
-
-def test_a_link_carries_one_message_after_another_and_none_of_them_waits_then():
-    launched = aligned(run(two_at_once, 2, link=SLOW, backend="gloo"))
-    for before, carried in zip(launched, SLOW.carried(launched), strict=True):
-        first, second = carried
-        assert before[1].queued > 0
-        assert second.start == pytest.approx(first.end)
-        assert first.queued == second.queued == 0
-        assert not [bar for bar in bars_of(show.timeline([carried], title=""))
-                    if bar.get_label().endswith("queued")]
-
-
 def test_presets_carry_published_numbers():
     link = EmulatedLink.of("400 Gb/s")
     assert (link.bandwidth, link.latency) == (50e9, catalogue.LINKS["400 Gb/s"].latency)
@@ -368,12 +320,9 @@ def test_presets_carry_published_numbers():
         EmulatedLink.of("NVLink 44")
 
 
-@pytest.mark.parametrize("arguments", [(0,), (-1.0,), (1e9, -1e-6), (float("nan"),)])
-def test_an_impossible_link_is_refused(arguments):
-    with pytest.raises(ValueError, match=r"bandwidth above 0|latency is 0"):
-        EmulatedLink(*arguments)
-
-
-def test_it_emulates_over_gloo_only():
+def test_what_cannot_be_emulated_is_refused():
+    for arguments in ((0,), (1e9, -1e-6)):
+        with pytest.raises(ValueError, match=r"bandwidth above 0|latency is 0"):
+            EmulatedLink(*arguments)
     with pytest.raises(ValueError, match="backend='gloo'"):
         FAST.install("nccl")

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from ranks import world_sizes
 
 import dplab
-from dplab import RankError, run
+from dplab import run
 from dplab.parallel import (
     naive_all_reduce,
     ring_all_gather,
@@ -20,12 +20,9 @@ from dplab.parallel import (
     tree_all_reduce,
 )
 
-LENGTHS = [0, 1, 2, 3, 5, 8, 13, 1000, 4099]
-DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32,
-          torch.uint8, torch.complex64]
+LENGTHS = [0, 1, 3, 5, 8, 13, 4099]
+DTYPES = [torch.float64, torch.bfloat16, torch.int64, torch.complex64]
 ALL_REDUCES = [naive_all_reduce, tree_all_reduce, ring_all_reduce]
-
-all_reduces = pytest.mark.parametrize("all_reduce", ALL_REDUCES, ids=lambda f: f.__name__)
 
 
 def part(rank, length, dtype=torch.float64):
@@ -60,97 +57,26 @@ def assert_same_on_all_ranks(results):
             assert torch.equal(tensor, first)
 
 
-# --- the sums -----------------------------------------------------------------------------------
+# --- one run of the ranks has all that follows --------------------------------------------------
 
-def reduced(all_reduce, lengths, dtype=torch.float64):
-    tensors = [part(dist.get_rank(), length, dtype) for length in lengths]
-    for tensor in tensors:
-        all_reduce(tensor)
-    return tensors
-
-
-@functools.cache
-def all_sums(world_size, dtypes=(torch.float64,)):
-    """By all-reduce and dtype, the tensors of each rank: the same ranks make all of them."""
-    cases = [(all_reduce, dtype) for all_reduce in ALL_REDUCES for dtype in dtypes]
-    ranks = run(lambda: [reduced(all_reduce, LENGTHS, dtype) for all_reduce, dtype in cases],
-                world_size, backend="gloo")
-    return dict(zip(cases, zip(*ranks, strict=True), strict=True))
+def all_sums():
+    """By dtype and all-reduce, the sums for each length; then the same of the ring's first half."""
+    sums, rank = {}, dist.get_rank()
+    for dtype in DTYPES:
+        for all_reduce in ALL_REDUCES:
+            sums[dtype, all_reduce.__name__] = [part(rank, length, dtype) for length in LENGTHS]
+            for tensor in sums[dtype, all_reduce.__name__]:
+                all_reduce(tensor)
+    chunks = {dtype: [ring_reduce_scatter(part(rank, length, dtype)) for length in LENGTHS]
+              for dtype in DTYPES}
+    return sums, chunks, gathered()
 
 
-@world_sizes
-@all_reduces
-def test_an_all_reduce_sums_tensors_of_any_length(all_reduce, world_size):
-    results = all_sums(world_size)[all_reduce, torch.float64]
-    assert_same_on_all_ranks(results)
-    for tensor, length in zip(results[0], LENGTHS, strict=True):
-        assert_is_sum(tensor, world_size, length)
-
-
-@all_reduces
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_an_all_reduce_sums_in_every_dtype(all_reduce, dtype):
-    results = all_sums(3, tuple(DTYPES))[all_reduce, dtype]
-    assert_same_on_all_ranks(results)
-    for tensor, length in zip(results[0], LENGTHS, strict=True):
-        assert tensor.dtype == dtype
-        assert_is_sum(tensor, 3, length)
-
-
-def all_at_once():
-    results = [reduced(all_reduce, LENGTHS, torch.float32) for all_reduce in ALL_REDUCES]
-    chunks = [ring_reduce_scatter(part(dist.get_rank(), length, torch.float32))
-              for length in LENGTHS]
-    gathered = [torch.empty(length) for length in LENGTHS]
-    for chunk, output in zip(chunks, gathered, strict=True):
-        ring_all_gather(chunk, output)
-    return [tensor for tensors in [*results, gathered] for tensor in tensors]
-
-
-@pytest.mark.slow
-def test_on_eight_ranks():
-    results = run(all_at_once, 8, backend="gloo")
-    assert_same_on_all_ranks(results)
-    for tensor, length in zip(results[0], LENGTHS * 4, strict=True):
-        assert_is_sum(tensor, 8, length)
-
-
-# --- the two halves of the ring -----------------------------------------------------------------
-
-def scattered(lengths, dtype=torch.float64):
-    return [ring_reduce_scatter(part(dist.get_rank(), length, dtype)) for length in lengths]
-
-
-SCATTERED_DTYPES = [torch.float64, torch.bfloat16, torch.int64]
-
-
-@functools.cache
-def all_scattered(world_size):
-    """By dtype, the chunks of each rank."""
-    ranks = run(lambda: [scattered(LENGTHS, dtype) for dtype in SCATTERED_DTYPES], world_size,
-                backend="gloo")
-    return dict(zip(SCATTERED_DTYPES, zip(*ranks, strict=True), strict=True))
-
-
-@world_sizes
-@pytest.mark.parametrize("dtype", SCATTERED_DTYPES, ids=str)
-def test_rank_r_gets_chunk_r_of_the_sum(world_size, dtype):
-    results = all_scattered(world_size)[dtype]
-    for rank, chunks in enumerate(results):
-        for chunk, length in zip(chunks, LENGTHS, strict=True):
-            assert_is_sum(chunk, world_size, length,
-                          lambda total, rank=rank: total.tensor_split(world_size)[rank])
-    for chunks in zip(*results, strict=True):
-        sizes = [len(chunk) for chunk in chunks]
-        assert sizes == sorted(sizes, reverse=True)
-        assert sizes[0] - sizes[-1] <= 1
-
-
-def gathered(lengths):
+def gathered():
     """From chunks that lie elsewhere, in an odd shape, and from chunks already in place."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     outputs = []
-    for length in lengths:
+    for length in LENGTHS:
         full = part(7, length)
         output = torch.full((length,), torch.nan, dtype=torch.float64)
         ring_all_gather(full.tensor_split(world_size)[rank].clone().unsqueeze(1), output)
@@ -162,16 +88,41 @@ def gathered(lengths):
     return outputs
 
 
+on_ranks = functools.cache(lambda world_size: run(all_sums, world_size, backend="gloo"))
+
+
+@world_sizes
+def test_an_all_reduce_sums_tensors_of_any_length_and_dtype(world_size):
+    results = [sums for sums, _, _ in on_ranks(world_size)]
+    for case in results[0]:
+        assert_same_on_all_ranks([sums[case] for sums in results])
+        for tensor, length in zip(results[0][case], LENGTHS, strict=True):
+            assert tensor.dtype == case[0]
+            assert_is_sum(tensor, world_size, length)
+
+
+@world_sizes
+def test_rank_r_gets_chunk_r_of_the_sum(world_size):
+    for rank, (_, chunks, _) in enumerate(on_ranks(world_size)):
+        for dtype in DTYPES:
+            for chunk, length in zip(chunks[dtype], LENGTHS, strict=True):
+                assert_is_sum(chunk, world_size, length,
+                              lambda total, rank=rank: total.tensor_split(world_size)[rank])
+
+
 @world_sizes
 def test_all_gather_puts_the_chunks_together(world_size):
     expected = [part(7, length) for length in LENGTHS for _ in range(2)]
-    assert_same_on_all_ranks([expected, *run(gathered, world_size, LENGTHS, backend="gloo")])
+    assert_same_on_all_ranks([expected, *(outputs for _, _, outputs in on_ranks(world_size))])
 
 
-@pytest.mark.parametrize("chunk", [torch.ones(2), torch.ones(3, dtype=torch.float64)])
-def test_all_gather_refuses_a_chunk_that_is_no_part_of_the_output(chunk):
-    with pytest.raises(RankError, match=r"chunk of 5 elements .* on 2 ranks has [23]; this one"):
-        run(lambda: ring_all_gather(chunk, torch.empty(5)), 2, backend="gloo")
+def test_all_gather_refuses_a_chunk_that_is_no_part_of_the_output():
+    def refused():
+        for chunk in (torch.ones(4), torch.ones(3 - dist.get_rank(), dtype=torch.float64)):
+            with pytest.raises(ValueError, match=r"chunk of 5 elements .* on 2 ranks has [23]"):
+                ring_all_gather(chunk, torch.empty(5))
+
+    run(refused, 2, backend="gloo")
 
 
 # --- shapes, strides, autograd, groups ----------------------------------------------------------

@@ -7,6 +7,7 @@ from ddp_models import (
     LOCAL_BATCH,
     WRAPPERS,
     Awkward,
+    Branches,
     assert_all_equal,
     batch,
     count_collectives,
@@ -22,18 +23,6 @@ import dplab
 from dplab.parallel import average_gradients
 
 # --- the gradients ------------------------------------------------------------------------------
-
-class Branches(nn.Module):
-    """Rank r uses branch r, and nobody uses the last one."""
-
-    def __init__(self, world_size):
-        super().__init__()
-        torch.manual_seed(3)
-        self.shared = nn.Linear(7, 4)
-        self.branches = nn.ModuleList([nn.Linear(4, 2) for _ in range(world_size + 1)])
-
-    def forward(self, x, branch):
-        return self.branches[branch](self.shared(x))
 
 
 def sync_branches_in_each_way():

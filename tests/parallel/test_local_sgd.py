@@ -13,7 +13,6 @@ from torch.nn import functional as F
 
 import dplab
 from dplab.measure import CallLog
-from dplab.parallel import ManualDDP
 from dplab.parallel.local_sgd import DiLoCo, LocalSGD
 
 world_sizes = pytest.mark.parametrize("world_size", [1, 2, 3, 4])
@@ -136,96 +135,26 @@ def assert_equal_states(found, expected):
                     msg=lambda text, at=(rank, step, name): f"{at}: {text}")
 
 
-def run_each(cases, world_size, **options):
-    """For each case the states of all ranks: `on_a_rank` with several arguments, in one run."""
-    def work():
-        return [on_a_rank(*case, **options) for case in cases]
-
-    return list(zip(*dplab.run(work, world_size, backend="gloo"), strict=True))
+OUTER = [(0.7, 0.9), (0.5, 0.0)]  # learning rate, momentum
 
 
-@pytest.mark.slow
-@world_sizes
-def test_local_sgd_is_what_one_process_computes(world_size):
-    cases = [(Net, optimizer, 7, every) for optimizer in OPTIMIZERS for every in (1, 3)]
-    found = run_each([(LocalSGD, *case) for case in cases], world_size)
-    for states, (net, optimizer, steps, every) in zip(found, cases, strict=True):
-        assert_equal_states(states, simulated(net, optimizer, world_size, steps, every, mean))
+def in_each_way():
+    """Local SGD by optimizer and steps between meetings, then DiLoCo by outer optimizer."""
+    return [on_a_rank(LocalSGD, Net, optimizer, 7, every)
+            for optimizer in OPTIMIZERS for every in (1, 3)] + [
+        on_a_rank(DiLoCo, Net, "adamw", 11, 3, outer_learning_rate=rate, outer_momentum=momentum)
+        for rate, momentum in OUTER]
 
 
 @pytest.mark.slow
 @world_sizes
-@pytest.mark.parametrize(("learning_rate", "momentum"), [(0.7, 0.9), (0.5, 0.0)])
-def test_diloco_is_what_one_process_computes(world_size, learning_rate, momentum):
-    found = run_each([(DiLoCo, Net, "adamw", 11, 3)], world_size,
-                     outer_learning_rate=learning_rate, outer_momentum=momentum)[0]
-    merge = outer_nesterov(Net, learning_rate, momentum)
-    assert_equal_states(found, simulated(Net, "adamw", world_size, 11, 3, merge))
-
-
-def synchronously(optimizer, steps):
-    """The state after each step of the course's DDP, on this rank."""
-    model = ManualDDP(Plain(seed=dist.get_rank()))
-    stepping = OPTIMIZERS[optimizer](model.parameters())
-    states = []
-    for step in range(steps):
-        backward(model, dist.get_rank(), step)
-        model.finish_gradient_sync()
-        stepping.step()
-        states.append(copy.deepcopy(model.module.state_dict()))
-    return states
-
-
-@pytest.mark.slow
-@world_sizes
-def test_meeting_after_every_step_of_sgd_is_synchronous_sgd(world_size):
-    def work():
-        return [run(*arguments) for optimizer in ("sgd", "momentum") for run, arguments in (
-            (on_a_rank, (LocalSGD, Plain, optimizer, 9, 1)), (synchronously, (optimizer, 9)))]
-
-    local, synchronous, local_momentum, synchronous_momentum = zip(
-        *dplab.run(work, world_size, backend="gloo"), strict=True)
-    assert_equal_states(local, synchronous)
-    assert_equal_states(local_momentum, synchronous_momentum)
-
-
-def test_with_adam_it_is_not():
-    def work():
-        return (on_a_rank(LocalSGD, Plain, "adamw", 3, 1)[-1], synchronously("adamw", 3)[-1])
-
-    local, synchronous = dplab.run(work, 2, backend="gloo")[0]
-    gap = local["layers.0.weight"] - synchronous["layers.0.weight"]
-    assert gap.abs().max() > 1e-3
-
-
-@pytest.mark.slow
-@world_sizes
-def test_an_outer_learning_rate_of_1_without_momentum_is_local_sgd(world_size):
-    def work():
-        return (on_a_rank(DiLoCo, Net, "adamw", 9, 4, outer_learning_rate=1.0, outer_momentum=0.0),
-                on_a_rank(LocalSGD, Net, "adamw", 9, 4))
-
-    assert_equal_states(*zip(*dplab.run(work, world_size, backend="gloo"), strict=True))
-
-
-@pytest.mark.parametrize("kind", [LocalSGD, DiLoCo])
-def test_the_ranks_part_between_meetings_and_are_equal_after_one(kind):
-    states = run_each([(kind, Net, "sgd", 8, 4)], 3)[0]
-    for step in range(8):
-        same = all(torch.equal(rank[step]["head.weight"], states[0][step]["head.weight"])
-                   for rank in states)
-        assert same == (step in (3, 7))
-    for step in (3, 7):
-        for name, value in states[0][step].items():
-            assert all(torch.equal(rank[step][name], value) for rank in states), name
-    assert states[0][3]["norm.num_batches_tracked"].item() == 4
-
-
-@pytest.mark.parametrize("kind", [LocalSGD, DiLoCo])
-def test_frozen_parameters_stay_rank_0s(kind):
-    states = run_each([(kind, Net, "adamw", 6, 2)], 3)[0]
-    for rank in states:
-        assert torch.equal(rank[-1]["encode.bias"], Net(seed=0).encode.bias)
+def test_each_step_is_what_one_process_computes(world_size):
+    found = zip(*dplab.run(in_each_way, world_size, backend="gloo"), strict=True)
+    expected = [simulated(Net, optimizer, world_size, 7, every, mean)
+                for optimizer in OPTIMIZERS for every in (1, 3)] + [
+        simulated(Net, "adamw", world_size, 11, 3, outer_nesterov(Net, *outer)) for outer in OUTER]
+    for states, want in zip(found, expected, strict=True):
+        assert_equal_states(states, want)
 
 
 def test_each_dtype_has_a_message_of_its_own():
@@ -243,11 +172,10 @@ def test_each_dtype_has_a_message_of_its_own():
     assert dplab.run(work, 3, backend="gloo") == 3 * [([1.5] * 4, 2)]
 
 
-@pytest.mark.parametrize("kind", [LocalSGD, DiLoCo])
-def test_bytes_are_those_of_the_parameters_once_in_h_steps(kind):
+def test_bytes_are_those_of_the_parameters_once_in_h_steps():
     def work(every):
         model = Plain(seed=dist.get_rank())
-        trainer = kind(model, OPTIMIZERS["sgd"](model.parameters()), every)
+        trainer = DiLoCo(model, OPTIMIZERS["sgd"](model.parameters()), every)
         with CallLog() as log:
             for step in range(64):
                 backward(model, dist.get_rank(), step)
@@ -259,36 +187,15 @@ def test_bytes_are_those_of_the_parameters_once_in_h_steps(kind):
     assert found == 2 * [[(64 * size, 64), (16 * size, 16), (size, 1)]]
 
 
-def test_average_ends_a_run_that_every_does_not_divide():
-    def work():
-        model = Plain(seed=dist.get_rank())
-        trainer = LocalSGD(model, OPTIMIZERS["sgd"](model.parameters()), every=4)
-        for step in range(6):
-            backward(model, dist.get_rank(), step)
-            trainer.step()
-        before = model.layers[0].weight.detach().clone()
-        trainer.average()
-        return before, model.layers[0].weight.detach()
-
-    befores, afters = zip(*dplab.run(work, 3, backend="gloo"), strict=True)
-    for after in afters:
-        torch.testing.assert_close(after, torch.stack(befores).mean(0))
-
-
-def test_integer_buffers_become_rank_0s():
+def test_integer_buffers_become_rank_0s_and_meeting_never_is_refused():
     def work():
         model = Net(seed=0)
-        trainer = LocalSGD(model, OPTIMIZERS["sgd"](model.parameters()), every=4)
+        optimizer = OPTIMIZERS["sgd"](model.parameters())
+        with pytest.raises(ValueError, match="not every 0"):
+            LocalSGD(model, optimizer, 0)
+        trainer = LocalSGD(model, optimizer, every=4)
         model.norm.num_batches_tracked.fill_(5 + dist.get_rank())
         trainer.average()
         return model.norm.num_batches_tracked.item()
 
     assert dplab.run(work, 3, backend="gloo") == [5, 5, 5]
-
-
-def test_meeting_never_is_refused():
-    def work():
-        with pytest.raises(ValueError, match="not every 0"):
-            LocalSGD(Plain(0), None, 0)
-
-    dplab.run(work, 1, backend="gloo")

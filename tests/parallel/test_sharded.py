@@ -1,11 +1,11 @@
 """ZeRO-1, 2 and 3 on real ranks, against an unsharded optimizer: they train alike."""
 
 import contextlib
-import functools
 
 import pytest
 import torch
 import torch.distributed as dist
+from ddp_models import Branches
 from ranks import run_each, several, world_sizes
 from sharding_ways import (
     LOCAL_BATCH,
@@ -14,7 +14,6 @@ from sharding_ways import (
     Stage1Reducing,
     Stage2,
     Stage3,
-    Transformer,
     Whole,
     assert_close,
     decay_on_matrices_only,
@@ -24,6 +23,7 @@ from sharding_ways import (
     sentences,
     square_loss,
     train,
+    transformer,
     ways,
 )
 from torch import nn
@@ -38,10 +38,10 @@ STEPS = 8  # among them a change of the learning rate
 # --- training -------------------------------------------------------------------------------------
 
 def transformer_with(way, seed, world_size, rank_part):
-    trainer = way(Transformer(seed).to(dplab.device()), torch.optim.AdamW, decay_on_matrices_only,
+    trainer = way(transformer(seed).to(dplab.device()), torch.optim.AdamW, decay_on_matrices_only,
                   lr=5e-3)
     batches = [sentences(step, LOCAL_BATCH * world_size) for step in range(STEPS)]
-    return train(trainer, batches, language_loss, schedule=True, max_norm=0.5,
+    return train(trainer, batches, language_loss, schedule=True, max_norm=0.4,
                  rank_part=rank_part)
 
 
@@ -55,7 +55,7 @@ def transformer_on_ranks(way):
 def test_a_transformer_trains_as_unsharded(world_size, way):
     """AdamW in float64: tied and frozen parameters, two groups, a scheduler, clipping."""
     expected, norms = transformer_with(Whole, 0, world_size, rank_part=lambda batch: batch)
-    assert min(norms) > 0.5, "nothing is clipped"
+    assert min(norms) > 0.4, "nothing is clipped"
     results = run_each(transformer_on_ranks, WAYS, world_size)[way]
     assert_close([state for state, _ in results], expected, 1e-10)
     for _, found in results:
@@ -66,31 +66,6 @@ def test_a_transformer_trains_as_unsharded(world_size, way):
 @ways
 def test_a_transformer_trains_as_unsharded_on_gpus(way):
     test_a_transformer_trains_as_unsharded(torch.cuda.device_count(), way)
-
-
-OPTIMIZERS = {"SGD": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True),
-              "AdamW": functools.partial(torch.optim.AdamW, lr=1e-3)}
-
-
-def mlp_with(way, optimizer, seed, world_size, rank_part):
-    trainer = way(MLP(seed).to(dplab.device()), OPTIMIZERS[optimizer])
-    batches = [points(step, LOCAL_BATCH * world_size) for step in range(STEPS)]
-    return train(trainer, batches, square_loss, rank_part=rank_part)[0]
-
-
-def mlp_on_ranks():
-    return {(way.__name__, optimizer): mlp_with(way, optimizer, dist.get_rank(),
-                                                dist.get_world_size(), mine)
-            for way in WAYS for optimizer in OPTIMIZERS}
-
-
-@pytest.mark.slow
-@world_sizes
-def test_an_mlp_trains_as_unsharded_in_float32(world_size):
-    results = run(mlp_on_ranks, world_size)
-    for way, optimizer in results[0]:
-        expected = mlp_with(Whole, optimizer, 0, world_size, lambda batch: batch)
-        assert_close([result[way, optimizer] for result in results], expected, 1e-6)
 
 
 def train_two_numbers():
@@ -120,29 +95,17 @@ def test_more_ranks_than_parameters():
 
 # --- parameters without a gradient ----------------------------------------------------------------
 
-class Branches(nn.Module):
-    """Rank r uses branch r, and nobody uses the last one."""
-
-    def __init__(self, world_size):
-        super().__init__()
-        torch.manual_seed(3)
-        self.shared = nn.Linear(7, 4)
-        self.branches = nn.ModuleList([nn.Linear(4, 3) for _ in range(world_size + 1)])
-
-    def forward(self, x, branch):
-        return self.branches[branch](self.shared(x))
-
 
 def train_branches(way):
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    trainer = way(Branches(ranks).to(dplab.device()), torch.optim.AdamW, lr=0.01,
+    trainer = way(Branches(ranks, 3).to(dplab.device()), torch.optim.AdamW, lr=0.01,
                   weight_decay=0.5)
     batches = [points(step, LOCAL_BATCH * ranks) for step in range(3)]
     return train(trainer, batches, lambda model, x, y: F.mse_loss(model(x, rank), y))[0]
 
 
 def train_branches_alone(ranks):
-    module = Branches(ranks)
+    module = Branches(ranks, 3)
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.01, weight_decay=0.5)
     for step in range(3):
         optimizer.zero_grad()
@@ -159,7 +122,7 @@ def test_a_parameter_that_nobody_used_is_left_alone(world_size, way):
     expected = train_branches_alone(world_size)
     results = run_each(train_branches, (Stage1Reducing, Stage2), world_size)[way]
     assert_close(results, expected, 1e-6)
-    untouched = Branches(world_size).branches[-1].weight
+    untouched = Branches(world_size, 3).branches[-1].weight
     assert torch.equal(expected[f"branches.{world_size}.weight"], untouched)
 
 
@@ -219,7 +182,7 @@ def test_accumulation_equals_one_big_batch(world_size, way):
 
 def accumulate_in_branches(way):
     """Inside no_sync() one branch is used, and in the backward after it another one."""
-    trainer = way(Branches(2).to(dplab.device()), torch.optim.SGD, lr=0.1)
+    trainer = way(Branches(2, 3).to(dplab.device()), torch.optim.SGD, lr=0.1)
     quiet = (trainer.model if way is Stage3 else trainer.optimizer).no_sync
     with quiet():
         F.mse_loss(trainer.model(mine(points(0, 4))[0], 0), mine(points(0, 4))[1]).backward()
@@ -230,7 +193,7 @@ def accumulate_in_branches(way):
 
 @pytest.mark.parametrize("way", [Stage2, Stage3])
 def test_what_no_sync_has_left_is_sent_by_the_next_backward(way):
-    module = Branches(2)
+    module = Branches(2, 3)
     for branch in range(2):
         x, y = (part.cpu() for part in points(branch, 4))
         F.mse_loss(module(x, branch), y).backward()

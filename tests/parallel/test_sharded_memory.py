@@ -1,13 +1,12 @@
 """ZeRO-1, 2 and 3 on real ranks: what each rank holds, and what it sends."""
 
-import functools
 import itertools
 import math
 
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import MIB, least_on_the_wire, several
+from ranks import MIB, least_on_the_wire, run_each, several
 from sharding_ways import (
     LOCAL_BATCH,
     MLP,
@@ -56,8 +55,7 @@ def memory_of(way):
 def test_each_rank_holds_its_share_and_no_more(world_size):
     total = sum(p.numel() for p in MLP(0).parameters())
     share = math.ceil(total / world_size)
-    for way in WAYS:
-        results = run(memory_of, world_size, way)
+    for way, results in run_each(memory_of, WAYS, world_size).items():
         assert sum(pieces for *_, pieces in results) == total
         for parameters, gradients, state, pieces in results:
             assert pieces <= share + 10, way
@@ -65,58 +63,6 @@ def test_each_rank_holds_its_share_and_no_more(world_size):
             padded = total + world_size
             assert parameters <= (share + 10 if way is Stage3 else padded), way
             assert gradients <= (padded if way in (Stage1, Stage1Reducing) else share + 10), way
-
-
-def parameters_in_use():
-    """Elements of whole parameters that a rank holds at each layer, in forward and backward."""
-    module = nn.Sequential(*[nn.Linear(40, 40, bias=False) for _ in range(6)])
-    model = FullyShardedModel(module)
-    seen = []
-
-    def look(*_):
-        seen.append(sum(unit.whole.untyped_storage().nbytes() // 4 for unit in model._shards()))
-
-    for layer in module:
-        layer.register_forward_pre_hook(look)
-        layer.register_full_backward_hook(look)
-    x = torch.randn(2, 40, requires_grad=True)
-    look()
-    model(x).sum().backward()
-    look()
-    return seen
-
-
-def test_of_whole_layers_there_is_the_running_one_and_the_next():
-    for first, *during, last in run(parameters_in_use, 4, backend="gloo"):
-        assert (first, last) == (0, 0)
-        assert len(during) == 12
-        assert max(during) == 2 * 40 * 40
-
-
-def buckets_in_use():
-    """Elements of whole gradients that a rank holds as backward reaches each layer."""
-    module = nn.Sequential(*[nn.Linear(40, 40, bias=False) for _ in range(8)])
-    optimizer = ShardedGradientOptimizer(module.parameters(), torch.optim.SGD, lr=0.1,
-                                         bucket_mb=4 * 1600 / MIB)
-    seen = []
-
-    def look(_):
-        gradients = [p.grad for p in module.parameters()]
-        whole = [bucket.whole for bucket in optimizer._buckets]
-        seen.append(elements([t for t in [*gradients, *whole] if t is not None]))
-
-    for parameter in module.parameters():
-        parameter.register_hook(look)
-    module(torch.randn(2, 40)).sum().backward()
-    return seen, elements([*[p.grad for p in optimizer.pieces], *[b.whole for b in
-                                                                 optimizer._buckets]])
-
-
-def test_of_whole_gradients_there_are_few_buckets_at_a_time():
-    for seen, left in run(buckets_in_use, 4, backend="gloo"):
-        assert len(seen) == 8
-        assert max(seen) <= 2 * 1600
-        assert left == 8 * 400
 
 
 # --- bytes ----------------------------------------------------------------------------------------
@@ -153,15 +99,11 @@ def metered(kind):
 FACTORS = {"step of ZeRO-1": 1, "ZeRO-1": 2, "ZeRO-2": 2, "ZeRO-3": 3}
 
 
-@functools.cache
-def metered_ways(world_size):
-    return run(lambda: {kind: metered(kind) for kind in FACTORS}, world_size, backend="gloo")[0]
-
-
 @pytest.mark.slow
 @pytest.mark.alone
-@several
-@pytest.mark.parametrize("kind", FACTORS)
-def test_bytes_on_the_wire_are_those_of_the_paper(kind, world_size):
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_bytes_on_the_wire_are_those_of_the_paper(world_size):
+    found = run(lambda: {kind: metered(kind) for kind in FACTORS}, world_size, backend="gloo")[0]
     share = (world_size - 1) / world_size
-    assert metered_ways(world_size)[kind] == pytest.approx(FACTORS[kind] * share, rel=0.03)
+    assert found == pytest.approx({kind: factor * share for kind, factor in FACTORS.items()},
+                                  rel=0.03)

@@ -73,8 +73,7 @@ def test_bytes_beside_a_dry_run_of_the_real_code(strategy, run, options):
     model = replace(SMALL, d_model=256, d_ff=1024, learned_positions=False)
     plain = strategy in ("DDP", "ZeRO-1", "FSDP")  # the others differ from FSDP alike in both
     for precision in choose.IN_BF16 if plain else ("mixed",):
-        measured = run(model, 16, batch=4, sequence=64, precision=precision, progress=False,
-                       **options).peak
+        measured = run(model, 16, batch=4, sequence=64, precision=precision, **options).peak
         estimated = budget(strategy, model, 16, 4, 64, precision).total
         assert estimated == pytest.approx(measured, rel=0.03)
 

@@ -2,7 +2,6 @@
 
 import functools
 import random
-import tempfile
 from dataclasses import replace
 
 import pytest
@@ -65,10 +64,9 @@ def budget(strategy, model, sequence, precision, recomputed, more, ranks=8, **ch
 def dry_runs(cases, optimizer=torch.optim.AdamW, ranks=8):
     """All in one process."""
     def every():
-        with tempfile.NamedTemporaryFile() as file:
-            return [dry_run(Setup(strategy, model, ranks, 1, sequence, precision, recomputed,
-                                  optimizer, **more), file.name)
-                    for strategy, model, sequence, precision, recomputed, more in cases]
+        return [dry_run(Setup(strategy, model, ranks, 1, sequence, precision, recomputed,
+                              optimizer, **more))
+                for strategy, model, sequence, precision, recomputed, more in cases]
 
     return run(every, 1, backend="gloo", timeout=300)[0]
 

@@ -42,6 +42,19 @@ class Awkward(nn.Module):
         return self.scale * self.again(hidden)
 
 
+class Branches(nn.Module):
+    """Rank r uses branch r, and nobody uses the last one."""
+
+    def __init__(self, world_size, width=2):
+        super().__init__()
+        torch.manual_seed(3)
+        self.shared = nn.Linear(7, 4)
+        self.branches = nn.ModuleList([nn.Linear(4, width) for _ in range(world_size + 1)])
+
+    def forward(self, x, branch):
+        return self.branches[branch](self.shared(x))
+
+
 class Normalised(nn.Sequential):
     """BatchNorm: float and int64 buffers that every training step changes."""
 

@@ -18,9 +18,13 @@ from dplab.parallel import (
     clip_grad_norm_,
 )
 from dplab.parallel.manual_ddp import broadcast_tensors
+from dplab.predict.transformer_config import TransformerConfig
+from dplab.workloads.transformer import Transformer
 
 LOCAL_BATCH = 3
 TOKENS, SEQUENCE = 17, 6
+CONFIG = TransformerConfig(layers=3, d_model=10, heads=2, d_ff=23, vocabulary=TOKENS,
+                           context=SEQUENCE)
 
 
 # --- the four ways to train, and the one to compare with -----------------------------------------
@@ -110,55 +114,19 @@ WAYS = (Stage1, Stage1Reducing, Stage2, Stage3)
 ways = pytest.mark.parametrize("way", WAYS)
 
 
-class Attention(nn.Module):
-    def __init__(self, width, heads):
-        super().__init__()
-        self.heads = heads
-        self.mix, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-
-    def forward(self, x):
-        query, key, value = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2)
-                             for part in self.mix(x).chunk(3, dim=-1))
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        return self.out(mixed.transpose(1, 2).flatten(2))
-
-
-class Block(nn.Module):
-    """A frozen scale stands among the trainable parameters of the second norm."""
-
-    def __init__(self, width):
-        super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.attention = Attention(width, heads=2)
-        self.mlp = nn.Sequential(nn.Linear(width, 23), nn.GELU(), nn.Linear(23, width))
-        self.norm2.weight.requires_grad_(False)
-
-    def forward(self, x):
-        x = x + self.attention(self.norm1(x))
-        return x + self.mlp(self.norm2(x))
-
-
-class Transformer(nn.Module):
-    """Tied embedding and output, positions of the root's own, and a module that is all frozen."""
-
-    def __init__(self, seed):
-        super().__init__()
-        torch.manual_seed(seed)
-        width = 10
-        self.embed = nn.Embedding(TOKENS, width)
-        self.positions = nn.Parameter(torch.randn(width, SEQUENCE).t())
-        self.blocks = nn.ModuleList([Block(width) for _ in range(3)])
-        self.frozen = nn.Linear(width, width).requires_grad_(False)
-        self.register_buffer("shift", torch.randn(width))
-        self.out = nn.Linear(width, TOKENS)
-        self.out.weight = self.embed.weight
-        self.double()
-
-    def forward(self, tokens):
-        x = self.embed(tokens) + self.positions + self.shift
-        for block in self.blocks:
-            x = block(x)
-        return self.out(torch.tanh(self.frozen(x)))
+def transformer(seed):
+    """The course's, in float64: a tied and a non-contiguous parameter, frozen ones, a buffer."""
+    torch.manual_seed(seed)
+    model = Transformer(CONFIG).double()
+    with torch.no_grad():
+        for parameter in model.parameters():  # far from GPT-2's small values
+            parameter += 0.3 * torch.randn_like(parameter)
+    model.positions.weight = nn.Parameter(model.positions.weight.detach().t().contiguous().t())
+    model.register_buffer("unused", torch.randn(3))
+    model.blocks[1].mlp.up.requires_grad_(False)
+    for block in model.blocks:
+        block.norm2.weight.requires_grad_(False)  # among trainable ones
+    return model
 
 
 def sentences(step, count):

@@ -28,9 +28,8 @@ def prepared(implementation, make_optimizer, widths=WIDTHS):
     """A model and its optimizer."""
     model = layers(widths)
     if implementation.startswith("fully_shard"):
-        options = {"fully_shard": {}, "fully_shard, reshard_after_forward=True": {
-            "reshard_after_forward": True}, "fully_shard, reshard_after_forward=False": {
-            "reshard_after_forward": False}}[implementation]
+        kept = implementation == "fully_shard, reshard_after_forward=False"
+        options = {"reshard_after_forward": False} if kept else {}
         for layer in model[:-1]:
             fully_shard(layer, **options)
         fully_shard(model, **options)

@@ -1,7 +1,6 @@
 """The job that sleeps in place of computing: its spans, its calls, and the parts put in it."""
 
 import time
-from dataclasses import replace
 
 import pytest
 
@@ -11,10 +10,6 @@ from dplab.workloads.slept_steps import Parts, Sizes, Worker, traced_steps
 
 SIZES = Sizes(layers=3, forward=0.004, backward=0.010, optimizer=0.005, bucket_bytes=4000,
               batches=7)
-
-
-def late_load(worker):
-    time.sleep(0.05)
 
 
 @pytest.mark.slow
@@ -29,15 +24,6 @@ def test_a_step_has_a_kernel_for_each_layer_and_a_call_for_each_bucket():
         for kinds in split_time(aligned(step)):
             assert kinds["computing"] == pytest.approx(0.047, rel=0.3)
             assert kinds["exposed"] >= 0.003  # the last bucket: 4000 bytes at 1e6 a second
-
-
-@pytest.mark.slow
-def test_another_part_takes_the_place_of_a_healthy_one():
-    [steps] = dplab.run(traced_steps, 1, replace(Parts(), load=late_load),
-                        replace(SIZES, batches=2), backend="gloo")
-    for spans in steps:
-        [data] = [span for span in spans if span.name == "data"]
-        assert data.lane == "stalled" and data.seconds >= 0.05
 
 
 def test_a_sleep_that_was_too_long_shortens_the_next_one():

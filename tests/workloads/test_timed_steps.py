@@ -12,9 +12,9 @@ from dplab.workloads import timed_steps
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind, ranks", [("emulated", 2), ("emulated", 3), ("asleep", 2)])
-def test_a_step_lasts_at_least_as_long_as_its_all_reduces(kind, ranks):
-    configuration = {"kind": kind, "model": "8 layers of 768", "ranks": ranks,
+def test_a_step_lasts_at_least_as_long_as_its_all_reduces():
+    ranks = 2
+    configuration = {"kind": "asleep", "model": "8 layers of 768", "ranks": ranks,
                      "bucket_mib": 4, "link": "slow", "bandwidth": 0.2e9, "latency": 1e-3}
     result = timed_steps.predict_and_measure(configuration, blocks=1)
     model, _ = timed_steps.layered_model(configuration["model"])

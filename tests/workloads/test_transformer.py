@@ -9,13 +9,9 @@ from small_transformers import GPT, LLAMA
 from dplab.predict.catalogue import MODELS
 from dplab.workloads.transformer import Transformer, rotated, rotation_table
 
-LLAMA_70B = MODELS["Llama-3 70B"]
 
-
-@pytest.mark.parametrize("config", [
-    GPT, LLAMA, replace(GPT, tied=False), replace(GPT, gated=True), replace(LLAMA, biases=True),
-    MODELS["GPT-2"], MODELS["Llama-3 8B"], replace(LLAMA_70B, layers=2)],
-    ids=lambda config: config.name)
+@pytest.mark.parametrize("config", [GPT, LLAMA, MODELS["GPT-2"],
+                                    replace(MODELS["Llama-3 70B"], layers=2)])
 def test_the_model_has_the_parameters_that_are_predicted(config):
     with torch.device("meta"):
         model = Transformer(config)
@@ -42,19 +38,6 @@ def test_rotary_attention_depends_on_the_distance_alone():
     scores = queries @ keys.T
     assert scores[7, 4] == pytest.approx(scores[3, 0].item())
     assert scores[7, 4] != pytest.approx(scores[7, 3].item())
-
-
-def test_heads_that_share_keys_equal_heads_with_copies_of_them():
-    torch.manual_seed(0)
-    few = Transformer(LLAMA).double()
-    all_heads = Transformer(replace(LLAMA, kv_heads=4)).double()
-    state = few.state_dict()
-    for name in state:
-        if ".key." in name or ".value." in name:
-            state[name] = state[name].unflatten(0, (2, 12)).repeat_interleave(2, 0).flatten(0, 1)
-    all_heads.load_state_dict(state)
-    tokens = torch.randint(101, (2, 20))
-    torch.testing.assert_close(few(tokens), all_heads(tokens))
 
 
 def test_the_model_refuses_what_it_cannot_do():
