@@ -30,8 +30,7 @@ def parts_of(size):
 
 AWKWARD = random.Random(0)
 RINGS = {
-    **{f"{size} ranks": parts_of(size) for size in (1, 2, 3, 4, 8)},
-    "fractions": [[AWKWARD.gauss(0, 1) for _ in range(4)] for _ in range(4)],
+    **{f"{size} ranks": parts_of(size) for size in (1, 2, 3, 8)},
     "awkward": [[AWKWARD.gauss(0, 10**rank) for _ in range(8)] for rank in range(-4, 4)],
     "zeros": [[0.0] * 3] * 3,
 }
@@ -102,13 +101,10 @@ STATES_OF_3 = ring_states(parts_of(3))
 
 @pytest.mark.parametrize(("states", "step", "says"), [
     (STATES_OF_3, 5, "step 5 is not one of 0 to 4"),
-    (STATES_OF_3, -1, "step -1 is not one of 0 to 4"),
     (STATES_OF_3[:3], 3, "step 3 is not one of 0 to 2"),
     ([*STATES_OF_3, STATES_OF_3[-1]], 0, "takes 4 steps, these are 5"),
     ([], 0, "N ranks with N chunks"),
-    ([[]], 0, "N ranks with N chunks"),
     ([[[1, 2], [3]]], 0, "N ranks with N chunks"),
-    ([[[1, 2, 3], [4, 5, 6]]], 0, "N ranks with N chunks"),
     ([[[1, 2], [3, 4]], [[1, 2]]], 0, "N ranks with N chunks"),
     ([[[0] * 9] * 9], 0, "from 1 to 8"),
 ])
