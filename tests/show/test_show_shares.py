@@ -66,3 +66,11 @@ def assert_no_text_on_another_bar(figure, bars):
 def test_bars_that_cannot_be_drawn_are_an_error(rows):
     with pytest.raises(ValueError, match="time_shares"):
         show.time_shares(rows, title="")
+
+
+def test_lines_lead_from_a_value_to_the_middle_of_its_segment():
+    axes = show.time_shares({"a": {"forward": 97.0, "backward": 1.0, "communication": 2.0}},
+                            title="").axes[0]
+    below = [line.get_xdata()[0] for line in axes.lines if line.get_ydata()[0] > 0
+             and line.get_ydata()[1] > line.get_ydata()[0]]
+    assert below == pytest.approx([97.5, 99.0])
