@@ -66,7 +66,7 @@ MAY_IMPORT = {
     "bench": "dplab dryrun measure parallel predict spawn workloads",
     "figures": "predict show",
     "chapters": "demos dryrun measure parallel predict show workloads",  # and dplab's own names
-    "chapters/data": "bench dplab dryrun measure predict workloads",
+    "chapters/data": "bench dryrun measure predict spawn workloads",
     "chapters/10_launch": "",  # files that readers copy run without dplab
     "chapters/book": "checks desk predict show",  # checks: for the hints of exercises
 }
