@@ -20,17 +20,25 @@ BENCHES = {  # with the options that they have in turn; None: not then
     "cluster": "",
     "gpu": None,
 }
+MODULES = {"cluster": "published_runs", "memory": "predicted_memory"}
+"""Of benches whose names are taken: `predict` has both."""
+
+
+def module_of(name: str) -> str:
+    """The full name of a bench's module."""
+    return f"dplab.bench.{MODULES.get(name, name)}"
 
 
 def summary(name: str) -> str:
     """The first line of a bench's docstring, without an import of it."""
-    source = Path(__file__).with_name(f"{name}.py").read_text(encoding="utf-8")
+    file = Path(__file__).with_name(f"{MODULES.get(name, name)}.py")
+    source = file.read_text(encoding="utf-8")
     return (ast.get_docstring(ast.parse(source)) or "").partition("\n")[0]
 
 
 def run_bench(name: str, arguments: list[str]) -> None:
     """Runs one of BENCHES as its command line would."""
-    bench = importlib.import_module(f"dplab.bench.{name}")
+    bench = importlib.import_module(module_of(name))
     parser = argparse.ArgumentParser(f"python -m dplab.bench {name}", description=summary(name))
     bench.add_arguments(parser)
     options = parser.parse_args(arguments)

@@ -18,7 +18,7 @@ from dplab.predict import published
 
 @pytest.mark.parametrize("name", command.BENCHES)
 def test_a_bench_takes_the_options_that_it_has_in_turn(name):
-    bench = importlib.import_module(f"dplab.bench.{name}")
+    bench = importlib.import_module(command.module_of(name))
     parser = argparse.ArgumentParser()
     bench.add_arguments(parser)
     parser.parse_args(shlex.split(command.BENCHES[name] or ""))

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dplab import run
-from dplab.bench.memory import PRECISIONS, STEPS, dry, predicted, title
+from dplab.bench.predicted_memory import PRECISIONS, STEPS, dry, predicted, title
 from dplab.dryrun.fake_step import Setup, dry_run
 from dplab.measure.storages import CATEGORIES
 from dplab.predict import memory
