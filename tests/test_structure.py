@@ -66,6 +66,7 @@ MAY_IMPORT = {
     "bench": "dplab dryrun measure parallel predict spawn workloads",
     "figures": "predict show",
     "chapters": "demos dryrun measure parallel predict show workloads",  # and dplab's own names
+    "chapters/data": "bench dryrun measure predict spawn workloads",
     "chapters/10_launch": "",  # files that readers copy run without dplab
     "chapters/book": "checks desk predict show",  # checks: for the hints of exercises
 }
@@ -76,7 +77,7 @@ TORCH_ALONE = {"parallel"}
 
 def files(part):
     """The files that a row of the table speaks of."""
-    if part in ("figures", "chapters/10_launch", "chapters/book"):
+    if part in ("figures", "chapters/data", "chapters/10_launch", "chapters/book"):
         return [path for path in course_files(ROOT / part) if path.suffix == ".py"]
     if part == "chapters":
         return sorted((ROOT / part).glob("*.ipynb"))

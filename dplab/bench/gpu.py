@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import dplab
 from dplab import dryrun
-from dplab.bench.results import save
+from dplab.bench.results import FOLDER, save
 from dplab.predict import kernels
 from dplab.predict.catalogue import GPUS, MODELS, Gpu
 from dplab.predict.pace import PACES
@@ -48,11 +48,14 @@ def add_arguments(parser):
 def main(options):
     if not torch.cuda.is_available():
         sys.exit("This bench measures a CUDA GPU, and torch sees none here.")
+    if options.save and not FOLDER.is_dir():
+        sys.exit(f"--save writes into the course's repository, and there is no {FOLDER}")
     card = torch.cuda.get_device_name()
     found = measure(options, torch.device("cuda"), card,
                     torch.cuda.get_device_properties(0).total_memory)
     if options.save:
-        save(f"gpu_{re.sub(r'[^a-z0-9]+', '_', card.lower())}", **found)
+        save(f"gpu_{re.sub(r'[^a-z0-9]+', '_', card.lower())}", "python -m dplab.bench gpu --save",
+             **found)
 
 
 def measure(options, device: torch.device, card: str, memory_bytes: float) -> dict:

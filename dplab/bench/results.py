@@ -1,11 +1,7 @@
-"""Results of benches: how times are written, and where the results that chapters show are kept.
-
-Those lie in the repository, in chapters/data: NAME.json is what ``dplab.bench NAME --save`` wrote.
-"""
+"""How times are written, and where the results that chapters show are kept: in chapters/data."""
 
 import json
 import statistics
-import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -19,28 +15,17 @@ def spread(times: Sequence[float], digits: int = 1) -> str:
             f"({min(times):.{digits}f} to {max(times):.{digits}f})")
 
 
-def check_folder() -> None:
-    """Raises FileNotFoundError where dplab does not lie in the course's repository."""
-    if not FOLDER.is_dir():
-        raise FileNotFoundError(
-            f"--save writes into chapters/data of the course's repository, and there is no "
-            f"{FOLDER}: run the bench in a clone, with the dplab that lies there")
+def save(name: str, command: str | None = None, **parts) -> None:
+    """Writes NAME.json: the command that made it, torch's version, then ``parts``.
 
-
-def save(name: str, program: str = "python -m dplab.bench", **parts) -> None:
-    """Writes NAME.json: the command that runs now, torch's version, then ``parts``.
-
-    parts: settings, and tables as lists of dicts, which get a line for each row.
+    command: by default that of the script beside it. parts: settings, and tables as lists of dicts,
+    which get a line for each row. Raises FileNotFoundError where dplab does not lie in the course's
+    repository.
     """
-    check_folder()
-    (FOLDER / f"{name}.json").write_text(_as_json({
-        "command": " ".join([program, *sys.argv[1:]]),
-        "torch": version("torch"), **parts}), encoding="utf-8")
-
-
-def _as_json(parts):
-    return "{\n" + ",\n".join(f" {json.dumps(name)}: {_value(part)}"
-                              for name, part in parts.items()) + "\n}\n"
+    parts = {"command": command or f"python chapters/data/{name}.py", "torch": version("torch"),
+             **parts}
+    text = ",\n".join(f" {json.dumps(part)}: {_value(value)}" for part, value in parts.items())
+    (FOLDER / f"{name}.json").write_text(f"{{\n{text}\n}}\n", encoding="utf-8")
 
 
 def _value(part):

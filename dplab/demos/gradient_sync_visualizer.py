@@ -12,6 +12,7 @@ emulated link, so that there is something to hide; under torchrun over the job's
 
 import contextlib
 import copy
+import os
 import sys
 import time
 from collections import OrderedDict
@@ -25,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import dplab
 from dplab import show
-from dplab.demos.arguments import Parser, complains_as, job_size, on_one_machine, prints, save
+from dplab.demos import arguments
 from dplab.measure import CallLog, EmulatedLink, WireMeter, available_cores
 from dplab.parallel import BucketedDDP, ManualDDP, OverlappedDDP
 from dplab.workloads.digits import TRAIN_SIZE, load_digits
@@ -95,13 +96,6 @@ def small_network():
     return model
 
 
-def local_samples(digits):
-    """This rank's images and labels; every rank has equally many, and none in common."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    mine = slice(rank, world_size * min(SAMPLES, TRAIN_SIZE // world_size), world_size)
-    return [tensor[mine].to(dplab.device()) for tensor in digits[:2]]
-
-
 def gradients(model):
     return {name: parameter.grad.cpu().clone() for name, parameter in model.named_parameters()}
 
@@ -109,13 +103,16 @@ def gradients(model):
 def synchronize(digits, rounds=ROUNDS):
     """Takes the step with each strategy, on each rank.
 
-    Returns the backend, the kind of device, the buckets as lists of names, the gradients before,
-    and for each strategy: the gradients after, collectives and bytes that this rank handed to them,
-    bytes that it sent (None where nobody counts them), and each step's seconds, all and exposed.
+    Returns the buckets as lists of names, the gradients before, and for each strategy: the
+    gradients after, collectives and bytes that this rank handed to them, bytes that it sent (None
+    where they do not cross this machine's loopback), each step's seconds, all and exposed.
     """
-    samples = local_samples(digits)
-    counts = dplab.device().type == "cpu" and on_one_machine()  # what crosses its loopback
-    model = small_network().to(dplab.device())
+    rank, world_size, device = dist.get_rank(), dist.get_world_size(), dplab.device()
+    mine = slice(rank, world_size * min(SAMPLES, TRAIN_SIZE // world_size), world_size)
+    samples = [tensor[mine].to(device) for tensor in digits[:2]]
+    on_one_machine = int(os.environ.get("LOCAL_WORLD_SIZE", world_size)) == world_size
+    counts = device.type == "cpu" and on_one_machine
+    model = small_network().to(device)
     F.cross_entropy(model(samples[0]), samples[1]).backward()
     before, outcomes = gradients(model), {}
     for name, wrap in SYNC_STRATEGIES.items():
@@ -137,7 +134,7 @@ def synchronize(digits, rounds=ROUNDS):
     names = {parameter: name for name, parameter in model.named_parameters()}
     buckets = [[names[parameter] for parameter in bucket.parameters]
                for bucket in BucketedDDP(model, BUCKET_MB).buckets]
-    return dist.get_backend(), dplab.device().type, buckets, before, outcomes
+    return buckets, before, outcomes
 
 
 def timed_step(replica, samples, last):
@@ -156,7 +153,7 @@ def timed_step(replica, samples, last):
 
 
 def now():
-    """A moment on this rank: seconds, or an event on its accelerator."""
+    """A moment on this rank: seconds, or an event on its accelerator, which nothing waits for."""
     if dplab.device().type == "cpu":
         return time.perf_counter()
     event = torch.Event(dplab.device(), enable_timing=True)
@@ -179,116 +176,81 @@ def summarize(results, link=None):
     others waited for it as well. ``step`` is that of the slowest rank. ``error`` is the largest
     distance to the mean, as a share of the largest gradient.
     """
-    backends, devices, buckets, before, outcomes = zip(*results, strict=True)
+    buckets, before, outcomes = zip(*results, strict=True)
     mean = {name: sum(rank[name] for rank in before) / len(before) for name in before[0]}
     largest = max(value.abs().max().item() for value in mean.values())
-    strategies = {}
+    facts = {"link": str(link or "real link"), "buckets": buckets[0], "before": before, "after": {},
+             "between_ranks": largest_difference(before, before[0]), "strategies": {}}
     for name in SYNC_STRATEGIES:
         ranks = [rank[name] for rank in outcomes]
-        after = [rank["after"] for rank in ranks]
-        strategies[name] = {
+        after = facts["after"][name] = [rank["after"] for rank in ranks]
+        facts["strategies"][name] = {
             "calls": ranks[0]["calls"], "bytes": ranks[0]["bytes"], "sent": ranks[0]["sent"],
             "exposed": min(min(rank["exposed"]) for rank in ranks),
             "step": min(map(max, zip(*(rank["step"] for rank in ranks), strict=True))),
             "error": largest_difference(after, mean) / largest,
             "between_ranks": largest_difference(after, after[0])}
-    return {"ranks": len(results), "device": devices[0], "link": link, "buckets": buckets[0],
-            "backend": "gloo" if link else backends[0], "before": before,
-            "after": {name: [rank[name]["after"] for rank in outcomes] for name in SYNC_STRATEGIES},
-            "between_ranks": largest_difference(before, before[0]), "strategies": strategies}
+    return facts
 
 
 def largest_difference(ranks, other):
     return max((rank[name] - other[name]).abs().max().item() for rank in ranks for name in other)
 
 
-def lens(facts):
-    return str(facts["link"]) if facts["link"] else f"real link, {facts['backend']}"
-
-
 def report(facts):
-    """The facts as the text that is printed."""
-    before = facts["before"][0]
-    nbytes = sum(4 * gradient.numel() for gradient in before.values())
-    lines = [
-        f"{facts['ranks']} ranks on {available_cores()} cores, {facts['backend']} on "
-        f"{facts['device']}; {lens(facts)}",
-        f"{len(before)} parameters, {nbytes:,} bytes of gradients, {len(facts['buckets'])} buckets",
-        "",
-        "Largest difference between two ranks' gradients",
-        f"  before synchronisation  {facts['between_ranks']:.1e}",
-        "  after                   "
-        f"{max(row['between_ranks'] for row in facts['strategies'].values()):.1e}",
-        "",
-        "One step, per rank",
-        f"  {'strategy':<15}{'collectives':>13}{'handed over':>13}{'sent':>11}{'exposed':>11}"
-        f"{'step':>11}{'off the mean':>14}",
-    ]
-    counted = any(row["sent"] is not None for row in facts["strategies"].values())
-    for name, row in facts["strategies"].items():
-        sent = "none" if row["sent"] is None else f"{row['sent'] / 1e3:,.0f} kB"
-        lines.append(
-            f"  {name:<15}{row['calls']:>13}{row['bytes'] / 1e3:>10,.0f} kB{sent:>11}"
-            f"{1e3 * row['exposed']:>8.1f} ms{1e3 * row['step']:>8.1f} ms{row['error']:>14.1e}")
-    lines += [
-        "",
-        "  collectives, handed over: real, counted where they are launched",
-        "  sent: real, counted by the kernel, headers included" if counted else
-        "  sent: not counted, since it does not cross this machine's loopback alone",
-        f"  exposed, step: {lens(facts)}; the least of {ROUNDS} steps. Exposed is what the last",
-        "    rank to compute still waits after its last gradient, and all others with it.",
-        "  off the mean: largest error, as a share of the largest gradient",
-    ]
-    if facts["ranks"] > available_cores() and facts["device"] == "cpu":
-        lines.append("  More ranks than cores: while one computes, another one waits for its turn.")
-    return "\n".join(lines)
+    """Prints the facts."""
+    rows, parameters = facts["strategies"], facts["before"][0].values()
+    print(f"{len(facts['before'])} ranks on {available_cores()} cores; {facts['link']}; "
+          f"{len(parameters)} parameters, {sum(4 * each.numel() for each in parameters):,} bytes "
+          f"of gradients, {len(facts['buckets'])} buckets\n\n"
+          f"Largest difference between two ranks' gradients\n"
+          f"  before synchronisation  {facts['between_ranks']:.1e}\n"
+          f"  after                   {max(row['between_ranks'] for row in rows.values()):.1e}\n\n"
+          f"One step, per rank\n  {'strategy':<15}{'collectives':>13}{'kB handed over':>16}"
+          f"{'kB sent':>9}{'ms exposed':>12}{'ms':>7}{'off the mean':>14}")
+    for name, row in rows.items():
+        sent = "–" if row["sent"] is None else f"{row['sent'] / 1e3:,.0f}"
+        print(f"  {name:<15}{row['calls']:>13}{row['bytes'] / 1e3:>16,.0f}{sent:>9}"
+              f"{1e3 * row['exposed']:>12.1f}{1e3 * row['step']:>7.1f}{row['error']:>14.1e}")
+    print(f"\n  kB sent: counted by the kernel, headers included; – where they do not cross the "
+          f"loopback alone\n  ms: the least of {ROUNDS} steps. Exposed is what the last rank to "
+          "compute still waits after its last\n    gradient, and all others with it.\n"
+          "  off the mean: largest error, as a share of the largest gradient")
 
 
 def draw(facts):
     """The figure: heat maps before and after, and the strategies' costs."""
-    rows, link = facts["strategies"], "emulated link" if facts["link"] else "real link"
+    rows = facts["strategies"]
     panels = {"before: each rank's own": facts["before"],
               "after, exact: the mean": facts["after"][OVERLAPPED],
               f"after, compressed to the largest {100 * KEPT:.0f} %": facts["after"][LARGEST]}
     bars = {"collectives (counted)": {name: row["calls"] for name, row in rows.items()},
             "kB sent (kernel's counters)": {
                 name: row["sent"] and row["sent"] / 1e3 for name, row in rows.items()},
-            f"ms exposed ({link})": {name: 1e3 * row["exposed"] for name, row in rows.items()}}
+            f"ms exposed ({facts['link'].partition(':')[0]})": {
+                name: 1e3 * row["exposed"] for name, row in rows.items()}}
     return show.heat_maps(
         {panel: [{name: values.numpy() for name, values in rank.items()} for rank in ranks]
          for panel, ranks in panels.items()},
         facts["buckets"], bars=bars,
         title="Each rank has gradients of its own, and afterwards all have the same",
-        note=f"Real gradients, up to 16 elements of each parameter; {lens(facts)}.")
+        note=f"Real gradients, up to 16 elements of each parameter; {facts['link']}.")
 
 
-def parse(argv):
-    """The arguments, checked. Under torchrun, rank 0 alone complains."""
-    parser = Parser("gradient_sync_visualizer", __doc__)
-    parser.add_ranks()
-    parser.add_argument("--link", choices=("emulated", "real"),
-                        default="real" if job_size() else "emulated",
-                        help=f"{LINK}; or the real one (default: emulated; under torchrun: real)")
-    parser.add_figure("--save", "the picture")
-    args = parser.parse(argv)
-    if job_size() and args.link == "emulated":
-        parser.error("argument --link: torchrun's job has its own link, and no other is "
-                     "emulated: leave --link out, or start with python -m")
-    return args
-
-
-@complains_as("gradient_sync_visualizer")
 def main(argv=None):
-    args = parse(argv)
-    link = LINK if args.link == "emulated" else None
+    parser = arguments.parser("gradient_sync_visualizer", __doc__)
+    parser.add_argument("--save", type=arguments.figure_file, metavar="FILE",
+                        help="save the picture as a .png or .svg")
+    args = parser.parse_args(argv)
+    link = None if arguments.job_size() else LINK
     facts = summarize(dplab.run(synchronize, args.ranks, load_digits(), link=link,
                                 timeout=60.0 + 10 * args.ranks), link)
-    if prints():
-        print(report(facts))
+    arguments.leave_job()
+    if arguments.prints():
+        report(facts)
         if args.save:
-            save(draw(facts), args.save)
-    wrong = max(facts["strategies"][name]["error"] for name in EXACT)
-    return 0 if wrong < ROUNDING else 1
+            arguments.save(draw(facts), args.save)
+    return 0 if max(facts["strategies"][name]["error"] for name in EXACT) < ROUNDING else 1
 
 
 if __name__ == "__main__":

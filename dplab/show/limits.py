@@ -3,11 +3,12 @@
 from collections.abc import Mapping
 
 from dplab.show.palette import MUTED, rank_color
-from dplab.show.theme import CourseFigure, subplots
+from dplab.show.theme import CourseFigure, style, subplots
 
 ROWS = (500, 1000, 2000, 5000, 10000, 20000, 50000)
 
 
+@style()
 def row_limits(needed: Mapping[str, float], fitting: Mapping[str, float], *,
                title: str) -> CourseFigure:
     """Draws the time of the all-reduce over that of backward for each link, over the local batch.

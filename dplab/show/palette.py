@@ -1,7 +1,8 @@
 """The course's colours, the same in every figure and in what ranks print, and their contrasts.
 
 Text has a contrast of at least 4.5 with what it stands on, lines and areas one of at least 3 (WCAG
-2.2, AA); a colour that is too pale for that is drawn with an `outline`.
+2.2, AA); a colour that is too pale for that is drawn with an `outline`. The same holds on a dark
+page, where each colour gives way to its `on_dark`.
 """
 
 import functools
@@ -35,7 +36,28 @@ PART_COLORS = {
     "optimizer": "#8A929B",
 }
 OTHER_COLORS = ("#373790", "#B75E24", "#EEEAB8", "#5B2A0C", "#66A4FB", "#7B3A49")
-"""Areas, all of which stay apart as the ranks' colours do; `readable_on` each is INK or white."""
+"""Areas, all of which stay apart as the ranks' colours do."""
+
+WHITE, GROUND = "#FFFFFF", "#181B1F"
+"""What figures stand on, on a light page and on a dark one."""
+ON_LIGHT_AREA, ON_DARK_AREA = "#1E2832", "#FFFFFE"
+"""Texts on areas that a dark page leaves as they are: these stay as well, INK and white do not."""
+_DARK = {
+    WHITE: GROUND,
+    ON_LIGHT_AREA: ON_LIGHT_AREA,
+    ON_DARK_AREA: ON_DARK_AREA,
+    INK: "#E6EAEE",
+    MUTED: "#A3ADB8",
+    FAINT: "#4A535D",
+    GRID: "#2C3239",
+    WARNING: "#F0554A",
+    REFERENCE: "#7B8590",
+    **dict(zip(RANK_COLORS, (
+        "#6591FF", "#E6742C", "#78D791", "#BF62BF", "#C4B0FF", "#B797A8", "#C2F9B1", "#FAD3FC",
+    ), strict=True)),
+    # Those of OTHER_COLORS that are too near to the ground; they stay apart from the rest.
+    "#373790": "#7C4AD3", "#5B2A0C": "#DF7C40", "#7B3A49": "#8C5769",
+}
 
 
 def rank_color(rank: int) -> str:
@@ -50,17 +72,38 @@ def contrast(one: str, other: str) -> float:
 
 
 def readable_on(color: str) -> str:
-    """INK or white, whichever has the higher contrast with ``color`` (#RRGGBB)."""
-    return max("#FFFFFF", INK, key=lambda text: contrast(text, color))
+    """The colour of a text on an area of ``color`` (#RRGGBB) that reads best on either page."""
+    return max((INK, WHITE, ON_LIGHT_AREA, ON_DARK_AREA), key=lambda text: min(
+        contrast(text, color), contrast(on_dark(text), on_dark(color))))
+
+
+@functools.cache
+def on_dark(color: str) -> str:
+    """The counterpart of ``color`` on a dark page, both ``#RRGGBB``.
+
+    Areas keep their colour, by which texts name them; a light grey becomes a dark one, and a colour
+    that is too near to the dark ground lighter.
+    """
+    if color in _DARK:
+        return _DARK[color]
+    channels = [int(color[i:i + 2], 16) for i in (1, 3, 5)]
+    if max(channels) - min(channels) <= 12 and contrast(color, WHITE) < 1.4:
+        less = 255 - sum(channels) // 3
+        return _hex(int(GROUND[i:i + 2], 16) + less for i in (1, 3, 5))
+    shades = (_hex(c + (255 - c) * share // 100 for c in channels) for share in range(100))
+    return next(shade for shade in shades if contrast(shade, GROUND) >= 3)
 
 
 @functools.cache
 def outline(color: str) -> str:
     """``color``, or where white is too near to it, a darker shade with a contrast of 3 to white."""
     channels = [int(color[i:i + 2], 16) for i in (1, 3, 5)]
-    shades = ("#{:02X}{:02X}{:02X}".format(*(channel * share // 100 for channel in channels))
-              for share in range(100, 0, -1))
-    return next(shade for shade in shades if contrast(shade, "#FFFFFF") >= 3)
+    shades = (_hex(channel * share // 100 for channel in channels) for share in range(100, 0, -1))
+    return next(shade for shade in shades if contrast(shade, WHITE) >= 3)
+
+
+def _hex(channels):
+    return "#{:02X}{:02X}{:02X}".format(*channels)
 
 
 def _luminance(color):

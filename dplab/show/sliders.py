@@ -8,6 +8,7 @@ import functools
 import html
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
+from pathlib import Path
 
 from IPython.display import display
 from ipywidgets import (
@@ -24,37 +25,10 @@ from ipywidgets import (
 
 from dplab.show.theme import CourseFigure
 
-# ipywidgets ties a slider's label to nothing, gives the index of a choice for its value, and its
-# player's buttons have no names; an invisible picture, loaded after each change, puts that right.
-NAME_CONTROLS = """
-const box = this.closest('.dplab-sliders');
-box?.querySelectorAll('.widget-slider').forEach(slider => {
-  const handle = slider.querySelector('[role=slider]');
-  handle.setAttribute('aria-label', slider.querySelector('.widget-label').textContent);
-  handle.setAttribute('aria-valuetext', slider.querySelector('.widget-readout').textContent);
-});
-box?.querySelectorAll('.widget-dropdown').forEach(choice => {
-  choice.querySelector('select').setAttribute(
-    'aria-label', choice.querySelector('.widget-label').textContent);
-});
-box?.querySelectorAll('.widget-play button').forEach((button, index) => {
-  button.setAttribute('aria-label', ['play or pause', 'stop', 'repeat'][index]);
-});
-"""
+# What names the controls runs when an invisible picture is loaded, after each change.
+NAME_CONTROLS = Path(__file__).with_name("name_controls.js").read_text(encoding="utf-8")
 EMPTY = "data:image/gif;base64,R0lGODlhAQABAAAAACH5BAEKAAEALAAAAAABAAEAAAICTAEAOw=="
-
-# JupyterLab writes "model not found" where a saved notebook's controls were, into a node that has
-# this class only then; if it has kept the controls, it shows them with broken links. The line that
-# says how to get them back is hidden beside controls that work.
-WITHOUT_KERNEL = """<style>
-.jp-OutputArea:has(.dplab-run-this)
-  > .jp-OutputArea-child:has(> .jp-OutputArea-output.jupyter-widgets) { display: none; }
-.dplab-sliders.jupyter-widgets-disconnected { opacity: 0.5; pointer-events: none; }
-.dplab-sliders .jupyter-widgets-disconnected::before,
-.dplab-sliders.jupyter-widgets-disconnected::before { content: none; }
-.jp-OutputArea:has(.dplab-sliders:not(.jupyter-widgets-disconnected)) .dplab-run-this {
-  display: none; }
-</style>"""
+STYLE = f"<style>{Path(__file__).with_name('sliders.css').read_text(encoding='utf-8')}</style>"
 READOUT = """<style>
 .dplab-readout-{0} .widget-readout {{ flex: none; min-width: {0}ch; text-align: right; }}
 </style>"""
@@ -85,7 +59,7 @@ class Sliders:
         said = f"{', '.join(names)} and {last}" if names else last
         note = (f'<p class="dplab-run-this"><em>Run this cell to change {html.escape(said)}.'
                 '</em></p>')
-        return data | {"text/html": f"{WITHOUT_KERNEL}{note}{data['text/html']}"}, metadata
+        return data | {"text/html": f"{STYLE}{note}{data['text/html']}"}, metadata
 
     def _show(self, _=None):
         data, metadata = self.picture()

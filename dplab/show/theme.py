@@ -1,14 +1,14 @@
 """One look for the whole course: colours, matplotlib settings, and how a figure is displayed.
 
 Sizes are in points; JupyterLab shows 0.75 pt as one CSS pixel, so 10.5 pt is 14 px. Every figure
-has an opaque white ground, which keeps it readable on any page, and a dark counterpart, which a
-notebook shows in a dark theme.
+has an opaque white ground, which keeps it readable on any page; as SVG it also has other colours,
+which it takes on a dark one.
 """
 
 import base64
-import hashlib
 import html
 import io
+import re
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -21,9 +21,8 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.patches import Rectangle
 from PIL import Image
 
-from dplab.show import dark
 from dplab.show.labels import LINE_SPACING, SIZE, TITLE_SIZE, text_height, wrap
-from dplab.show.palette import GRID, INK, MUTED, RANK_COLORS, outline
+from dplab.show.palette import GRID, INK, MUTED, RANK_COLORS, on_dark, outline
 
 WIDTH = 7.5
 """Inches, for all figures but a chapter's own."""
@@ -64,9 +63,9 @@ STYLE = {
 
 DARK_PAGE = ':is([data-jp-theme-light="false"], [data-theme="dark"], .dark, .vscode-dark)'
 """Selects the body, or the root, of a page in a dark theme: JupyterLab, a book, an editor."""
-DRAWINGS = f"""{DARK_PAGE} img {{ color-scheme: dark; }}
+PAGE_OF_DRAWINGS = f"""{DARK_PAGE} img {{ color-scheme: dark; }}
 [data-jp-theme-light="true"] img {{ color-scheme: light; }}"""
-"""JupyterLab does not say to the SVG drawings in its text which theme it has; this does."""
+"""JupyterLab does not say to the SVG drawings in a page which theme it has; this does."""
 
 
 @contextmanager
@@ -77,11 +76,11 @@ def style():
 
 
 class CourseFigure(Figure):
-    """A matplotlib figure with a text alternative, which a notebook shows once, as PNG.
+    """A matplotlib figure with a text alternative, which a notebook shows once.
 
-    It is not registered with pyplot: nothing has to be closed, and no cell shows it twice. It is a
-    PNG, two pixels for each CSS pixel, since JupyterLab hides SVG until the reader runs the cell;
-    and an HTML page's picture, since JupyterLab gives a PNG alone no ``alt``.
+    It is not registered with pyplot: nothing has to be closed, and no cell shows it twice. It is
+    an HTML page's picture, since JupyterLab gives a PNG alone no ``alt`` and hides an SVG alone
+    until the reader runs the cell.
     """
 
     def __init__(self, *args, alt: str = "", **kwargs):
@@ -97,25 +96,24 @@ class CourseFigure(Figure):
     def display_data(self) -> tuple[dict, dict]:
         """What a notebook shows of it, by MIME type, and the metadata."""
         width, height = (round(96 * inches) for inches in self.get_size_inches())
-        png, night = (base64.b64encode(to_png(self, for_dark_page)).decode()
-                      for for_dark_page in (False, True))
-        data = {"text/html": picture(png, night, self.alt, width, height), "image/png": png,
+        png, svg = (base64.b64encode(drawn).decode() for drawn in (to_png(self), to_svg(self)))
+        data = {"text/html": picture(png, svg, self.alt, width, height), "image/png": png,
                 "text/plain": self.alt or repr(self)}
         return data, {"image/png": {"width": width, "height": height, "alt": self.alt}}
 
 
-def picture(png: str, night: str, alt: str, width: int, height: int) -> str:
-    """An HTML picture, as wide as ``width`` CSS pixels or as the page.
+def picture(png: str, svg: str, alt: str, width: int, height: int) -> str:
+    """An HTML picture, as wide as ``width`` CSS pixels or as the page, from both in base64.
 
-    ``png`` is shown, in base64, and in a dark theme ``night`` in its place. A page that takes the
-    style away, as JupyterLab does with a notebook that it does not trust, shows ``png``.
+    The SVG is shown, in the colours of the page's theme. A page that takes it away, as JupyterLab
+    does with a notebook that it does not trust, shows the PNG, and so does a stored notebook.
     """
-    name = f"dplab-{hashlib.sha256(png.encode()).hexdigest()[:12]}"
-    return (f'<img class="{name}" alt="{html.escape(alt)}" width="{width}" height="{height}" '
+    return (f'<picture><source class="dplab-dark" type="image/svg+xml" '
+            f'srcset="data:image/svg+xml;base64,{svg}">'
+            f'<img alt="{html.escape(alt)}" width="{width}" height="{height}" '
             f'style="max-width:100%;height:auto;border-radius:6px" '
-            f'src="data:image/png;base64,{png}">'
-            f'<style class="dplab-dark">{DARK_PAGE} .{name} '
-            f'{{ content: url("data:image/png;base64,{night}"); }}\n{DRAWINGS}</style>')
+            f'src="data:image/png;base64,{png}"></picture>'
+            f'<style class="dplab-dark">{PAGE_OF_DRAWINGS}</style>')
 
 
 def with_title(title: str, alt: str) -> str:
@@ -180,19 +178,16 @@ def add_area(axes, patch: Rectangle, widest: float = 1.6) -> None:
         inside.set_clip_path(patch)
 
 
-def to_png(figure: Figure, for_dark_page: bool = False) -> bytes:
+def to_png(figure: Figure) -> bytes:
     """The figure as PNG, 192 pixels an inch; its 256 colours keep notebooks small.
 
     With fewer of them, small areas such as a rank's name lose their colour, and names contrast.
     """
     drawn, small = io.BytesIO(), io.BytesIO()
     with style():
-        if for_dark_page:
-            image = Image.fromarray(dark.pixels(figure, 192))
-        else:
-            figure.savefig(drawn, format="png", dpi=192)
-            image = Image.open(drawn).convert("RGB")
-    image.quantize(256).save(small, format="png", optimize=True)
+        figure.savefig(drawn, format="png", dpi=192)
+    image = Image.open(drawn).convert("RGB").quantize(256)
+    image.save(small, format="png", optimize=True)
     return small.getvalue()
 
 
@@ -210,13 +205,28 @@ def to_svg(figure: Figure, title: str = "") -> bytes:
     buffer = io.BytesIO()
     with style():
         figure.savefig(buffer, format="svg", metadata=metadata)
-        text = dark.with_dark_styles(buffer.getvalue().decode(), dark.svg(figure))
-    text = text.replace("<svg ", '<svg role="img" ', 1)
+    text = buffer.getvalue().decode().replace("<svg ", '<svg role="img" ', 1)
+    text = text.replace("</style>", f"{dark_colors(text)}</style>", 1)
     if alt:
         said = html.escape(alt, quote=False)
         text = text.replace("</title>", f"</title>\n <desc>{said}</desc>", 1)
     lines = text.splitlines()
     return ("\n".join(line.rstrip() for line in lines) + "\n").encode()
+
+
+def dark_colors(svg: str) -> str:
+    """The CSS by which an SVG of matplotlib's takes the dark counterpart of each of its colours.
+
+    Heat maps keep theirs, which make a scale.
+    """
+    rules = []
+    without_maps = re.sub('<g id="QuadMesh.*?</g>', "", svg, flags=re.DOTALL)
+    for color in sorted(set(re.findall("#[0-9a-f]{6}", without_maps))):
+        dark = on_dark(color.upper()).lower()
+        if dark != color:
+            rules += [f'[style*="fill: {color}"], [fill="{color}"] {{ fill: {dark} !important }}',
+                      f'[style*="stroke: {color}"] {{ stroke: {dark} !important }}']
+    return "\n".join(["", "@media (prefers-color-scheme: dark) {", *rules, "}"])
 
 
 def save_beside(figure: Figure, script: str, title: str) -> Path:

@@ -174,7 +174,8 @@ class _Rows(shares.LabelledBars):
             first, last = max([*exposed, *_without([(start, end)], exposed)],
                               key=lambda piece: piece[1] - piece[0], default=(start, end))
             if pitch == THIN and text_width(text, SIZE) + 3 <= (last - first) * self.scale:
-                self.text((first + last) / 2, top + 0.45 * pitch, text, ha="center")
+                self.text((first + last) / 2, top + 0.45 * pitch, text, ha="center",
+                          color=readable_on(EXPOSED))
         middle = low + pitch * (0.9 + max(tracks)) / 2
         self.bar("_swatch", right, right + 9 / self.scale, middle - 4.5, 9, EXPOSED)
         self.text(right + SWATCH / self.scale, middle, row.exposed)

@@ -78,19 +78,15 @@ def test_a_card_is_found_in_the_catalogue_by_its_name():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("card", ["mine", "NVIDIA H100 80GB HBM3"])
-def test_measured_and_predicted_blocks_stand_side_by_side(card, capsys):
+def test_measured_and_predicted_blocks_stand_side_by_side(capsys):
+    card = "NVIDIA H100 80GB HBM3"
     found = gpu.measure(_options("--models", "GPT-2", "--block", "GPT-2", "--sequence", "64",
                                  "--eager"), CPU, card, 8e10)
     (row,) = found["blocks"]
     assert list(row) == ["compiled", "measured", "own", *PACES]
     assert row["slow"] > row["typical"] > row["fast"]
     assert all(table["gpu"] == card for table in found["tables"])
-    if card == "mine":
-        assert found["peaks"]["TFLOP/s"] == max(row[-1] for row in found["tables"][0]["rows"]
-                                                + found["tables"][1]["rows"])
-    else:
-        assert found["peaks"]["TFLOP/s"] == GPUS["H100"].bf16_flops / 1e12
+    assert found["peaks"]["TFLOP/s"] == GPUS["H100"].bf16_flops / 1e12
     printed = capsys.readouterr().out
     assert f"{1e3 * row['measured']:.2f}" in printed
     json.dumps(found)

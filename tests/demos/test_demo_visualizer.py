@@ -36,26 +36,22 @@ def flat(gradients):
 
 
 @pytest.mark.slow
-def test_before_each_rank_has_the_gradients_of_its_own_digits(facts):
+def test_each_rank_has_its_own_gradients_before_and_their_average_after(facts):
     size = visualizer.SAMPLES
     for rank, found in enumerate(facts["before"]):
         mine = slice(rank, RANKS * size, RANKS)
         expected = gradients_of(DIGITS.train_images[mine], DIGITS.train_labels[mine])
-        assert found.keys() == expected.keys()
         torch.testing.assert_close(flat(found), flat(expected), rtol=0, atol=1e-6)
     assert facts["between_ranks"] > 0.05
-
-
-@pytest.mark.parametrize("strategy", visualizer.EXACT)
-def test_afterwards_each_rank_has_the_average_of_those_before(facts, strategy):
     average = torch.stack([flat(rank) for rank in facts["before"]]).mean(dim=0)
-    whole = slice(RANKS * visualizer.SAMPLES)
+    whole = slice(RANKS * size)
     at_once = gradients_of(DIGITS.train_images[whole], DIGITS.train_labels[whole])
-    assert len(facts["after"][strategy]) == RANKS
-    for rank in facts["after"][strategy]:
-        torch.testing.assert_close(flat(rank), average, rtol=0, atol=1e-7)
-        torch.testing.assert_close(flat(rank), flat(at_once), rtol=0, atol=1e-6)
-    assert facts["strategies"][strategy]["error"] < visualizer.ROUNDING
+    for strategy in visualizer.EXACT:
+        assert len(facts["after"][strategy]) == RANKS
+        for rank in facts["after"][strategy]:
+            torch.testing.assert_close(flat(rank), average, rtol=0, atol=1e-7)
+            torch.testing.assert_close(flat(rank), flat(at_once), rtol=0, atol=1e-6)
+        assert facts["strategies"][strategy]["error"] < visualizer.ROUNDING
 
 
 def test_compressed_gradients_are_equal_on_all_ranks_and_about_the_average(facts):
@@ -133,7 +129,7 @@ def test_exposed_is_at_least_what_the_link_takes_after_the_last_gradient(facts):
 
 def check_visualizer(text, ranks, link):
     """The table that is printed; returns its rows, as numbers."""
-    assert re.match(rf"{ranks} ranks on \d+ cores, \w+ on \w+; {link}", text)
+    assert text.startswith(f"{ranks} ranks on ") and link in text.splitlines()[0]
     before, after = re.findall(r"^  (?:before synchronisation|after) +(\S+)$", text, re.MULTILINE)
     assert float(before) > 0.05 and float(after) == 0.0
     rows = {}
@@ -142,36 +138,27 @@ def check_visualizer(text, ranks, link):
         rows[name] = [float(number.replace(",", "")) for number in re.findall(r"[\d.,e+-]+", line)]
     assert [row[0] for row in rows.values()] == [9, 3, 3, 3, 3, 3]
     assert [row[1] for row in rows.values()] == [387, 387, 387, 387, 193, 77]
-    assert text.count("exposed, step: " + link) == 1
     return rows
-
-
-def is_a_picture(path):
-    image = matplotlib.image.imread(path)
-    return image.shape[0] > 400 and image.shape[1] > 600 and len(
-        {tuple(pixel) for row in image[::7, ::7] for pixel in row}) > 50
 
 
 @pytest.mark.slow
 def test_the_visualizer_as_a_module(tmp_path):
     picture = tmp_path / "picture.png"
     done = run(sys.executable, *VISUALIZER, "--ranks", 2, "--save", picture)
-    assert done.returncode == 0, done.stderr
-    assert done.stderr == ""
+    assert (done.returncode, done.stderr) == (0, "")
     check_visualizer(done.stdout, 2, "emulated link: 0.05 GB/s, 500 µs")
-    assert done.stdout.endswith(f"Saved {picture}\n") and is_a_picture(picture)
+    image = matplotlib.image.imread(picture)
+    assert image.shape[0] > 400 and image.shape[1] > 600
 
 
 @pytest.mark.slow
 def test_the_visualizer_under_torchrun(tmp_path):
     done = run(*TORCHRUN, 2, *VISUALIZER, "--save", tmp_path / "picture.svg")
-    assert done.returncode == 0, done.stderr
-    assert "Traceback" not in done.stderr
-    rows = check_visualizer(done.stdout, 2, "real link, gloo")
+    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
+    rows = check_visualizer(done.stdout, 2, "real link")
     assert all(row[2] > 0.98 * row[1] for row in rows.values())  # two send what they hand over
     root = ElementTree.parse(tmp_path / "picture.svg").getroot()
     assert root.tag == "{http://www.w3.org/2000/svg}svg"
-    assert [path.name for path in tmp_path.iterdir()] == ["picture.svg"]
 
 
 def test_the_visualizer_draws_what_it_found(facts):
@@ -187,7 +174,7 @@ def test_the_visualizer_draws_what_it_found(facts):
 
 
 def test_a_wrong_average_is_told_by_the_exit_status(facts, monkeypatch, capsys):
-    results = [("gloo", "cpu", facts["buckets"], copy.deepcopy(before), {
+    results = [(facts["buckets"], copy.deepcopy(before), {
         name: row | {"after": copy.deepcopy(facts["after"][name][rank]),
                      "exposed": [row["exposed"]], "step": [row["step"]]}
         for name, row in facts["strategies"].items()})
@@ -195,6 +182,6 @@ def test_a_wrong_average_is_told_by_the_exit_status(facts, monkeypatch, capsys):
     monkeypatch.setattr(dplab, "run", lambda *args, **kwargs: results)
     assert visualizer.main([]) == 0
     capsys.readouterr()
-    results[1][4][visualizer.OVERLAPPED]["after"]["conv1.bias"][3] += 0.01
+    results[1][2][visualizer.OVERLAPPED]["after"]["conv1.bias"][3] += 0.01
     assert visualizer.main([]) == 1
     assert "after                   1.0e-02" in capsys.readouterr().out

@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from matplotlib.colors import to_hex
-from pictures import areas_of, assert_readable, contrast, ground_of, labels_of
+from pictures import assert_read_on_either_page, assert_readable
 from ranks import run_each
 
 import dplab.parallel
@@ -84,10 +83,7 @@ def test_texts_can_be_read_at_900_pixels(script, monkeypatch):
     assert canvas.width == 900 and module["ALT"] == canvas.figure.alt
     assert canvas.title == module["TITLE"]
     assert_readable(canvas.figure, points=0.75 * 13, margin=8)
-    boxes, areas = labels_of(canvas.figure), areas_of(canvas.figure)
-    for text, box in boxes.items():
-        ground = ground_of(text, box, areas)
-        assert contrast(to_hex(text.get_color()), ground) >= 4.5, (text, ground)
+    assert_read_on_either_page(canvas.figure)
 
 
 def test_the_collectives_pictures_show_what_the_collectives_do(monkeypatch):

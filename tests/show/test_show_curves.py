@@ -19,13 +19,9 @@ def lines_of(figure):
 
 
 HARD_CURVES = {
-    "one": {"one process": LOSSES},
     "coincide": {"one process": LOSSES, "DDP": LOSSES, "FSDP": [v + 1e-7 for v in LOSSES]},
-    "sixteen the same": {f"configuration {i}": LOSSES for i in range(16)},
-    "end at the top": {f"run {i}": [float(s) for s in STEPS] for i in range(6)},
     "cross": {"up": [0.0, 1.0], "down": [1.0, 0.0], "flat": [0.5, 0.5]},
     "one step": {"a": [1.0], "b": [1.0], "c": [1.0 + 1e-9]},
-    "constant": {"a": [3.0] * 5, "b": [3.0] * 5},
     "long names": {"the sum of the gradients instead of their mean, four ranks " * 2: LOSSES,
                    "another configuration with quite a long description": LOSSES},
     "dollars": {"$5 per hour": LOSSES, "$_{x": LOSSES},
@@ -67,11 +63,7 @@ def test_coinciding_curves_show_a_margin_of_each_one_and_others_are_thin():
     apart = show.loss_curves({f"rank {r}": [v + r for v in LOSSES] for r in range(4)}, title="")
     assert {line.get_linewidth() for line in lines_of(apart).values()} == {1.6}
     assert len({line.get_color() for line in lines_of(same).values()}) == 3
-
-
-def test_labels_of_curves_that_end_together_stand_in_their_order():
-    figure = show.loss_curves({"a": LOSSES, "b": LOSSES, "c": LOSSES}, title="Same")
-    heights = {text.get_text(): text.get_position()[1] for text in figure.axes[0].texts}
+    heights = {text.get_text(): text.get_position()[1] for text in same.axes[0].texts}
     assert heights["a"] > heights["b"] > heights["c"]
 
 
@@ -90,10 +82,27 @@ def test_the_gap_is_the_largest_at_any_step():
     assert show.gap_between({"a": [1.0], "b": [1.0, 5.0]}) == ""
 
 
-def test_a_curve_that_diverges_says_when():
+def test_a_curve_that_diverges_says_when_and_alternatives_have_the_numbers():
     figure = show.loss_curves({"ok": [2.0] * 5, "sum": [2, 9, 99, math.inf, math.nan]}, title="")
     texts = [text.get_text() for text in figure.axes[0].texts]
     assert "ok" in texts and any("sum" in t and "step 3" in t for t in texts)
+    alt = show.loss_curves({"a": [2.0, 1.0], "b": [2.0, 1.0]}, title="Falls").alt
+    assert "a from 2 to 1" in alt and "identical" in alt
+
+
+def test_a_sweep_draws_means_and_ranges():
+    lines = {"linear": {32: [2.0, 4.0], 64: [3.0, 9.0]}, "best": {32: [1.0], 64: [2.0]}}
+    figure = show.batch_sweep({"SGD": lines, "Adam": {"linear": {32: [5.0], 64: [6.0]}}},
+                              title="a title", ylabel="error", dashed=("best",))
+    left, right = figure.axes
+    assert list(left.lines[0].get_ydata()) == [3.0, 6.0]
+    assert left.lines[0].get_color() == right.lines[0].get_color() != left.lines[1].get_color()
+    assert (left.lines[0].get_linestyle(), left.lines[1].get_linestyle()) == ("-", "--")
+    band = left.collections[0].get_paths()[0].vertices
+    assert band[:, 1].min() == 2.0 and band[:, 1].max() == 9.0
+    assert "SGD, linear from 3 to 6" in figure.alt
+    with pytest.raises(ValueError, match="at least one panel"):
+        show.batch_sweep({"SGD": {}}, title="", ylabel="")
 
 
 @pytest.mark.parametrize("curves", [{}, {"a": [1.0], "b": []}])

@@ -4,9 +4,12 @@ import itertools
 import math
 
 import pytest
+from matplotlib.colors import to_hex
 from pictures import assert_readable
 
 from dplab import show
+from dplab.show import palette
+from dplab.show.memory_areas import CATEGORY_COLORS
 
 
 class Held:
@@ -30,14 +33,12 @@ def sawtooth(top):
 STEPS_OF_MEMORY = {
     "usual": (list(sawtooth(4e9)), [Part("forward", 0, 10), Part("backward", 10, 20),
                                     Part("optimizer", 20, 24)]),
-    "bytes": (list(sawtooth(40)), []),
     "one sample": ([Held(0, parameters=5)], [Part("all", 0, 1)]),
     "nothing": ([Held(0, parameters=0), Held(3, parameters=0)], []),
     "several in one operation": ([Held(0, other=1), Held(2, other=9e3, optimizer=4),
                                   Held(2, other=2e3), Held(5, other=1)], []),
     "short phases": (list(sawtooth(1e3)), [Part(f"micro-step {i}, its forward", i, i + 1)
                                            for i in range(9)]),
-    "own categories": ([Held(0, **{"$x": 3, "a cache with quite a long name": 4})], []),
 }
 
 
@@ -102,3 +103,14 @@ def test_a_memory_figure_says_its_peak_in_words():
 def test_memory_that_cannot_be_drawn_is_an_error(samples, phases, says):
     with pytest.raises(ValueError, match=says):
         show.memory_over_step(samples, phases, title="")
+
+
+def test_pale_memory_has_an_outline_where_there_is_some():
+    samples = [Held(op, gathered=op % 3, other=1 + op % 4) for op in range(9)]
+    axes = show.memory_over_step(samples, title="").axes[0]
+    lines = {to_hex(line.get_colors()[0]): line for line in axes.collections
+             if line.get_label() == "_outline"}
+    pale = {name: palette.outline(CATEGORY_COLORS[name]).lower() for name in ("gathered", "other")}
+    assert set(lines) == set(pale.values())
+    tops = [segment[0][1] for segment in lines[pale["other"]].get_segments()]
+    assert tops == pytest.approx([sum(sample.bytes.values()) for sample in samples])

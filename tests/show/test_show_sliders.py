@@ -44,8 +44,8 @@ def outputs(monkeypatch):
 def seen(sliders):
     """The alternative text and the PNG of the picture that is shown."""
     data, metadata = sliders.picture()
-    image = re.search(r'<img class="[^"]*" alt="([^"]*)" width="720".* src="data:image/png;base64,'
-                      r'([^"]*)"', data["text/html"])
+    image = re.search(r'<img alt="([^"]*)" width="720".* src="data:image/png;base64,([^"]*)"',
+                      data["text/html"])
     assert image[2] == data["image/png"] and html.unescape(image[1]) == data["text/plain"]
     assert metadata["image/png"]["alt"] == data["text/plain"]
     return data["text/plain"], base64.b64decode(data["image/png"])
@@ -54,6 +54,7 @@ def seen(sliders):
 @pytest.mark.slow
 def test_the_slider_changes_the_picture_and_its_alternative_text(walk):
     assert walk.slider.description == "bucket size"
+    assert walk.slider.options == (("1 MiB", 1), ("4 MiB", 4), ("2,000 MiB", 2000))
     alt, png = seen(walk)
     assert alt == 'Size 4. "<4>" & so on'
     assert image.imread(io.BytesIO(png)).shape[1] == pytest.approx(2 * 720, abs=2)
@@ -62,10 +63,6 @@ def test_the_slider_changes_the_picture_and_its_alternative_text(walk):
     assert alt == 'Size 2000. "<2000>" & so on' and other != png
     walk.slider.value = 4
     assert seen(walk) == ('Size 4. "<4>" & so on', png)
-
-
-def test_a_slider_shows_its_values_with_their_unit(walk):
-    assert walk.slider.options == (("1 MiB", 1), ("4 MiB", 4), ("2,000 MiB", 2000))
 
 
 def test_each_picture_is_drawn_once_and_when_it_is_needed(walk, drawn, outputs):
@@ -122,14 +119,11 @@ def budget(drawn):
                            {"ranks": 2}, units={"ranks": "GPUs"})
 
 
-def test_numbers_have_a_slider_and_names_a_drop_down(budget):
+def test_each_control_of_a_calculator_changes_the_picture(budget, drawn):
     ranks, precision = budget.sliders.values()
     assert isinstance(ranks, SelectionSlider) and isinstance(precision, Dropdown)
     assert ranks.options == (("1 GPUs", 1), ("2 GPUs", 2), ("4,096 GPUs", 4096))
     assert precision.options == (("bf16", "bf16"), ("fp32", "fp32"))
-
-
-def test_each_control_of_a_calculator_changes_the_picture(budget, drawn):
     assert [slider.description for slider in budget.sliders.values()] == ["ranks", "precision"]
     assert [slider.value for slider in budget.sliders.values()] == [2, "bf16"]
     assert seen(budget)[0] == "bf16 on 2"
@@ -145,3 +139,13 @@ def test_each_control_of_a_calculator_changes_the_picture(budget, drawn):
 def test_a_calculator_starts_where_its_controls_can_stand(start):
     with pytest.raises(ValueError, match="is not one of"):
         show.calculator(lambda ranks: None, {"ranks": [1, 2, 4]}, start)
+
+
+def test_controls_are_named_again_after_each_change(walk, budget):
+    for made, slider, value in ((walk, walk.slider, 1), (budget, budget.sliders["ranks"], 4096)):
+        before = made.controls.children[-1].value
+        names = html.unescape(re.search('onload="([^"]*)"', before)[1])
+        assert "'.dplab-sliders'" in names and "dplab-sliders" in made.controls._dom_classes
+        assert names.count("'aria-label'") == 3  # of sliders, drop-downs and buttons
+        slider.value = value
+        assert made.controls.children[-1].value != before

@@ -141,8 +141,7 @@ def test_no_bar_covers_another(case):
 
 
 @pytest.mark.parametrize(("ranks", "names"), [
-    ([], None), ([[]], None), ([predicted(), []], None), ([predicted()], ["a", "b"]),
-    ([predicted()], []),
+    ([], None), ([predicted(), []], None), ([predicted()], ["a", "b"]),
     ([[Span("forward", COMPUTE, 2, 1)]], None), ([[Span("forward", COMPUTE, -1, 1)]], None),
     ([[Span("forward", COMPUTE, 0, math.nan)]], None),
     ([[Span("forward", COMPUTE, 0, math.inf)]], None), ([[Span("forward", "cpu", 0, 1)]], None)])

@@ -45,11 +45,10 @@ def test_rows_say_how_long_they_are_and_how_much_is_exposed(case):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("width", [7.5, 5.5])
 @pytest.mark.parametrize("case", CASES)
-def test_texts_are_apart_and_on_nothing_else(case, width, monkeypatch):
-    monkeypatch.setattr(timelines, "WIDTH", width)
-    monkeypatch.setattr(theme, "WIDTH", width)
+def test_texts_are_apart_and_on_nothing_else(case, monkeypatch):
+    monkeypatch.setattr(timelines, "WIDTH", 5.5)  # narrower than any page
+    monkeypatch.setattr(theme, "WIDTH", 5.5)
     figure = show.timeline(CASES[case], names=NAMES.get(case),
                            title="A finding that needs more than one line " * 3,
                            note="A note that has to be wrapped as well " * 4)
@@ -68,7 +67,7 @@ def test_texts_are_apart_and_on_nothing_else(case, width, monkeypatch):
     assert not any(one.overlaps(other) for one, other in itertools.combinations(ticks, 2))
 
 
-@pytest.mark.parametrize("count", [1, 2, 4, 8])
+@pytest.mark.parametrize("count", [1, 8])
 def test_ranks_have_their_names_and_colors_top_down(count):
     figure = show.timeline([measured(rank) for rank in range(count)], title="")
     labels = {text.get_text(): text for text in figure.axes[0].texts
@@ -79,13 +78,6 @@ def test_ranks_have_their_names_and_colors_top_down(count):
     heights = [label.get_window_extent().y0 for label in labels.values()]
     assert heights == sorted(heights, reverse=True)
     assert figure.get_figheight() < 8
-
-
-def test_rows_have_the_names_given():
-    texts = texts_of(show.timeline([predicted(), measured(0)], names=["predicted", "measured"],
-                                   title=""))
-    assert {"predicted", "measured", "all-reduce"} < set(texts)
-    assert not any(text.startswith("rank") for text in texts)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -121,11 +113,6 @@ def test_a_part_is_named_in_its_longest_block():
     assert name.get_position()[0] == pytest.approx(3)
 
 
-def test_a_part_of_a_later_row_alone_has_no_line():
-    one, other = [Span("forward", COMPUTE, 0, 1)], [Span("optimizer", COMPUTE, 0, 1)]
-    assert not show.timeline([one, other], title="").axes[0].lines
-
-
 def test_parts_of_later_rows_alone_have_a_swatch():
     axes = show.timeline(CASES["parts of other rows"], title="").axes[0]
     swatches = [bar for bar in axes.patches if bar.get_label() == "_swatch"]
@@ -153,8 +140,7 @@ def test_collectives_are_numbered_where_there_is_room():
 
 
 @pytest.mark.parametrize(("seconds", "unit", "total"), [
-    (1e-4, "µs", "100 µs"), (9.99e-4, "µs", "999 µs"), (1e-3, "ms", "1.00 ms"),
-    (0.0421, "ms", "42.1 ms"), (1.0, "s", "1.00 s"), (100.0, "s", "100 s")])
+    (9.99e-4, "µs", "999 µs"), (1e-3, "ms", "1.00 ms"), (1.0, "s", "1.00 s")])
 def test_the_unit_suits_the_longest_row(seconds, unit, total):
     spans = [Span("forward", COMPUTE, 0, seconds), Span("all_reduce", COMMUNICATION, 0, 0)]
     short = [Span("forward", COMPUTE, 0, seconds / 50)]

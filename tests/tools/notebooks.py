@@ -42,8 +42,9 @@ DIFFERS = "output-differs"  # a cell whose output is another each time by its na
 FOLDED = "hide-input"  # the web book's tag, which goes with JupyterLab's own fold
 WIDGET = "application/vnd.jupyter.widget-view+json"  # refers to a state that is not kept
 IN_PLACE = 'class="dplab-in-place"'  # what JupyterLab shows where it does not find a widget
-DARK_PICTURE = re.compile(r'<style class="dplab-dark">.*?</style>', re.DOTALL)
-"""A figure's second picture, for a dark theme; a fresh run brings it back."""
+DARK_PICTURE = re.compile(
+    r'</?picture>|<source class="dplab-dark".*?>|<style class="dplab-dark">.*?</style>', re.DOTALL)
+"""A figure's second picture, which has colours for a dark theme; a fresh run brings it back."""
 CELL_TIMEOUT = 120  # seconds
 
 HEADER = re.compile(r"# %%(?P<markdown> \[markdown\])?(?P<options>( \S+=\S+)*)\s*")

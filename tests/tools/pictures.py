@@ -6,6 +6,8 @@ import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_hex, to_rgb
 
+from dplab.show.palette import on_dark
+
 
 def labels_of(figure):
     """Each text that is shown, ticks apart, with its box in pixels."""
@@ -53,6 +55,17 @@ def ground_of(text, box, areas):
         return to_hex(text.get_bbox_patch().get_facecolor())
     middle = (box.x0 + box.x1) / 2, (box.y0 + box.y1) / 2
     return next((color for extent, color in reversed(areas) if extent.contains(*middle)), "#ffffff")
+
+
+def assert_read_on_either_page(figure):
+    """Each text stands out from the area that it is on, and on a dark page from its counterpart."""
+    texts = shown_texts(figure)  # which lays the figure out
+    areas = areas_of(figure)
+    for text, box in texts.items():
+        color = to_hex(text.get_color()).upper()
+        ground = ground_of(text, box, areas).upper()
+        assert contrast(color, ground) >= 4.4, (text, ground)
+        assert contrast(on_dark(color), on_dark(ground)) >= 4.4, (text, ground)
 
 
 def shown_texts(figure):

@@ -38,15 +38,11 @@ def measured(rank, collectives=6, late=0.0):
 
 
 CASES = {
-    "one": [predicted()],
     "no overlap": [predicted(overlap=False), predicted()],
     "four ranks": [measured(rank) for rank in range(4)],
     "eight ranks": [measured(rank, late=8e-3 * (rank == 7)) for rank in range(8)],
     "sixty": [predicted(60, seconds=2e-4, bucket=1, bandwidth=1.2e10), measured(0, 60)],
-    "0.1 ms": [predicted(3, seconds=1e-5, bandwidth=1e13, bucket=1)],
-    "100 s": [predicted(3, seconds=11.0, bandwidth=1e6, bucket=1)],
     "one rank alone": [predicted(world_size=1), predicted(world_size=2)],
-    "no optimizer": [predicted(optimizer_seconds=0.0)],
     "only hidden": [predicted(bandwidth=1e12)],
     "no communication": [[Span("forward", COMPUTE, 0, 1), Span("backward", COMPUTE, 1, 3)]] * 2,
     "only communication": [[Span("all_gather", COMMUNICATION, 0.2, 1)]],
@@ -63,7 +59,6 @@ CASES = {
                 Span("zeros", COMPUTE, 0, 0.6), Span("all-reduce 0", COMMUNICATION, 1.5, 5)]],
     "waits for others": [[Span("forward", COMPUTE, 0, 1), Span("all_reduce", COMMUNICATION, 1, 2),
                           Span("barrier", STALLED, 1.5, 4), Span("optimizer", COMPUTE, 3.5, 5)]],
-    "late": [[Span("forward", COMPUTE, 5.0, 5.1), Span("all_reduce", COMMUNICATION, 5.1, 5.3)]],
     "many parts": [[Span(f"a phase called {letter}", COMPUTE, index, index + 1)
                     for index, letter in enumerate("abcdefghijkl")]],
 }

@@ -15,7 +15,7 @@ import zipfile
 from pathlib import Path
 
 from dplab.predict import fields, plan
-from dplab.show import dark, palette
+from dplab.show import palette
 from dplab.show.memory_areas import CATEGORY_COLORS
 from dplab.show.timelines import HIDDEN
 
@@ -64,8 +64,7 @@ def fragment() -> str:
 def colors() -> str:
     """The course's colours as CSS variables, for a light page and for a dark one."""
     light = TEXTS_AND_LINES | AREAS
-    changed = {name: dark.line(color) for name, color in TEXTS_AND_LINES.items()}
-    changed |= {name: dark.fill(color) for name, color in AREAS.items()}
+    changed = {name: palette.on_dark(color) for name, color in light.items()}
     rules = "".join(f".{name} {{ --fill: var(--{name}); }}\n" for name in AREAS)
     return (f"#planner {{ {_variables(light)} }}\n"
             f'[data-theme="dark"] #planner {{ {_variables(changed)} }}\n'

@@ -40,7 +40,7 @@ def main():
           f"{broken['starts']}; last loss {broken['losses'][-1][1]:.4f}, in one process "
           f"{whole[-1][1]:.4f}")
     if options.save:
-        save("two_nodes", "python tests/tools/two_nodes", rate=options.rate,
+        save("two_nodes", "python tests/tools/two_nodes --save", rate=options.rate,
              parameters=CONFIG.parameters, rows=rows, one_process=whole, killed=broken)
 
 

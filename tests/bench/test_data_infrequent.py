@@ -1,17 +1,17 @@
-"""The bench plays all ranks in one process; here real ones do the same."""
+"""chapters/data/infrequent.py plays all ranks in one process; here real ones do the same."""
 
 import functools
 import json
 import sys
 
 import cloudpickle
+import infrequent
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
 import dplab
-from dplab.bench import infrequent
 from dplab.bench.results import FOLDER
 from dplab.measure import CallLog
 from dplab.parallel import ManualDDP
@@ -21,6 +21,7 @@ from dplab.workloads import standard_library
 from dplab.workloads.digits import digits_classifier, load_digits
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
+cloudpickle.register_pickle_by_value(infrequent)
 STEPS, SEED = 12, 1
 WAYS = [(None, None), (4, (1.0, 0.0)), (4, (0.7, 0.9))]  # synchronous, local SGD, DiLoCo
 

@@ -5,7 +5,7 @@ on one rank alone; its loss is on text that none has seen. `delays` trains the d
 that are a chosen number of updates old, over learning rates.
 
 One process with one thread plays all ranks: each weight has one more dimension, that of ranks and
-seeds. tests/bench/test_bench_infrequent.py compares it with `dplab.parallel` on real ranks.
+seeds. tests/bench/test_infrequent.py compares it with `dplab.parallel` on real ranks.
 """
 
 import collections
@@ -23,6 +23,7 @@ from dplab.workloads import standard_library
 from dplab.workloads.digits import TRAIN_SIZE, digits_classifier, load_digits
 from dplab.workloads.transformer import Transformer
 
+STEPS, SEEDS = 512, range(3)
 RANKS, LOCAL_BATCH, LENGTH, HELD_OUT = 4, 4, 32, 200_000
 LEARNING_RATE, WARM_UP = 3e-3, 20
 METHODS = {  # how many ranks, H, and the outer learning rate and momentum
@@ -37,22 +38,14 @@ RATES = [0.8 / 2 ** (step / 2) for step in range(13)]
 DIGITS_UPDATES, DIGITS_BATCH = 300, 32
 
 
-def add_arguments(parser):
-    parser.add_argument("--steps", type=int, default=512, help="of the transformer (default 512)")
-    parser.add_argument("--seeds", type=int, default=3, help="how many (default 3)")
-    parser.add_argument("--save", action="store_true",
-                        help="keep the results, which chapter 07 shows")
-
-
-def main(options):
+def main():
     torch.set_num_threads(1)
-    seeds = range(options.seeds)
-    print(f"one thread; AdamW, {options.steps} steps, "
+    print(f"one thread; AdamW, {STEPS} steps, "
           f"{LOCAL_BATCH} × {LENGTH} bytes a rank; held-out loss by seed")
-    print(f"{'':30}{'bytes per step':>16}" + "".join(f"{seed:8}" for seed in seeds))
+    print(f"{'':30}{'bytes per step':>16}" + "".join(f"{seed:8}" for seed in SEEDS))
     met = []
     for method in METHODS:
-        rows = meetings(method, options.steps, seeds)
+        rows = meetings(method)
         met += rows
         print(f"{method:30}{rows[0]['bytes_per_step']:16,.0f}"
               + "".join(f"{row['loss']:8.3f}" for row in rows), flush=True)
@@ -60,15 +53,14 @@ def main(options):
           f"{'learning rate':>14}" + "".join(f"{rate:9.4g}" for rate in RATES))
     late = []
     for staleness in STALENESS:
-        late += delays(staleness, seeds)
+        late += delays(staleness)
         medians = [statistics.median(row["loss"] for row in late if row["staleness"] == staleness
                                      and row["learning_rate"] == rate) for rate in RATES]
         print(f"{staleness:14}" + "".join(f"{loss:9.3g}" for loss in medians), flush=True)
-    if options.save:
-        save("infrequent", steps=options.steps, seeds=list(seeds), meetings=met, delays=late)
+    save("infrequent", steps=STEPS, seeds=list(SEEDS), meetings=met, delays=late)
 
 
-def meetings(method: str, steps: int = 512, seeds=range(3)) -> list[dict]:
+def meetings(method: str, steps: int = STEPS, seeds=SEEDS) -> list[dict]:
     """For each seed the loss on held-out text, and the bytes that a rank hands over per step."""
     ranks, every, outer = METHODS[method]
     models = trained(ranks, every, outer, steps, seeds)
@@ -147,7 +139,7 @@ def sample_of(seed: int, step: int, rank: int) -> int:
     return (100_000 * seed + step) * RANKS + rank
 
 
-def delays(staleness: int, seeds=range(3)) -> list[dict]:
+def delays(staleness: int, seeds=SEEDS) -> list[dict]:
     """The loss on all training digits for each learning rate and seed; infinite if it overflowed.
     """
     images, labels, *_ = load_digits()
@@ -189,3 +181,7 @@ def digits_batch(update: int, seed: int = 0) -> torch.Tensor:
     """The indices of the digits that gradient number ``update`` is of."""
     generator = torch.Generator().manual_seed(10_000 * seed + update)
     return torch.randint(TRAIN_SIZE, (DIGITS_BATCH,), generator=generator)
+
+
+if __name__ == "__main__":
+    main()

@@ -92,12 +92,7 @@ def length(step):
     return max(span.end for spans in step for span in spans)
 
 
-def add_arguments(parser):
-    parser.add_argument("--save", action="store_true",
-                        help="keep the results, which chapter 06 shows")
-
-
-def main(options):
+def main():
     jobs = {"alone": [without_calls(step) for step in measure(1, Parts())],
             "together": measure(RANKS, Faults().parts())}
     seconds = {name: statistics.median(map(length, steps)) for name, steps in jobs.items()}
@@ -109,19 +104,18 @@ def main(options):
         print(f"  {cause:10}{1e3 * each:4.0f} ms of the slowest rank's step, "
               f"{RANKS * each / seconds['together']:.2f} GPUs; repaired alone, the step takes "
               f"{spread([1e3 * step for step in without[cause]], 0)} ms")
-    if options.save:
-        save("eight_ranks", about="Of each step, of each rank, the spans: name, lane, start and "
-             "end in seconds since the step began. Real ranks and collectives on an emulated link; "
-             "computing is emulated by sleeps. sizes: of a healthy rank, times in seconds. "
-             "bandwidth: of the link, bytes/s. put_in: seconds "
-             "of the slowest rank's step by cause, by these lengths. repaired: seconds of the "
-             "steps of the same job with one cause repaired; for exposed, a link "
-             f"{FASTER} times as fast; for nothing, the same job.",
-             sizes=asdict(SIZES), bandwidth=LINK.bandwidth,
-             put_in={cause: round(seconds, 5) for cause, seconds in lost().items()},
-             repaired=without,
-             **{name: [[rows(spans) for spans in step] for step in steps]
-                for name, steps in jobs.items()})
+    save("eight_ranks", about="Of each step, of each rank, the spans: name, lane, start and "
+         "end in seconds since the step began. Real ranks and collectives on an emulated link; "
+         "computing is emulated by sleeps. sizes: of a healthy rank, times in seconds. "
+         "bandwidth: of the link, bytes/s. put_in: seconds "
+         "of the slowest rank's step by cause, by these lengths. repaired: seconds of the "
+         "steps of the same job with one cause repaired; for exposed, a link "
+         f"{FASTER} times as fast; for nothing, the same job.",
+         sizes=asdict(SIZES), bandwidth=LINK.bandwidth,
+         put_in={cause: round(seconds, 5) for cause, seconds in lost().items()},
+         repaired=without,
+         **{name: [[rows(spans) for spans in step] for step in steps]
+            for name, steps in jobs.items()})
 
 
 def without_calls(step):
@@ -131,3 +125,7 @@ def without_calls(step):
 
 def rows(spans):
     return [[span.name, span.lane, round(span.start, 5), round(span.end, 5)] for span in spans]
+
+
+if __name__ == "__main__":
+    main()

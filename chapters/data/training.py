@@ -8,7 +8,7 @@ size, the constant learning rate of a grid that needs fewest.
 
 One process with one thread trains here. N ranks would take the same steps: the mean of the
 gradients of N equal parts is the gradient of the whole batch, and nothing in the model or in its
-data depends on N (chapter 02 has the proof; tests/bench/test_bench_training.py trains one of these
+data depends on N (chapter 02 has the proof; tests/bench/test_training.py trains one of these
 runs on two ranks). All seeds train side by side: each weight has one more dimension, the seed's.
 """
 
@@ -41,12 +41,7 @@ TARGET_BATCHES = [2**power for power in range(3, 13)]
 TARGET_EPOCHS = 40
 
 
-def add_arguments(parser):
-    parser.add_argument("--save", action="store_true",
-                        help="keep the results, which chapter 07 shows")
-
-
-def main(options):
+def main():
     torch.set_num_threads(1)
     began = time.process_time()
     found = {"python": platform.python_version(), "seeds": list(SEEDS),
@@ -73,8 +68,7 @@ def main(options):
               f"critical batch size {least_samples / least_steps:.0f}")
     found["seconds"] = round(time.process_time() - began)
     print(f"{found['seconds']} s of one core")
-    if options.save:
-        save("training", **found)
+    save("training", **found)
 
 
 def rules(optimizer: str, batches=BATCHES, seeds=SEEDS):
@@ -201,3 +195,7 @@ class _Runs:
         losses = F.cross_entropy(logits.transpose(1, 2), labels.expand(len(logits), -1),
                                  reduction="none").mean(dim=1)
         return errors.tolist(), losses.tolist()
+
+
+if __name__ == "__main__":
+    main()

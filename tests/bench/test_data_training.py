@@ -1,4 +1,4 @@
-"""`dplab.bench.training`: its runs beside ordinary ones on two ranks, and the committed sweep."""
+"""chapters/data/training.py: its runs beside ordinary ones on two ranks, the committed sweep."""
 
 import functools
 import json
@@ -9,10 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+import training
 from torch.nn.parallel import DistributedDataParallel
 
 import dplab
-from dplab.bench import training
 from dplab.bench.results import FOLDER
 from dplab.workloads import moved_digits
 from dplab.workloads.large_batch import BATCHES, OPTIMIZERS
@@ -113,7 +113,6 @@ def test_the_committed_sweep_has_each_rule_with_and_without_warm_up(optimizer, b
 
 
 def test_the_committed_sweep_was_made_by_this_code():
-    assert results()["command"] == "python -m dplab.bench training --save"
     assert results()["seeds"] == list(training.SEEDS) and results()["epochs"] == training.EPOCHS
     assert all(len(row["errors"]) == len(row["losses"]) == 5 for row in results()["rules"])
     [first] = rows(optimizer="SGD", batch=2048, times=4.0)
