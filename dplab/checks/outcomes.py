@@ -117,11 +117,6 @@ def show_progress(exercises, outcomes, guesses, drills):
             table.append(cards.row(["", what, count], indent=True,
                                    color=cards.GREEN if is_good else cards.GREY))
     rich += f'<table style="border-collapse:collapse">{"".join(table)}</table>'
-    if old := record.of_first_edition():
-        words = (f"Of the first edition you passed {len(old)}: {', '.join(old)}. Exercises have "
-                 "changed since, so these do not count here.")
-        plain += ["", words]
-        rich += f"<div>{words}</div>"
     cards.show("\n".join(plain),
                cards.frame(head, rich, cards.GREEN if all_passed else cards.GREY))
 
