@@ -10,15 +10,14 @@ import argparse
 import csv
 import itertools
 import json
-import os
 import statistics
 import sys
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from dplab.checks import every_exercise
-from dplab.checks.exercise import PASSED, Exercise
+from dplab.checks.exercise import PASSED
 from dplab.desk import course, record
 
 MOST = 1_000_000  # tries or hints that somebody may have taken
@@ -28,8 +27,7 @@ class NoProgress(Exception):
     """A file that holds nobody's progress. The text says which, and why."""
 
 
-@dataclass
-class Entry:
+class Entry(NamedTuple):
     """What is known of a student and an exercise. ``seen``: the solution, before it was passed."""
 
     passed: bool = False
@@ -37,134 +35,95 @@ class Entry:
     hints: int = 0
     seen: bool = False
 
-    @property
-    def begun(self) -> bool:
-        return bool(self.tries or self.hints or self.seen)
 
-
-@dataclass
-class Student:
+class Student(NamedTuple):
     """``exercises``: by slug, those that were begun; ``jobs``: how many sick jobs are solved."""
 
-    name: str
-    exercises: dict[str, Entry] = field(default_factory=dict)
-    jobs: int = 0
-
-    def of(self, exercise: Exercise) -> Entry:
-        return self.exercises.get(exercise.slug, Entry())
+    exercises: dict[str, Entry]
+    jobs: int
 
 
 def read(path: Path) -> Student:
-    """The student's progress; nothing begun, where their folder has no file yet.
-
-    Raises NoProgress.
-    """
-    student = Student(name_of(path))
-    file = path
+    """The student's progress; nothing begun, where a folder has no file yet. Raises NoProgress."""
     try:
-        if path.is_dir():
-            file = path / "progress.json"
-            if not file.exists():
-                return student
+        file = path / "progress.json" if path.is_dir() else path
+        if path.is_dir() and not file.exists():
+            return Student({}, 0)
         kept = json.loads(file.read_text(encoding="utf-8"))
+        if not isinstance(kept, dict) or kept.get("edition") != record.EDITION:
+            raise NoProgress(f"{file} holds no progress of this edition of the course")
+        rows = kept["exercises"]
+        if isinstance(rows, list):  # as exported
+            found = {row["exercise"]: Entry(row["passed"], row["tries"], row["hints"],
+                                            row["solution seen before"]) for row in rows}
+        else:  # as kept
+            found = {slug: Entry(each.get("outcome") == PASSED, each.get("tries", 0),
+                                 each.get("hints", 0), bool(each.get("solution_seen")))
+                     for slug, each in rows.items()}
+        if not all(isinstance(count, int) and 0 <= count <= MOST
+                   for entry in found.values() for count in entry):
+            raise ValueError("a count that is none")
+        solved = sum(bool(each.get("solved")) for each in kept["drills"].values())
     except OSError as error:
-        raise NoProgress(f"{file}: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise NoProgress(f"{file} is no JSON file. {student.name} can export it again") from error
-    if not isinstance(kept, dict) or kept.get("edition") != record.EDITION:
-        raise NoProgress(f"{file} holds no progress of this edition of the course")
-    try:
-        student.exercises = dict(_entries(kept["exercises"]))
-        student.jobs = sum(bool(entry.get("solved")) for entry in kept["drills"].values())
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise NoProgress(f"{file} is damaged. {student.name} should export it again") from error
-    return student
+        raise NoProgress(f"{path}: {error.strerror}") from error
+    except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
+        raise NoProgress(f"{path} is damaged. Its student should export it again") from error
+    return Student({slug: entry for slug, entry in found.items() if any(entry)}, solved)
 
 
-def _entries(exercises):
-    if isinstance(exercises, list):  # as exported
-        for row in exercises:
-            yield row["exercise"], Entry(bool(row["passed"]), _count(row["tries"]),
-                                         _count(row["hints"]), bool(row["solution seen before"]))
-    else:  # as kept
-        for slug, entry in exercises.items():
-            yield slug, Entry(entry.get("outcome") == PASSED, _count(entry.get("tries", 0)),
-                              _count(entry.get("hints", 0)), bool(entry.get("solution_seen")))
-
-
-def _count(value):
-    if not isinstance(value, int) or not 0 <= value <= MOST:
-        raise ValueError(f"{value!r} counts nothing")
-    return value
-
-
-def name_of(path: Path) -> str:
-    """ada, of ``ada.json``, ``~ada/.dplab`` or ``/srv/class/ada``."""
-    parts = [part.removesuffix(".json") for part in path.absolute().parts]
-    return next((part for part in reversed(parts) if part not in (".dplab", "progress")), str(path))
-
-
-def name_apart(students: Mapping[Path, Student]) -> None:
-    """Those of one name get their paths for names."""
-    names = [student.name for student in students.values()]
-    for path, student in students.items():
-        if names.count(student.name) > 1:
-            student.name = str(path)
-
-
-def table(students: Sequence[Student]) -> str:
+def table(students: Mapping[str, Student]) -> str:
     """A line for each student: exercises passed by chapter, and what help they took."""
-    chapters = {chapter: list(group) for chapter, group in
+    chapters = {chapter: [each.slug for each in group] for chapter, group in
                 itertools.groupby(every_exercise(), lambda exercise: exercise.chapter)}
-    head = ["", *map(course.label, chapters), "all", "hints", "solutions", "sick jobs"]
-    of = ["of", *(str(len(group)) for group in chapters.values()), str(len(every_exercise())),
-          "", "", ""]
-    rows = []
-    for student in students:
-        passed = [sum(student.of(exercise).passed for exercise in group)
-                  for group in chapters.values()]
-        entries = student.exercises.values()
-        rows.append([student.name, *(str(count or "·") for count in passed), str(sum(passed)),
-                     str(sum(entry.hints for entry in entries)),
-                     str(sum(entry.seen for entry in entries)), str(student.jobs)])
-    return _aligned([head, of, *rows])
+    rows = [["", *map(course.label, chapters), "all", "hints", "solutions", "sick jobs"],
+            ["of", *map(len, chapters.values()), len(every_exercise()), "", "", ""]]
+    for name, (exercises, jobs) in students.items():
+        passed = [sum(exercises[slug].passed for slug in slugs if slug in exercises)
+                  for slugs in chapters.values()]
+        rows.append([name, *(count or "·" for count in passed), sum(passed),
+                     sum(entry.hints for entry in exercises.values()),
+                     sum(entry.seen for entry in exercises.values()), jobs])
+    return _aligned(rows)
 
 
-def hardest(students: Sequence[Student]) -> str:
+def hardest(students: Mapping[str, Student]) -> str:
     """A line for each exercise that somebody has begun, those that fewest passed first."""
     rows = []
     for exercise in every_exercise():
-        begun = [entry for student in students if (entry := student.of(exercise)).begun]
-        if begun:
-            passed = sum(entry.passed for entry in begun)
-            rows.append((passed / len(begun), [
-                f"{exercise.number} {exercise.title}", str(len(begun)), str(passed),
-                f"{statistics.median(entry.tries for entry in begun):g}",
-                str(sum(entry.hints for entry in begun)),
-                str(sum(entry.seen for entry in begun))]))
-    rows.sort(key=lambda row: row[0])
-    head = ["", "begun", "passed", "tries (median)", "hints", "solutions"]
-    return _aligned([head, *(row for _, row in rows)])
+        if begun := [each.exercises[exercise.slug] for each in students.values()
+                     if exercise.slug in each.exercises]:
+            passed, tries, hints, seen = zip(*begun, strict=True)
+            rows.append([f"{exercise.number} {exercise.title}", len(begun), sum(passed),
+                         f"{statistics.median(tries):g}", sum(hints), sum(seen)])
+    rows.sort(key=lambda row: row[2] / row[1])
+    return _aligned([["", "begun", "passed", "tries (median)", "hints", "solutions"], *rows])
 
 
-def write_csv(students: Iterable[Student], file) -> None:
-    """A line for each student and exercise."""
-    writer = csv.writer(file, lineterminator="\n")
-    writer.writerow(["student", "number", "exercise", "passed", "tries", "hints",
-                     "solution seen before"])
-    for student in students:
-        for exercise in every_exercise():
-            entry = student.of(exercise)
-            writer.writerow([student.name, exercise.number, exercise.slug, int(entry.passed),
-                             entry.tries, entry.hints, int(entry.seen)])
+def write_csv(students: Mapping[str, Student], file: Path) -> None:
+    """A line for each student and exercise. Raises OSError."""
+    with file.open("w", encoding="utf-8", newline="") as opened:
+        writer = csv.writer(opened, lineterminator="\n")
+        writer.writerow(["student", "number", "exercise", "passed", "tries", "hints",
+                         "solution seen before"])
+        for name, student in students.items():
+            for exercise in every_exercise():
+                entry = student.exercises.get(exercise.slug, Entry())
+                writer.writerow([name, exercise.number, exercise.slug, *map(int, entry)])
 
 
 def _aligned(rows):
     """The first column to the left, numbers to the right."""
+    rows = [[str(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join("  ".join([row[0].ljust(widths[0]), *(
         cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]).rstrip()
         for row in rows)
+
+
+def _name_of(path):
+    """ada, of ``ada.json``, ``~ada/.dplab`` or ``/srv/class/ada``."""
+    parts = [part.removesuffix(".json") for part in path.absolute().parts]
+    return next((part for part in reversed(parts) if part not in (".dplab", "progress")), str(path))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -178,29 +137,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--csv", type=Path, metavar="FILE",
                         help="also write a line for each student and exercise, for a spreadsheet")
     options = parser.parse_args(arguments)
-    paths = {os.path.realpath(path): path for path in options.names}  # each counts once
-    if options.csv and (options.csv.suffix == ".json" or os.path.realpath(options.csv) in paths):
+    paths = {path.resolve(): path for path in options.names}  # each counts once
+    if options.csv and (options.csv.suffix == ".json" or options.csv.resolve() in paths):
         parser.error(f"--csv writes over its FILE, and {options.csv} looks like a student's. "
                      "Name another one, such as --csv class.csv")
-    by_path, faults = {}, []
-    for path in paths.values():
+    names = [_name_of(path) for path in paths.values()]
+    students, faults = {}, []
+    for path, name in zip(paths.values(), names, strict=True):
         try:
-            by_path[path] = read(path)
+            students[name if names.count(name) == 1 else str(path)] = read(path)
         except NoProgress as error:
             faults.append(str(error))
-    name_apart(by_path)
-    students = list(by_path.values())
-    if students:
-        print("Exercises passed, by chapter. hints: taken; solutions: seen before passing.\n")
-        print(table(students))
-        print("\nExercises that were begun, those that fewest passed first.\n")
-        print(hardest(students))
-    if options.csv:
-        try:
-            with options.csv.open("w", encoding="utf-8", newline="") as file:
-                write_csv(students, file)
-        except OSError as error:
-            faults.append(f"{options.csv} cannot be written: {error.strerror}")
+    try:
+        if options.csv:
+            write_csv(students, options.csv)
+    except OSError as error:
+        faults.append(f"{options.csv} cannot be written: {error.strerror}")
+    print("Exercises passed, by chapter. hints: taken; solutions: seen before passing.\n")
+    print(table(students))
+    print("\nExercises that were begun, those that fewest passed first.\n")
+    print(hardest(students))
     for fault in faults:
         print(f"{fault}.", file=sys.stderr)
     return 1 if faults else 0

@@ -57,13 +57,19 @@ def show_hint(exercise, number):
 
 def show_solution(exercise, own: str | None):
     """``own`` is what the reader passed with; it stands first."""
-    from dplab.desk.highlight import folded  # with pygments, which ranks do not need
+    from pygments import formatters, highlight, lexers  # which ranks do not need
 
+    # A light block with dark letters, which can be read in JupyterLab's dark theme too.
+    html_in_color = formatters.HtmlFormatter(noclasses=True, style="xcode", cssstyles=(
+        "color:#111;padding:1px 10px;overflow-x:auto;line-height:1.4"))
     head = f"Exercise {exercise.number}: a solution"
     sources = {"Yours": own} if own else {}
     sources["The course's"] = exercise.solution_source()
     plain = "\n\n".join([head, *(f"{whose}:\n\n{source}" for whose, source in sources.items())])
-    folds = "".join(folded(whose, source) for whose, source in sources.items())
+    folds = "".join(
+        f'<details><summary style="cursor:pointer">{html.escape(whose)}</summary>'
+        f"{highlight(source, lexers.PythonLexer(), html_in_color)}</details>"
+        for whose, source in sources.items())
     cards.show(plain, cards.frame(head, folds, cards.GREY))
 
 
@@ -117,11 +123,6 @@ def show_progress(exercises, outcomes, guesses, drills):
             table.append(cards.row(["", what, count], indent=True,
                                    color=cards.GREEN if is_good else cards.GREY))
     rich += f'<table style="border-collapse:collapse">{"".join(table)}</table>'
-    if old := record.of_first_edition():
-        words = (f"Of the first edition you passed {len(old)}: {', '.join(old)}. Exercises have "
-                 "changed since, so these do not count here.")
-        plain += ["", words]
-        rich += f"<div>{words}</div>"
     cards.show("\n".join(plain),
                cards.frame(head, rich, cards.GREEN if all_passed else cards.GREY))
 

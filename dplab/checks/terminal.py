@@ -15,7 +15,7 @@ from IPython.core.inputtransformer2 import TransformerManager
 from dplab import checks
 from dplab.checks.exercise import PASSED, Exercise
 from dplab.desk import kept
-from dplab.desk.definition import first_line
+from dplab.desk.statements import Statement
 
 TELLS = {"progress": "Shows how far you are, and which exercise comes next.",
          "hint": "Shows the next hint to an exercise.",
@@ -63,13 +63,13 @@ def _check(exercise: Exercise, file: Path) -> int:
 def attempt_in(file: Path, name: str):
     """What the file defines as ``name``. Raises `NoAttempt`, or `kept.Broken` where that fails."""
     text = "\n".join(_until_defined(_cells(file), file, name))
-    statements = [(node, *_names(node)) for node in ast.parse(text).body
+    statements = [Statement(node, text) for node in ast.parse(text).body
                   if not _is_of_a_script(node)]
     needed = {name}
     for _ in statements:  # what they use may use more
-        needed.update(*(uses for _, binds, uses in statements if binds & needed))
-    wanted = {number for node, binds, _ in statements if binds & needed or _is_of_all(node, file)
-              for number in range(first_line(node), node.end_lineno + 1)}
+        needed.update(*(names for each in statements if each.binds & needed for names in each.uses))
+    wanted = {number for each in statements
+              if each.binds & needed or _is_of_all(each.node, file) for number in each.lines}
     # The others are left empty, so that an error names the right line of a Python file.
     lines = [line if number in wanted else "" for number, line in enumerate(text.split("\n"), 1)]
     return kept.define("\n".join(lines), name, file)
@@ -117,19 +117,6 @@ def _until_defined(cells, file, name):
     if not end:
         raise NoAttempt(f"{file} defines no `{name}` with `def` or `class`")
     return whole[:end]
-
-
-def _names(node):
-    """The names that a statement binds, and those that it or what it defines looks up."""
-    table = symtable.symtable(ast.unparse(node), "statement", "exec")
-    binds = {each.get_name() for each in table.get_symbols()
-             if each.is_assigned() or each.is_imported()}
-    uses = {each.get_name() for each in table.get_symbols() if each.is_referenced()}
-    inner = table.get_children()
-    for scope in inner:
-        inner += scope.get_children()
-        uses |= {each.get_name() for each in scope.get_symbols() if each.is_global()}
-    return binds, uses
 
 
 def _is_of_a_script(node):

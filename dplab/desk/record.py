@@ -1,9 +1,7 @@
 """What is kept of the reader's work, in a small file of their own: ``~/.dplab/progress.json``.
 
-It holds entries of three kinds, by slug: ``exercises``, ``guesses``, and ``drills``. The first
-edition kept exercises by their number, and numbers have changed since: its file is set aside as
-``progress-first-edition.json``, and never read as the progress of an exercise of today. A damaged
-file is set aside too, as ``progress-damaged-1.json`` or the next number that is free.
+It holds entries of three kinds, by slug: ``exercises``, ``guesses``, and ``drills``. A damaged file
+is set aside as ``progress-damaged-1.json`` or the next number that is free.
 """
 
 import contextlib
@@ -35,7 +33,7 @@ def entries(kind: str) -> dict[str, dict]:
     """All that is kept of this kind, by slug. Raises KeyError for another than `KINDS`."""
     kept = {}
     with contextlib.suppress(OSError):
-        kept = _load("progress.json")
+        kept = _load()
         if _is_damaged(kept):
             with _locked():
                 pass  # that sets it aside
@@ -49,7 +47,7 @@ def update(kind: str, slug: str, change: Callable[[dict], object]) -> bool:
     """
     with contextlib.suppress(OSError), _locked() as kept:
         change(kept[kind].setdefault(slug, {}))
-        _write("progress.json", {"edition": EDITION, **kept})
+        _write(kept)
         return True
     return False
 
@@ -58,52 +56,37 @@ def forget(kind: str, slug: str) -> bool:
     """Removes the entry; returns whether there was one."""
     with contextlib.suppress(OSError), _locked() as kept:
         if kept[kind].pop(slug, None) is not None:
-            _write("progress.json", {"edition": EDITION, **kept})
+            _write(kept)
             return True
     return False
 
 
-def of_first_edition() -> list[str]:
-    """The numbers of the exercises that the reader passed in the first edition, in order."""
-    found = []
-    with contextlib.suppress(OSError):
-        found = [_load("progress-first-edition.json"), _load("progress.json")]
-    old: dict = next((kept for kept in found if kept and _is_first_edition(kept)), {})
-    passed = [number for number, entry in old.items()
-              if isinstance(entry, dict) and entry.get("outcome") == "passed"]
-    return sorted(passed, key=lambda number: [int(part) if part.isdecimal() else 0
-                                              for part in number.split(".")])
-
-
 def _by_kind(kept):
-    if _is_damaged(kept) or _is_first_edition(kept):
+    if _is_damaged(kept):
         kept = {}
     found = {kind: kept.get(kind) for kind in KINDS}
     return {kind: {slug: entry for slug, entry in value.items() if isinstance(entry, dict)}
             if isinstance(value, dict) else {} for kind, value in found.items()}
 
 
-def _is_first_edition(kept):
-    return isinstance(kept, dict) and "edition" not in kept
-
-
 def _is_damaged(kept):
     """Whether it is no record, or one of a later version of the course."""
-    return not isinstance(kept, dict) or kept.get("edition", EDITION) != EDITION
+    return kept != {} and not (isinstance(kept, dict) and kept.get("edition") == EDITION)
 
 
-def _load(name):
+def _load():
     """The file's content; of a missing file {}, of one that is no JSON None. Raises OSError."""
     try:
-        return json.loads((folder() / name).read_text())
+        return json.loads((folder() / "progress.json").read_text())
     except FileNotFoundError:
         return {}
     except ValueError:
         return None
 
 
-def _write(name, kept):
-    write_whole(folder() / name, json.dumps(kept, indent=1, sort_keys=True))
+def _write(kept):
+    text = json.dumps({"edition": EDITION, **kept}, indent=1, sort_keys=True)
+    write_whole(folder() / "progress.json", text)
 
 
 def _set_aside():
@@ -122,9 +105,7 @@ def _locked():
     folder().mkdir(parents=True, exist_ok=True)
     with open(folder() / "lock", "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        kept = _load("progress.json")
-        if kept and _is_first_edition(kept):
-            _write("progress-first-edition.json", kept)
+        kept = _load()
         if _is_damaged(kept):
             _set_aside()
             kept = {}

@@ -54,13 +54,14 @@ def _parser():
                         help=f"where your copy lies (default: {DEFAULT} in the clone)")
     parser.add_argument("--update", action="append", metavar="CHAPTER", default=[],
                         help="bring the course's newer version of a chapter over, such as 04, or "
-                        "`all`; your answers come along, and your old notebook is kept beside it")
+                        "`all`; your answers come along, and your whole old notebook is kept "
+                        "beside it")
     parser.add_argument("--fresh", action="append", metavar="CHAPTER", default=[],
                         help="begin a chapter anew, such as 05, also where its notebook is broken; "
                         "your old one is kept beside it")
     parser.add_argument("--import", dest="source", nargs="?", const="", metavar="FROM",
                         help="take over your answers from the clone's chapters/, or from another "
-                        "folder with notebooks of the course")
+                        "folder with notebooks of the course, where your copy has none")
     parser.add_argument("--no-browser", action="store_true",
                         help="print the address, and open no browser")
     parser.add_argument("--copy-only", action="store_true",
@@ -134,8 +135,7 @@ def _start_anew(copy, asked):
     notebooks = [name for name in copy.course.files if name.endswith(".ipynb")]
     names = [name for word in asked for name in _meant(word, notebooks)]
     for name in names:
-        kept = copy.start_anew(name)
-        print(f"{name}: new from the course; as it was: {kept.relative_to(copy.place)}")
+        print(f"{name}: new from the course{_kept_as(copy.start_anew(name), copy)}")
     return names
 
 
@@ -193,10 +193,8 @@ def _word_for(name):
 
 def _update(copy, wanted, changes):
     for name in wanted:
-        kept = copy.update(name)
         what = "put aside" if name in changes.gone else "brought over"
-        where = f"; as it was: {kept.relative_to(copy.place)}" if kept else ""
-        print(f"{name}: {what}{where}")
+        print(f"{name}: {what}{_kept_as(copy.update(name), copy)}")
 
 
 def _import(copy, source):
@@ -210,14 +208,17 @@ def _import(copy, source):
               "bring it back with `git checkout`.")
     if source is None:
         if found:
-            print(f"Changes of yours stand in the course's own {_listed(found)}: "
+            print(f"Answers of yours stand in the course's own {_listed(found)}: "
                   "`dplab lab --import` puts them into your copy.")
         return
     if not found:
         print(f"No answers in {source or copy.course.root / 'chapters'} that your copy lacks.")
     for name, content in found.items():
-        kept = copy.take(name, content)
-        print(f"{name}: your answers are in; as it was: {kept.relative_to(copy.place)}")
+        print(f"{name}: your answers are in{_kept_as(copy.take(name, content), copy)}")
+
+
+def _kept_as(kept, copy):
+    return f"; as it was: {kept.relative_to(copy.place)}" if kept else ""
 
 
 def _start(place, options, for_jupyter, address, *, first_time=False):

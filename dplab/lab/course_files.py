@@ -1,6 +1,5 @@
 """The course as its clone has it: which files a working copy gets, and what they hold."""
 
-import contextlib
 import posixpath
 import re
 import subprocess
@@ -63,26 +62,6 @@ def read_course(root: Path) -> Course:
     return Course(root, dict(sorted(files.items())),
                   sorted(name for name in edited if name.endswith(".ipynb")),
                   sorted(unreadable))
-
-
-def committed_notebook(root: Path, name: str) -> dict | None:
-    """The notebook of the last commit; None outside of git, for a new file and a broken one."""
-    data = _git(root, "show", f"HEAD:./{name}", text=False)
-    try:
-        return None if data is None else notebook.loads(data)
-    except notebook.UnreadableNotebook:
-        return None
-
-
-def earlier_notebooks(root: Path, name: str) -> list[dict]:
-    """The versions of a notebook in the clone's history, newest first."""
-    found = []
-    commits = _git(root, "log", "--format=%H", "--max-count=200", "HEAD", "--", name) or ""
-    for commit in commits.split():
-        with contextlib.suppress(notebook.UnreadableNotebook):
-            data = _git(root, "show", f"{commit}:./{name}", text=False)
-            found += [notebook.loads(data)] if data is not None else []
-    return found
 
 
 def _names_of_chapters(root):

@@ -5,23 +5,25 @@ that the links between them work. In ``.course`` lies what the command keeps:
 
 - ``base``: for each file, the course's version that the reader's file was made from. What differs
   from it is the reader's.
-- ``before``: files that were replaced and held nothing of the reader's.
+- ``before``: notebooks that were replaced after the reader had run them and written nothing.
 - ``jupyter``: settings, and the layout of JupyterLab's windows.
 
-Each file is written whole under another name and then renamed, so that a stop or a full disk leaves
-the old one as it was. A file is replaced only after a copy of it is kept.
+A file that the reader has not touched follows the course. Another one waits for their word. Then
+the course's version takes its place, with the reader's answers in its stubs, and the whole old file
+stays beside it under a dated name. (Guesses need no place in the file: `dplab.desk.record` has them
+by slug.) Each file is written whole under another name and then renamed, so that a stop or a full
+disk leaves the old one as it was.
 """
 
 import contextlib
 import datetime
 from dataclasses import dataclass, field
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 from dplab.desk.files import write_whole
-from dplab.lab import merging, notebook
-from dplab.lab.course_files import Course, committed_notebook, earlier_notebooks
-
-NOTE_OF_IMPORT = "You wrote this outside of this copy. Here stands something else."
+from dplab.lab import notebook
+from dplab.lab.answers import answers_in, stubs_in, with_answers
+from dplab.lab.course_files import Course
 
 
 @dataclass
@@ -30,7 +32,7 @@ class Changes:
 
     created: bool = False
     added: list[str] = field(default_factory=list)
-    replaced: list[str] = field(default_factory=list)  # they held nothing of the reader's
+    replaced: list[str] = field(default_factory=list)  # the reader had not touched them
     newer: list[str] = field(default_factory=list)  # in the course; wait for the reader's word
     gone: list[str] = field(default_factory=list)  # from the course; the reader wrote in them
 
@@ -53,15 +55,15 @@ class WorkingCopy:
         self.kept.mkdir(parents=True, exist_ok=True)
         broken = self.broken()
         for name, content in self.course.files.items():
-            target, base = self.place / name, self._base(name)
-            if not target.exists():
-                self._put(name, self._with_answers_of_others(name, content))
+            base = self._base(name)
+            if not (self.place / name).exists():
+                self._put(name, self._with_answers(name))
                 changes.added.append(name)
             elif base is None:  # a file of the reader's, or the folder .course was deleted
                 write_whole(self.kept / "base" / name, content)
             elif base != content and name not in broken:
-                if not only_add and _is_untouched(target, base):
-                    self._replace(name, self._with_answers_of_others(name, content))
+                if not only_add and self._is_untouched(name):
+                    self._put(name, self._with_answers(name))
                     changes.replaced.append(name)
                 else:
                     changes.newer.append(name)
@@ -74,27 +76,22 @@ class WorkingCopy:
         return changes
 
     def update(self, name: str) -> Path | None:
-        """Brings the course's version over, with what the reader wrote; where the old one is kept.
+        """Brings the course's version over, with the reader's answers; where the old one is kept.
 
         For a file that is gone from the course: puts it aside under the name returned.
         """
-        content, base = self.course.files.get(name), self._base(name)
-        if not name.endswith(".ipynb") or base is None:
-            return self._retire(name) if content is None else self._replace(name, content)
-        old, mine = notebook.loads(base), self._read(name)
-        new = {**old, "cells": []} if content is None else notebook.loads(content)
-        stay = merging.stubs_of(new)
-        self._hand_on({slug: answer for slug, answer
-                       in merging.answers_to_exercises(old, mine).items() if slug not in stay})
-        if content is None:
+        if name not in self.course.files:
             return self._retire(name)
-        come = {slug: answer for slug, answer in self._answers_of_others(name).items()
-                if slug not in merging.stubs_of(old)}
-        return self._replace(name, notebook.dumps(merging.merge(old, mine, new, elsewhere=come)))
+        content = self._with_answers(name)
+        kept = self._keep(name)
+        self._put(name, content)
+        return kept
 
-    def start_anew(self, name: str) -> Path:
+    def start_anew(self, name: str) -> Path | None:
         """Brings the course's version over, without what the reader wrote; where that is kept."""
-        return self._replace(name, self.course.files[name])
+        kept = self._keep(name)
+        self._put(name, self.course.files[name])
+        return kept
 
     def broken(self) -> dict[str, str]:
         """Why a notebook of the copy cannot be read, by its name."""
@@ -108,56 +105,65 @@ class WorkingCopy:
         return found
 
     def answers_outside(self, folder: Path | None = None) -> dict[str, bytes]:
-        """Notebooks of this copy with the answers that stand in other notebooks of the course.
+        """Notebooks of this copy, with answers from other notebooks in those stubs that are bare.
 
         ``folder``: where these lie; by default the clone's own ``chapters``, where those count
         that differ from the last commit. Names those alone that would change.
         """
+        paths = [self.course.root / name for name in self.course.edited]
+        if folder is not None:
+            paths = [*folder.glob("*.ipynb"), *folder.glob("chapters/*.ipynb")]
+        outside: dict[str, str] = {}
+        for path in sorted(filter(Path.is_file, paths), key=_time_of):
+            try:
+                outside |= answers_in(notebook.loads(path.read_bytes()), {})
+            except notebook.UnreadableNotebook:
+                self.unreadable += [path] if path not in self.unreadable else []
         found, broken = {}, self.broken()
         for name in self._notebooks():
-            path = self._outside(name, folder)
-            if (path is None or not path.is_file() or not (self.place / name).exists()
-                    or name in broken):
-                continue
-            try:
-                theirs = notebook.loads(path.read_bytes())
-            except notebook.UnreadableNotebook:
-                self.unreadable.append(path)
-                continue
-            here = self._read(name)
-            course = notebook.loads(self._base(name) or self.course.files[name])
-            base = self._base_outside(path) or committed_notebook(path.parent, path.name)
-            if base is None:
-                versions = [course, *earlier_notebooks(self.course.root, name)]
-                base = max(versions, key=lambda version: _cells_in_common(version, theirs))
-                # A stub of a version that is not known is no line of the reader's.
-                theirs = {**theirs, "cells": [
-                    cell for cell in theirs["cells"] if not merging.exercise_of(cell)
-                    or merging.is_answer(cell, base)]}
-            # An answer that was committed is the reader's too.
-            base = {**base, "cells": [cell for cell in base["cells"]
-                                      if not merging.is_answer(cell, course)]}
-            merged = merging.merge(base, theirs, here, course=course, note=NOTE_OF_IMPORT)
-            if notebook.sources(merged) != notebook.sources(here):
-                found[name] = notebook.dumps(merged)
+            if (self.place / name).exists() and name not in broken:
+                here, bare = self._read(name), self._stubs_of_base(name)
+                answers = {slug: outside[slug] for slug, stub in stubs_in(here).items()
+                           if slug in outside and stub == bare.get(slug) != outside[slug]}
+                if answers:
+                    found[name] = notebook.dumps(with_answers(here, answers))
         return found
 
     def take(self, name: str, content: bytes) -> Path | None:
         """Puts what `answers_outside` found into the copy; where the old file is kept."""
-        return self._replace(name, content, new_base=False)
+        kept = self._keep(name)
+        write_whole(self.place / name, content)
+        return kept
 
-    def _outside(self, name, folder):
-        if folder is None:
-            return self.course.root / name if name in self.course.edited else None
-        paths = (folder / PurePosixPath(name).name, folder / name)
-        return next((path for path in paths if path.is_file()), None)
+    def _with_answers(self, name):
+        """The course's version of a file; in a notebook's stubs, what the reader wrote there.
 
-    def _base_outside(self, path):
-        """What the notebook was made from, where it lies in another copy."""
-        base = path.parent.parent / ".course/base/chapters" / path.name
-        with contextlib.suppress(OSError, notebook.UnreadableNotebook):
-            return notebook.loads(base.read_bytes())
-        return None
+        An exercise that is new to the chapter may come from another one, with its answer.
+        """
+        content = self.course.files[name]
+        if not name.endswith(".ipynb"):
+            return content
+        new, known = notebook.loads(content), self._stubs_of_base(name)
+        answers = self._answers_of(name) if (self.place / name).exists() else {}
+        if stubs_in(new).keys() - known.keys():
+            answers |= {slug: answer for slug, answer in self._answers_elsewhere(name).items()
+                        if slug not in known}
+        return notebook.dumps(with_answers(new, answers))
+
+    def _answers_of(self, name):
+        return answers_in(self._read(name), self._stubs_of_base(name))
+
+    def _answers_elsewhere(self, name):
+        """Answers in notebooks that `_keep` left, the oldest first, and in the other chapters."""
+        found: dict[str, str] = {}
+        for path in sorted(self.place.glob("chapters/*.before-*.ipynb"), key=_time_of):
+            with contextlib.suppress(notebook.UnreadableNotebook):
+                found |= answers_in(notebook.loads(path.read_bytes()), {})
+        for other in self._names_of_base():
+            if other != name and other.endswith(".ipynb") and (self.place / other).exists():
+                with contextlib.suppress(notebook.UnreadableNotebook):
+                    found |= self._answers_of(other)
+        return found
 
     def _notebooks(self):
         return [name for name in self.course.files if name.endswith(".ipynb")]
@@ -172,71 +178,34 @@ class WorkingCopy:
         path = self.kept / "base" / name
         return path.read_bytes() if path.is_file() else None
 
+    def _stubs_of_base(self, name):
+        base = self._base(name)
+        return {} if base is None else stubs_in(notebook.loads(base))
+
     def _names_of_base(self):
         folder = self.kept / "base"
         return sorted(path.relative_to(folder).as_posix()
                       for path in folder.rglob("*") if path.is_file())
 
     def _is_untouched(self, name):
-        return _is_untouched(self.place / name, self._base(name))
+        """Whether the file is as the course had it. A notebook that ran is the reader's."""
+        if (self.place / name).read_bytes() == self._base(name):
+            return True
+        return self._is_unedited(name) and not notebook.has_outputs(self._read(name))
 
-    def _answers_of_others(self, name):
-        """Answers in the copy's other notebooks: an exercise may have moved between chapters."""
-        found = self._answers_of_chapters_put_aside()
-        for other in self._names_of_base():
-            if other != name and other.endswith(".ipynb") and (self.place / other).exists():
-                with contextlib.suppress(notebook.UnreadableNotebook):
-                    base = notebook.loads(self._base(other))
-                    answers = merging.answers_to_exercises(base, self._read(other))
-                    stubs = merging.stubs_of(base)
-                    # What stands aside in a chapter is older than what stands in a stub.
-                    found |= {slug: answer for slug, answer in answers.items()
-                              if slug in stubs or slug not in found}
-        return found
-
-    def _answers_of_chapters_put_aside(self):
-        """Answers in notebooks that `_keep` left beside the chapters, of chapters that are gone."""
-        found = {}
-        for path in sorted((self.place / "chapters").glob("*.before-*.ipynb")):
-            name = f"chapters/{path.name.split('.before-')[0]}.ipynb"
-            if name not in self.course.files:
-                with contextlib.suppress(notebook.UnreadableNotebook):
-                    found |= merging.answers_to_exercises(
-                        {"cells": []}, merging.without_stubs(notebook.loads(path.read_bytes())))
-        return found
-
-    def _hand_on(self, answers):
-        """Answers of exercises that leave a chapter, to chapters that have them as bare stubs."""
-        for other in self._notebooks():
-            course = notebook.loads(self.course.files[other])
-            if not answers.keys() & merging.stubs_of(course) or not (self.place / other).exists():
-                continue
-            with contextlib.suppress(notebook.UnreadableNotebook):
-                here = self._read(other)
-                nothing = {**here, "cells": []}
-                merged = merging.merge(nothing, nothing, here, course=course, elsewhere=answers)
-                if notebook.sources(merged) != notebook.sources(here):
-                    self.take(other, notebook.dumps(merged))
-
-    def _with_answers_of_others(self, name, content):
-        if not name.endswith(".ipynb"):
-            return content
-        new = notebook.loads(content)
-        nothing = {**new, "cells": []}
-        merged = merging.merge(nothing, nothing, new, elsewhere=self._answers_of_others(name))
-        return notebook.dumps(merged)
+    def _is_unedited(self, name):
+        """Whether the cells of a notebook are as the course had them, whatever they show."""
+        base = self._base(name)
+        if base is None or not name.endswith(".ipynb"):
+            return False
+        try:
+            return notebook.sources(self._read(name)) == notebook.sources(notebook.loads(base))
+        except notebook.UnreadableNotebook:
+            return False
 
     def _put(self, name, content):
         write_whole(self.place / name, content)
         write_whole(self.kept / "base" / name, self.course.files[name])
-
-    def _replace(self, name, content, *, new_base=True):
-        kept = self._keep(name)
-        if new_base:
-            self._put(name, content)
-        else:
-            write_whole(self.place / name, content)
-        return kept
 
     def _retire(self, name):
         kept = None
@@ -247,13 +216,14 @@ class WorkingCopy:
         return kept
 
     def _keep(self, name):
-        """A second file with the same content: beside it where the reader wrote in it."""
+        """A second file with the same content, under a dated name; None where the reader has not
+        touched it. It lies beside the file; one that was only run lies where nobody sees it.
+        """
+        if self._is_untouched(name):
+            return None
+        path = (self.kept / "before" if self._is_unedited(name) else self.place) / name
         data = (self.place / name).read_bytes()
-        path = self.place / name
-        if not self._holds_lines_of_reader(name):
-            path = self.kept / "before" / name
-        today = datetime.date.today().isoformat()
-        stem, count = f"{path.stem}.before-{today}", 1
+        stem, count = f"{path.stem}.before-{datetime.date.today().isoformat()}", 1
         kept = path.with_name(stem + path.suffix)
         while kept.exists() and kept.read_bytes() != data:
             count += 1
@@ -262,30 +232,6 @@ class WorkingCopy:
             write_whole(kept, data)
         return kept
 
-    def _holds_lines_of_reader(self, name):
-        base = self._base(name)
-        if base is None:
-            return True
-        if not name.endswith(".ipynb"):
-            return (self.place / name).read_bytes() != base
-        try:
-            return merging.holds_lines_of_reader(notebook.loads(base), self._read(name))
-        except notebook.UnreadableNotebook:
-            return True
 
-
-def _cells_in_common(one, other):
-    return len(set(notebook.sources(one)) & set(notebook.sources(other)))
-
-
-def _is_untouched(path, base):
-    """Whether the file is as the course had it. A notebook that ran is the reader's."""
-    data = path.read_bytes()
-    if data == base or path.suffix != ".ipynb":
-        return data == base
-    try:
-        mine = notebook.loads(data)
-    except notebook.UnreadableNotebook:
-        return False
-    return (notebook.sources(mine) == notebook.sources(notebook.loads(base))
-            and not notebook.has_outputs(mine))
+def _time_of(path):
+    return path.stat().st_mtime

@@ -125,15 +125,6 @@ def test_progress_is_kept_and_a_pass_stays(capsys):
     assert (kept["average-gradients"]["outcome"], kept["average-gradients"]["tries"]) == (PASSED, 2)
 
 
-def test_progress_of_the_first_edition_is_named_and_not_counted(capsys, tmp_path):
-    (tmp_path / "progress.json").write_text(json.dumps(
-        {"4.2": {"outcome": "passed"}, "3.1": {"outcome": "wrong"}}))
-    dplab.progress()
-    out = capsys.readouterr().out
-    assert out.startswith(f"0 of {len(EXERCISES)} exercises passed")
-    assert "first edition you passed 1: 4.2" in out
-
-
 def test_reset_forgets_the_record_and_shows_the_stub(capsys):
     record.update("exercises", "average-gradients", lambda entry: entry.update(outcome=PASSED))
     record.update("exercises", "broadcast-weights", lambda entry: entry.update(outcome=WRONG))

@@ -141,43 +141,36 @@ def test_a_decorator_that_calls_what_it_decorates_comes_first(written):
     assert source.index("def attempt") < source.index("@attempt")
 
 
-def test_recursion_one_by_itself_and_two_by_each_other(written):
-    source = written("def is_odd(n):\n    return n > 0 and is_even(n - 1)",
+def test_functions_that_call_each_other_and_were_defined_again(written):
+    source = written("def is_odd(n):\n    return 'old'",
                      "def is_even(n):\n    return n == 0 or is_odd(n - 1)",
-                     "def attempt(n):\n    return [is_even(n), *(attempt(n - 1) if n else [])]")
-    assert defined(source)(3) == [False, True, False, True]
+                     "def attempt(n):\n    return [is_even(n), *(attempt(n - 1) if n else [])]",
+                     "def is_odd(n):\n    return n > 0 and is_even(n - 1)")
+    assert defined(source)(3) == [False, True, False, True] and "old" not in source
 
 
-def test_a_helper_that_was_defined_again(written):
-    source = written("def helper():\n    return 'old'", "def attempt():\n    return helper()",
-                     "def helper():\n    return 'new'")
-    assert defined(source)() == "new" and "old" not in source
-
-
-def test_a_definition_that_was_run_again_under_the_same_first_line(written):
-    source = written("def attempt():\n    return 1\n\ndef other():\n    return 2",
-                     "def attempt():\n    return 3")
-    assert defined(source)() == 3
+@pytest.mark.parametrize(("cells", "value"), [
+    (("def attempt():\n    return 1\n\ndef other():\n    return 2",
+      "def attempt():\n    return 3"), 3),
+    (("def attempt():\n    return 1", "if False:\n    def attempt():\n        return 2"), 1),
+    (("START = 2", "def attempt(start=START):\n    return start", "START = 3"), 2),
+    (("START = [2]", "def attempt():\n    return START", "START.append(3)"), [2, 3]),
+])
+def test_what_counts_is_what_ran_and_in_its_order(written, cells, value):
+    assert defined(written(*cells))() == value
 
 
 @pytest.mark.parametrize("cell", [
-    "%%time\n{}", "%%capture\n{}", "%pwd\n{}\n!true", "%time {}", "with open('/dev/null'):\n{}",
+    "%%time\n{}", "%pwd\n{}\n!true", "with open('/dev/null'):\n{}",
     "try:\n{}\nexcept ZeroDivisionError:\n    attempt = None",
 ])
-def test_cells_with_magic_lines_and_blocks(written, cell):
-    text = "def attempt(number):\n    return number + 1\n"
-    if cell.endswith(("{}", "None")) and ":\n" in cell:
-        text = textwrap.indent(text, "    ")
-    if cell.startswith("%time"):
-        cell, text = "%time 1 + 1\n{}", text
-    source = written(cell.format(text))
+@pytest.mark.parametrize("text", [
+    "def attempt(number):\n    return number + 1\n",
+    "class attempt(int):\n    def __new__(cls, number):\n        return number + 1\n"])
+def test_cells_with_magic_lines_and_blocks(written, cell, text):
+    source = written(cell.format(textwrap.indent(text, "    ") if ":\n" in cell else text))
     assert defined(source)(1) == 2
-    assert source.startswith("def attempt")
-
-
-def test_a_class_of_a_timed_cell(written):
-    source = written("%%time\nclass attempt:\n    def one(self):\n        return 1")
-    assert defined(source)().one() == 1
+    assert source.startswith(text)
 
 
 def test_names_that_only_inner_functions_use_are_followed(written):
@@ -259,7 +252,8 @@ def test_what_is_checked_under_another_name_gets_that_of_the_exercise(written):
     (("import numpy\nscale = numpy.ones(3)", "def helper():\n    return scale",
       "def attempt():\n    return helper()"), "`scale`, a ndarray that `helper` uses"),
     (("rows = [1, object()]", "def attempt():\n    return rows"), "`rows`"),
-    (("def make(n):\n    return lambda: n", "attempt = make(3)"), "`attempt`"),
+    (("@staticmethod\ndef attempt():\n    pass", "def make(n):\n    return lambda: n",
+      "attempt = make(3)"), "`attempt`"),
     (("def make(n):\n    def helper():\n        return n\n    return helper", "helper = make(2)",
       "def attempt():\n    return helper()"), "`helper`"),
     (("def helper():\n    return 1", "old = helper", "def helper():\n    return old()",

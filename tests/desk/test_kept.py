@@ -113,19 +113,13 @@ def test_an_attempt_that_its_check_calls_in_the_notebook_is_kept(monkeypatch):
 
 
 @pytest.mark.slow
-def test_what_is_wrong_is_not_kept():
-    dplab.check(SLUG, doubled)
-    assert record.entries("exercises")[SLUG]["outcome"] == "wrong"
-    assert not kept.place(SLUG).exists()
-
-
-@pytest.mark.slow
 def test_what_cannot_be_written_down_passes_and_is_named(capsys, passed):
     before = passed.read_text()
     dplab.check(SLUG, with_a_tensor)
     out = capsys.readouterr().out
     assert "passed" in out and "`scale`, a Tensor that `with_a_tensor` uses" in out
-    assert passed.read_text() == before
+    dplab.check(SLUG, doubled)
+    assert "wrong" in capsys.readouterr().out and passed.read_text() == before
 
 
 def test_source_that_does_not_pass_by_itself_is_not_kept(monkeypatch):
@@ -158,14 +152,6 @@ def counted(monkeypatch):
     return runs
 
 
-def test_an_edited_file_is_checked_again_once(capsys, passed, monkeypatch):
-    runs = counted(monkeypatch)
-    passed.write_text(passed.read_text().replace("(total, count)", "[total, count]"))
-    for _ in range(2):
-        assert "yours" in whose(capsys)[1]
-    assert len(runs) == 1
-
-
 def test_an_edited_file_that_no_longer_passes_gives_way_and_stays(capsys, passed, monkeypatch):
     runs = counted(monkeypatch)
     wrong = passed.read_text().replace("FACTOR = 1", "FACTOR = 2")
@@ -192,9 +178,7 @@ def test_a_check_that_has_changed_tries_again(capsys, passed, monkeypatch):
 
 
 @pytest.mark.parametrize("content", [
-    b"", b"def global_mean(values:", b"\xff\xfe", b"global_mean = 3", b"import nowhere_at_all",
-    b"raise SystemExit(3)", b"def global_mean(values):\n    return 1 +",
-])
+    b"", b"def global_mean(values:", b"\xff\xfe", b"global_mean = 3", b"raise SystemExit(3)"])
 def test_a_broken_file_is_said_in_one_line(capsys, passed, content):
     passed.write_bytes(content)
     value, line = whose(capsys)
@@ -208,12 +192,6 @@ def test_a_folder_in_its_place_and_one_that_cannot_be_written(capsys, home):
     assert "yours cannot be used" in whose(capsys)[1]
     assert "could not be kept" in own.keep(find(SLUG), global_mean)
     assert not [path for path in (home / "mine").iterdir() if path.name.startswith("tmp")]
-
-
-def test_a_record_that_was_lost_is_made_again(capsys, passed, home):
-    (home / "progress.json").unlink()
-    assert whose(capsys)[1].startswith("global_mean: yours")
-    assert record.entries("exercises")[SLUG]["kept"]["fault"] == ""
 
 
 def test_reset_sets_it_aside(capsys, passed):
@@ -242,17 +220,15 @@ def test_on_a_rank_it_is_the_same_and_nothing_is_printed(capfd, passed):
     assert capfd.readouterr().out == ""
 
 
-def test_solution_shows_yours_and_then_the_courses(capsys, passed):
+def test_solution_and_an_export_with_code_show_yours(capsys, passed, home):
+    for code in (False, True):
+        dplab.progress(export=home / "out.json", code=code)
+        assert ("FACTOR = 1" in (home / "out.json").read_text()) is code
+    capsys.readouterr()
     dplab.solution(SLUG)
     out = capsys.readouterr().out
     assert 0 < out.index("FACTOR = 1") < out.index("torch.stack([values.sum()")
     assert "# dplab.mine" not in out
-
-
-def test_progress_for_an_instructor_holds_code_only_when_asked(passed, home):
-    for code in (False, True):
-        dplab.progress(export=home / "out.json", code=code)
-        assert ("FACTOR = 1" in (home / "out.json").read_text()) is code
 
 
 # In a real notebook
@@ -307,4 +283,5 @@ def test_in_a_notebook_and_in_the_next(home):
         html = data["text/html"]
         assert html.count("<details") == 2 and "<details open" not in html
         assert html.index("Yours") < html.index("The course&#x27;s")
-        assert "class SumBag(Bag)" in data["text/plain"] and "<span style=" in html
+        assert "class SumBag(Bag)" in data["text/plain"]
+        assert "# dplab.mine" not in html and "<span style=" in html

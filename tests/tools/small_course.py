@@ -29,13 +29,13 @@ def book(*cells):
             "nbformat_minor": 5}
 
 
-def chapter(title="All-reduce"):
+def chapter(title="All-reduce", slug="total-of-ranks"):
     """A chapter with prose, a cell of the course, an exercise, a guess and a picture."""
     shown = {"output_type": "stream", "name": "stdout", "text": ["the result gives it away\n"]}
     return book(
         text("question", f"# {title}\n\n![ring](../figures/ring.svg) [all](../README.md)"),
         cell("setup", "ranks = 4", outputs=[shown]),
-        cell("stub-total", STUB, slug="total-of-ranks"),
+        cell("stub-total", STUB, slug=slug),
         cell("check-total", 'check("total-of-ranks", total)', outputs=[shown]),
         cell("guess-bytes", 'dplab.guess("bytes-moved", "How many bytes?", unit="MB")'),
         cell("last", "print(ranks)"))
@@ -68,7 +68,7 @@ def by_id(cells, id):
 
 def make_course(root):
     """Writes the small course and commits it; returns its folder."""
-    write(root / "chapters/00_start_here.ipynb", chapter("Start here"))
+    write(root / "chapters/00_start_here.ipynb", chapter("Start here", "another-total"))
     write(root / "chapters/03_all_reduce.ipynb", chapter())
     for name, content in {"chapters/data/sweep.json": "[1, 2]\n", "figures/ring.svg": "<svg/>\n",
                           "chapters/03_launch/train.py": "print('train')\n",
