@@ -1,4 +1,4 @@
-"""Licences, citation, issue forms: whole, of the right form, and in agreement with each other."""
+"""Licences, citation, issue forms, sources of numbers: whole, and in agreement with each other."""
 
 import hashlib
 import json
@@ -11,10 +11,6 @@ import yaml
 from click.testing import CliRunner
 
 ROOT = Path(__file__).resolve().parents[1]
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-CITATION = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
-README = (ROOT / "README.md").read_text(encoding="utf-8")
-HOLDER = "the dplab authors"
 # SHA-256 of the words of each licence, as its publisher has them: apache.org's LICENSE-2.0.txt and
 # creativecommons.org's legal code, by way of choosealicense.com at aed28f9.
 WORDS = {
@@ -23,52 +19,32 @@ WORDS = {
 }
 
 
-def words_of_the_licence(name):
-    """Without what dplab says before it, and however the lines are broken."""
-    text = (ROOT / name).read_text(encoding="utf-8")
-    if name == "LICENSE-TEXT":
-        text = text[text.index("Attribution 4.0 International\n\n"):]
-    return " ".join(text.split())
-
-
 @pytest.mark.parametrize("name", WORDS)
 def test_a_licence_is_whole_and_unchanged(name):
-    assert hashlib.sha256(words_of_the_licence(name).encode()).hexdigest() == WORDS[name]
-
-
-def test_project_readme_and_licences_name_the_same():
-    assert PROJECT["license"] == "Apache-2.0 AND CC-BY-4.0"
-    assert set(PROJECT["license-files"]) == set(WORDS)
-    assert f"`{PROJECT['license']}`" in README and HOLDER in README
-    head = (ROOT / "LICENSE-TEXT").read_text(encoding="utf-8").split("=====")[0]
-    assert "CC-BY-4.0" in head and "Apache-2.0" in head and HOLDER in head
+    text = (ROOT / name).read_text(encoding="utf-8")
+    if name == "LICENSE-TEXT":  # dplab says something before it
+        text = text[text.index("Attribution 4.0 International\n\n"):]
+    assert hashlib.sha256(" ".join(text.split()).encode()).hexdigest() == WORDS[name]
 
 
 def test_the_citation_agrees_with_the_project():
-    assert [author["name"].lower() for author in CITATION["authors"]] == [HOLDER]
-    assert CITATION["repository-code"] == PROJECT["urls"]["Repository"]
-    assert CITATION["version"] == PROJECT["version"]
-    assert CITATION["license"] in PROJECT["license"].split(" AND ")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert citation["repository-code"] == project["urls"]["Repository"]
+    assert citation["version"] == project["version"]
+    assert citation["license"] in project["license"].split(" AND ")
+    assert set(project["license-files"]) == set(WORDS)
 
 
-def follows(schema, path):
-    """What check-jsonschema says against the file, by a schema that it ships; "" if nothing."""
-    done = CliRunner().invoke(check_jsonschema.main, ["--builtin-schema", schema, str(path)])
-    return "" if done.exit_code == 0 else done.output
-
-
-FORMS = {"vendor.citation-file-format": [ROOT / "CITATION.cff"],
-         "vendor.github-issue-forms": sorted((ROOT / ".github/ISSUE_TEMPLATE").glob("*.yml"))}
-
-
-@pytest.mark.parametrize(("schema", "path"), [
-    pytest.param(schema, path, id=path.name) for schema, paths in FORMS.items() for path in paths])
-def test_a_form_is_valid(schema, path, tmp_path):
-    assert not follows(schema, path)
-    first = path.read_text(encoding="utf-8").split(":")[0]
-    spoilt = tmp_path / path.name
-    spoilt.write_text(path.read_text(encoding="utf-8").replace(f"{first}:", "unknown:", 1))
-    assert "unknown" in follows(schema, spoilt)
+@pytest.mark.parametrize(("schema", "paths"), [
+    ("vendor.citation-file-format", [ROOT / "CITATION.cff"]),
+    ("vendor.github-issue-forms", sorted((ROOT / ".github/ISSUE_TEMPLATE").glob("*.yml"))),
+    ("vendor.github-workflows", sorted((ROOT / ".github/workflows").glob("*.yml")))])
+def test_forms_and_workflows_are_what_their_readers_take(schema, paths):
+    assert paths
+    done = CliRunner().invoke(check_jsonschema.main,
+                              ["--builtin-schema", schema, *map(str, paths)])
+    assert done.exit_code == 0, done.output
 
 
 def unsourced(part, name=""):
@@ -88,13 +64,10 @@ def unsourced(part, name=""):
 def test_published_numbers_have_a_source(path):
     content = json.loads(path.read_text(encoding="utf-8"))
     assert not list(unsourced(content))
-    assert json.dumps(content).count('"source"') >= 3
     for run in [*content.get("runs", []), *content.get("efficiencies", [])]:
         assert content["tables"][run["table"]]["source"], run["id"]
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "chapters/data").glob("*.json")),
-                         ids=lambda path: path.name)
-def test_measured_numbers_have_their_command(path):
-    command = json.loads(path.read_text(encoding="utf-8"))["command"]
-    assert command.startswith("python ")
+def test_measured_numbers_have_their_command():
+    for path in (ROOT / "chapters/data").glob("*.json"):
+        assert json.loads(path.read_text(encoding="utf-8"))["command"].startswith("python "), path

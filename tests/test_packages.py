@@ -25,7 +25,7 @@ NAME = PROJECT["project"]["name"]
 EXTRAS = PROJECT["project"]["optional-dependencies"]
 PINNED = {"requirements.txt": ("lab",), "tests/requirements.txt": ("test", "deepspeed"),
           "chapters/book/requirements.txt": ("book",)}
-OTHER_PYTHONS = ("3.12", "3.13")  # the course itself is tested on 3.11
+NEWEST_PYTHON = "3.13"  # the tests run on 3.11, and on GitHub on all three
 
 
 def names(requirements):
@@ -48,10 +48,6 @@ def test_what_the_project_names_is_pinned(file):
         declared |= names(PROJECT["project"]["dependencies"])
     assert set(pins(file)) == declared
     assert all(re.fullmatch(r"==[\d.]+", str(pin.specifier)) for pin in pins(file).values())
-
-
-def test_a_learner_installs_nothing_that_only_tests_need():
-    assert not set(pins("requirements.txt")) & set(pins("tests/requirements.txt"))
 
 
 def test_the_pinned_torch_is_one_that_the_project_takes():
@@ -87,8 +83,7 @@ def registry(tmp_path):
 
 
 @pytest.mark.parametrize(("extras", "expected"), [
-    (["cpu"], "2.13.0+cpu"), (["gpu"], "2.13.0"), (["cpu", "test"], "2.13.0+cpu"), ([], "2.13.0"),
-    (["cpu", "gpu"], None)])
+    (["cpu", "test"], "2.13.0+cpu"), (["gpu"], "2.13.0"), (["cpu", "gpu"], None)])
 def test_uv_takes_the_torch_of_the_extra(tmp_path, registry, extras, expected):
     """The two registries are folders here, with empty packages in them, pinned ones and newer."""
     asked = names(PROJECT["project"]["dependencies"]).union(*map(names, EXTRAS.values()))
@@ -113,7 +108,6 @@ def test_uv_takes_the_torch_of_the_extra(tmp_path, registry, extras, expected):
     taken = dict(re.findall(r"^ \+ (\S+)==(\S+)", done.stderr, re.MULTILINE))
     assert taken["torch"] == expected
     assert {name for name in taken if taken[name] == "1000"} == set(taken) - set(pinned)
-    assert ("jupyterlab" in taken) == bool(extras)
     assert ("pytest" in taken) == ("test" in extras)
 
 
@@ -177,20 +171,20 @@ def files_without_packages():
     """The test files of `predict` that import nothing but this and pytest."""
     for path in sorted((ROOT / "tests/predict").glob("test_*.py")):
         found = imports.of_file(path)
-        if ({each.top for each in found} <= {"dplab", "pytest", *sys.stdlib_module_names}
-                and {each.package for each in found} <= {None, "dplab", "predict"}):
+        if ({name.split(".")[0] for name, _ in found} <= {"dplab", "pytest",
+                                                          *sys.stdlib_module_names}
+                and {imports.package_of(name) for name, _ in found} <= {None, "dplab", "predict"}):
             yield str(path.relative_to(ROOT))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("version", OTHER_PYTHONS)
-def test_what_needs_no_torch_runs_on_other_pythons(version, tmp_path):
-    python = interpreter(version)
+def test_what_needs_no_torch_runs_on_the_newest_python(tmp_path):
+    python = interpreter(NEWEST_PYTHON)
     if python is None:
-        skip_or_fail(f"no Python {version} was found on the PATH, by pyenv or by uv: "
-                     f"`uv python install {version}` brings one")
+        skip_or_fail(f"no Python {NEWEST_PYTHON} was found on the PATH, by pyenv or by uv: "
+                     f"`uv python install {NEWEST_PYTHON}` brings one")
     files = list(files_without_packages())
-    assert len(files) > len(list((ROOT / "tests/predict").glob("test_*.py"))) / 2
+    assert files
     done = subprocess.run(
         [python, "-B", "-m", "pytest", "-c", os.devnull, "--rootdir", ROOT, "-q", "-p",
          "no:cacheprovider", *files], cwd=ROOT, capture_output=True, text=True, timeout=300,

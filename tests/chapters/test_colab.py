@@ -8,7 +8,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import aims
 import colab
 import IPython
 import nbformat
@@ -19,12 +18,12 @@ from sandbox import ROOT
 PATHS = sorted((ROOT / "chapters").glob("*.ipynb"))
 
 
-@pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
-def test_every_notebook_is_as_the_script_writes_it(path):
+def test_every_notebook_is_as_the_script_writes_it():
     """With the cell where the course has an address, and without it where nobody could fetch it."""
-    script = colab.for_colab(notebooks.read(path))
-    assert [*map(dict, notebooks.read(path).cells)] == [*map(dict, script.cells)], (
-        "python tests/tools/colab.py writes it anew")
+    for path in PATHS:
+        script = colab.for_colab(notebooks.read(path))
+        assert [*map(dict, notebooks.read(path).cells)] == [*map(dict, script.cells)], (
+            f"{path.name}: python tests/tools/colab.py writes it anew")
 
 
 def test_a_course_with_an_address_has_the_cell_once_behind_the_title():
@@ -34,14 +33,6 @@ def test_a_course_with_an_address_has_the_cell_once_behind_the_title():
     assert [title.id, *(each.id for each in others)] == [each.id for each in before.cells]
     assert (cell.source, cell.outputs) == (colab.SOURCE, [])
     assert cell.metadata == {"tags": colab.TAGS, "jupyter": {"source_hidden": True}}
-
-
-def test_the_cell_is_short_and_binds_no_name_that_a_chapter_uses():
-    assert len(colab.SOURCE.splitlines()) <= 8
-    bound, _ = notebooks.names(colab.SOURCE)
-    for path in PATHS:
-        assert not bound & set().union(*(notebooks.names(aims.body(cell))[1]
-                                         for cell in aims.Chapter(path).code)), path.stem
 
 
 # Runs the cell in a shell whose class is of the module that the command line names.
@@ -103,7 +94,11 @@ def repository(tmp_path):
 
 
 @pytest.mark.slow
-def test_on_colab_it_fetches_and_installs_the_course(run_cell, repository, tmp_path):
+def test_on_colab_it_fetches_and_installs_the_course_and_elsewhere_does_nothing(
+        run_cell, repository, tmp_path):
+    said, (folder, course, known) = run_cell("ipykernel.zmqshell", colab.SOURCE)
+    assert (said, Path(folder), course, known) == ("", tmp_path / "work", None, [])
+
     content = tmp_path / "content"
     content.mkdir()
     source = colab.SOURCE.replace(colab.ADDRESS, repository.as_uri())
@@ -112,9 +107,3 @@ def test_on_colab_it_fetches_and_installs_the_course(run_cell, repository, tmp_p
     assert Path(folder) == content / "dplab/chapters"
     assert Path(course) == content / "dplab/dplab/__init__.py"
     assert (Path(folder) / PATHS[0].name).exists()
-
-
-@pytest.mark.slow
-def test_elsewhere_it_does_nothing(run_cell, tmp_path):
-    said, (folder, course, known) = run_cell("ipykernel.zmqshell", colab.SOURCE)
-    assert (said, Path(folder), course, known) == ("", tmp_path / "work", None, [])

@@ -12,11 +12,12 @@ from jupyter import ADDRESS, OWN_FOLDERS, Lab, chromium, chromium_or_skip, dplab
 from nbformat.v4 import new_markdown_cell
 from sandbox import ROOT
 
+from dplab.checks import solution_source
+
 pytestmark = pytest.mark.slow
 
-FIRST, FOURTH = "chapters/00_start_here.ipynb", "chapters/04_ddp_by_hand.ipynb"
-STUB, CHECK = "stub-global-mean", "check-global-mean"
-LAST_STUB, LAST_CHECK = "stub-repair-deadlock", "check-repair-deadlock"
+FIRST = "chapters/00_start_here.ipynb"
+STUB, CHECK, LAST = "stub-global-mean", "check-global-mean", "repair-deadlock"
 WRONG = """\
 def global_mean(values):
     total = values.mean()
@@ -29,79 +30,42 @@ def global_mean(values):  # written in the evening
     dist.all_reduce(sums)
     return sums[0] / sums[1]
 """
-OVERWRITES = """\
-def swap(tensor):
-    partner = dist.get_rank() ^ 1
-    if partner < dist.get_world_size():
-        if dist.get_rank() % 2:
-            dist.recv(tensor, partner)
-            dist.send(tensor, partner)
-        else:
-            dist.send(tensor, partner)
-            dist.recv(tensor, partner)
-"""
-REPAIRED = OVERWRITES.replace("recv(tensor", "recv(theirs").replace(
-    "        if dist", "        theirs = tensor.clone()\n        if dist") + """\
-        tensor.copy_(theirs)
-"""
-DIAGNOSE_ALL = """\
-for suspect in job.suspects:
-    job.diagnose(suspect)
-"""
+A_JOB = {"first-drill": 'job = dplab.drill("04")', "first-reading": "job.samples()",
+         "first-diagnosis": "for suspect in job.suspects:\n    job.diagnose(suspect)"}
 
 
-@pytest.fixture(scope="module")
-def course(tmp_path_factory):
-    """The course as a reader has it, to be changed by an update."""
-    folder = tmp_path_factory.mktemp("clone")
-    ignore = shutil.ignore_patterns("__pycache__", ".*")
+@contextlib.contextmanager
+def evening(place, private, course):
+    """The lab on the reader's copy of the course, in a browser."""
+    with chromium() as browser, dplab_lab(place, private, course) as address:
+        server, token = ADDRESS.match(address).groups()
+        lab = Lab(browser, f"{server}/lab/tree/{{path}}?token={token}&reset")
+        lab.change_setting("@jupyterlab/notebook-extension:tracker", windowingMode="none")
+        yield lab
+
+
+def test_a_first_evening(tmp_path):
+    course, private = tmp_path / "clone", tmp_path / "private"
+    place = tmp_path / "evening" / "my course"
+    private.mkdir()
     for name in ("chapters", "dplab", "figures"):
-        shutil.copytree(ROOT / name, folder / name, ignore=ignore)
-    shutil.copy(ROOT / "README.md", folder)
-    return folder
+        shutil.copytree(ROOT / name, course / name,
+                        ignore=shutil.ignore_patterns("__pycache__", ".*"))
+    shutil.copy(ROOT / "README.md", course)
 
-
-@pytest.fixture(scope="module")
-def private(tmp_path_factory):
-    """Where Jupyter and dplab keep what is the reader's."""
-    return tmp_path_factory.mktemp("private")
-
-
-@pytest.fixture(scope="module")
-def evening(course, private, tmp_path_factory):
-    """(place, start): the copy, and a function that starts the lab on it with a browser."""
-    place = tmp_path_factory.mktemp("evening") / "my course"
-
-    @contextlib.contextmanager
-    def start():
-        with chromium() as browser, dplab_lab(place, private, course) as address:
-            server, token = ADDRESS.match(address).groups()
-            lab = Lab(browser, f"{server}/lab/tree/{{path}}?token={token}&reset")
-            lab.change_setting("@jupyterlab/notebook-extension:tracker", windowingMode="none")
-            yield lab
-
-    with chromium_or_skip(), chromium():
-        pass
-    return place, start
-
-
-def test_a_first_evening(evening, course, private):
-    place, start = evening
-    with start() as lab:
+    with chromium_or_skip(), evening(place, private, course) as lab:
         with lab.open(FIRST) as notebook:
             assert not any(cell.get("outputs") for cell in notebook.cells())
             guesses_and_sees_the_result(notebook)
             answers_wrongly_takes_a_hint_and_passes(notebook)
-            repairs_a_deadlock(notebook)
             goes_on_to_the_next_chapter(notebook)
-            notebook.save()
-        with lab.open(FOURTH) as notebook:
             finds_what_is_wrong_with_a_job(notebook)
+            notebook.save()
         with lab.open(FIRST) as notebook:
             finds_everything_as_it_was_left(notebook)
 
     updates_the_course(course, place, private)
-    with start() as lab, lab.open(FIRST) as notebook:
+    with evening(place, private, course) as lab, lab.open(FIRST) as notebook:
         assert "News of the course" in [cell["source"] for cell in notebook.cells()]
         passes_with_the_answer_of_the_evening(notebook)
 
@@ -137,36 +101,29 @@ def answers_wrongly_takes_a_hint_and_passes(notebook):
     assert "[2.0, 2.0, 2.0, 2.0]" in notebook.output_text("use-mine")
 
 
-def repairs_a_deadlock(notebook):
+def goes_on_to_the_next_chapter(notebook):
     notebook.output(CHECK).get_by_role("link", name="Next").click()
     notebook.page.get_by_role("heading", name="Exercise 0.3").wait_for()
-    assert "not attempted" in answers(
-        notebook, notebook.cells()[notebook.index(LAST_STUB)]["source"], LAST_STUB, LAST_CHECK)
-    assert "before it sent what was" in answers(notebook, OVERWRITES, LAST_STUB, LAST_CHECK)
-    assert "passed" in answers(notebook, REPAIRED, LAST_STUB, LAST_CHECK)
-
-
-def goes_on_to_the_next_chapter(notebook):
-    notebook.output(LAST_CHECK).get_by_role("link", name="Next").click()
+    for cell in (f"stub-{LAST}", f"check-{LAST}"):
+        notebook.run_cell(cell)
+    assert "not attempted" in notebook.output_text(f"check-{LAST}")
+    assert "passed" in answers(notebook, solution_source(LAST), f"stub-{LAST}", f"check-{LAST}")
+    notebook.output(f"check-{LAST}").get_by_role("link", name="Next").click()
     at = "jupyterapp.shell.currentWidget.context?.path"
     until(lambda: notebook.page.evaluate(at) == "chapters/01_split_the_batch.ipynb", 20,
           "the link to the next exercise opens nothing")
-    heading = notebook.page.get_by_role("heading", name="Exercise 1.1")
-    heading.wait_for()
+    notebook.page.get_by_role("heading", name="Exercise 1.1").wait_for()
     notebook.page.evaluate("jupyterapp.shell.activateById(panel.id)")
 
 
 def finds_what_is_wrong_with_a_job(notebook):
-    notebook.run_cell("setup")
-    notebook.run_cell("sick-job")
-    assert "Suspects" in notebook.output_text("sick-job")
-    notebook.replace_source("setup", "job.samples()\njob.weights()")
-    notebook.run_cell("setup")
-    notebook.replace_source("setup", DIAGNOSE_ALL)
-    notebook.run_cell("setup")
+    for cell, source in A_JOB.items():
+        notebook.replace_source(cell, source)
+        notebook.run_cell(cell)
     assert notebook.errors() == []
-    verdicts = notebook.output("setup").get_by_text(" it is").all_inner_texts()
-    assert len(verdicts) == 1, notebook.output_text("setup")
+    assert "Suspects" in notebook.output_text("first-drill")
+    verdicts = notebook.output("first-diagnosis").get_by_text(" it is").all_inner_texts()
+    assert len(verdicts) == 1, notebook.output_text("first-diagnosis")
 
 
 def finds_everything_as_it_was_left(notebook):

@@ -1,7 +1,6 @@
 """The files that readers copy to start a job on many machines, as far as one machine can tell."""
 
 import contextlib
-import copy
 import importlib.util
 import json
 import os
@@ -135,17 +134,6 @@ def test_slurm_options_are_known_and_agree():
     assert "requeue" in options and options["open-mode"] == "append"
 
 
-@pytest.mark.parametrize(("old", "new"), [
-    ("--nodes=2", "--node=2"), ("--nodes=2", "--nodes=two"), ("--time=04:00:00", "--time=4h"),
-    ("--requeue", "--requeue=yes"), ("--exclusive", "--requeue"),
-    ("#SBATCH --nodes=2", "set -e\n#SBATCH --nodes=2"), ("#SBATCH --nodes", "#SBATCH -nodes")])
-def test_a_slurm_option_that_is_wrong_is_noticed(old, new):
-    text = SLURM.read_text()
-    assert old in text
-    with pytest.raises(ValueError):
-        sbatch_options(text.replace(old, new, 1))
-
-
 def test_the_slurm_script_starts_one_torchrun_on_each_node(cluster):
     folder, environment = cluster
     subprocess.run(["bash", SLURM], env=environment, check=True, timeout=60)
@@ -187,35 +175,12 @@ POD = JOB["spec"]["template"]["spec"]
 CONTAINER, = POD["containers"]
 
 
-def complaints(document):
-    kind = {"Job": "batch", "Service": "core", "PersistentVolumeClaim": "core"}[document["kind"]]
-    reference = {"$ref": f"#/$defs/io.k8s.api.{kind}.v1.{document['kind']}"}
-    validator = jsonschema.Draft202012Validator({**SCHEMA, **reference})
-    return [error.message for error in validator.iter_errors(document)]
-
-
 @pytest.mark.parametrize("kind", DOCUMENTS)
 def test_the_manifest_has_the_schema_of_kubernetes(kind):
-    assert not complaints(DOCUMENTS[kind])
-
-
-def wrong(change):
-    job = copy.deepcopy(JOB)
-    change(job["spec"], job["spec"]["template"]["spec"])
-    return job
-
-
-@pytest.mark.parametrize("change", [
-    lambda spec, pod: spec.update(replicas=2),
-    lambda spec, pod: spec.update(completions="2"),
-    lambda spec, pod: spec.pop("template"),
-    lambda spec, pod: pod.pop("containers"),
-    lambda spec, pod: pod.update(restartpolicy="Never"),
-    lambda spec, pod: pod["containers"][0].update(env=[{"value": "8"}]),
-    lambda spec, pod: pod["containers"][0].update(command="bash"),
-    lambda spec, pod: pod["volumes"][0].update(configmap={"name": "train-script"})])
-def test_a_manifest_that_is_wrong_is_noticed(change):
-    assert complaints(wrong(change))
+    group = "batch" if kind == "Job" else "core"
+    reference = {"$ref": f"#/$defs/io.k8s.api.{group}.v1.{kind}"}
+    validator = jsonschema.Draft202012Validator({**SCHEMA, **reference})
+    assert not [error.message for error in validator.iter_errors(DOCUMENTS[kind])]
 
 
 def test_the_parts_of_the_manifest_agree(cluster):

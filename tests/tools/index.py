@@ -1,7 +1,7 @@
 """Writes the pages beside the chapters: glossary and figures (glossary.md), and contents.md.
 
-The terms stand in glossary.toml, and the chapters have the places where they are introduced; the
-list of chapters is README's.
+The terms stand in chapters/book/glossary.toml, and the chapters have the places where they are
+introduced; the list of chapters is README's.
 
     python tests/tools/index.py
 """
@@ -21,7 +21,7 @@ from dplab.desk import course
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE, CONTENTS = "chapters/glossary.md", "chapters/contents.md"
-TERMS = Path(__file__).with_name("glossary.toml")
+TERMS = ROOT / "chapters/book/glossary.toml"
 HEADING = re.compile(r"^#{1,6} +(.+?)\s*$", re.MULTILINE)
 FENCE = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
 DRAWING = re.compile(r"\]\(\.\./figures/(\w+\.svg)\)")

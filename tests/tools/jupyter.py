@@ -299,15 +299,9 @@ class Notebook:
         cell = self.page.locator(".jp-NotebookPanel .jp-Cell").nth(self.index(cell))
         return cell.locator(".jp-Cell-outputWrapper")
 
-    def _outputs(self, cell):
-        return self.output(cell).locator(".jp-OutputArea-output").all()
-
     def output_text(self, cell):
         """What a reader sees below the cell, as text."""
-        return "\n".join(output.inner_text() for output in self._outputs(cell))
-
-    def output_html(self, cell):
-        return "\n".join(output.inner_html() for output in self._outputs(cell))
+        return "\n".join(self.output(cell).locator(".jp-OutputArea-output").all_inner_texts())
 
     def errors(self):
         """(cell id, message) of each error output."""
@@ -319,19 +313,14 @@ class Notebook:
         return [cell["id"] for cell in self.cells() if cell["cell_type"] == "code"
                 and cell["source"].strip() and not cell["execution_count"]]
 
-    def screenshot(self, path, full=True, theme=None):
-        """Saves what is visible or, if `full`, the whole notebook in pieces; returns the files."""
-        if theme:
-            self.set_theme(theme)
+    def screenshot(self, path):
+        """Saves the whole notebook in pieces; returns the files."""
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         scroller = self.page.locator(".jp-NotebookPanel .jp-WindowedPanel-outer")
         box, size = scroller.bounding_box(), self.page.viewport_size
         self.page.set_viewport_size({k: round(size[k] + PIECE[k] - box[k]) for k in PIECE})
         self._until("() => [...document.images].every(image => image.complete)", 30)
-        if not full:
-            scroller.screenshot(path=path)
-            return [path]
         files, top, seen = [], 0, -1
         scroll = "(scroller, top) => { scroller.scrollTop = top; return scroller.scrollTop; }"
         while (at := scroller.evaluate(scroll, top)) > seen:

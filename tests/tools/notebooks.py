@@ -17,6 +17,7 @@ The percent format, for writing a chapter in an editor:
 import argparse
 import contextlib
 import copy
+import os
 import re
 import symtable
 import sys
@@ -27,11 +28,12 @@ from pathlib import Path
 
 import nbformat
 from IPython.core.inputtransformer2 import TransformerManager
+from jupyter_client.kernelspec import KernelSpecManager
+from jupyter_client.manager import AsyncKernelManager
 from nbclient import NotebookClient
 from nbclient.exceptions import CellControlSignal, DeadKernelError
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 from nbformat.warnings import DuplicateCellId, MissingIDFieldWarning
-from private_kernel import private_kernel
 
 METADATA = {
     "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
@@ -109,17 +111,28 @@ def merge_streams(outputs):
     return merged
 
 
-def execute(notebook, folder, cell_timeout=CELL_TIMEOUT):
+def execute(notebook, folder, cell_timeout=CELL_TIMEOUT,
+            watch=lambda pid: contextlib.nullcontext()):
     """Returns a copy that ran, in `folder`, in a fresh kernel of this interpreter.
 
-    Raises nbclient's CellExecutionError, CellTimeoutError or DeadKernelError. Neither the
-    reader's progress nor an IPython profile has a part in it.
+    The cells run inside `watch(the kernel's process id)`. Raises nbclient's CellExecutionError,
+    CellTimeoutError or DeadKernelError. Neither the reader's progress nor an IPython profile has
+    a part in it.
     """
     notebook = copy.deepcopy(notebook)
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as private:
-        manager, environment = private_kernel(Path(private))
+        manager = AsyncKernelManager(
+            # Without folders to look in, it starts this interpreter, whatever is installed.
+            kernel_name="python3", kernel_spec_manager=KernelSpecManager(kernel_dirs=[]),
+            # Sockets in the private folder: the loopback is left to the ranks, who count its bytes.
+            transport="ipc", connection_file=f"{private}/kernel.json")
+        environment = os.environ | {"DPLAB_HOME": f"{private}/dplab", "DPLAB_LIVE": "0",
+                                    "IPYTHONDIR": f"{private}/ipython"}
         client = NotebookClient(notebook, km=manager, timeout=cell_timeout)
-        client.execute(cwd=str(folder), env=environment, cleanup_kc=True)
+        with (client.setup_kernel(cwd=str(folder), env=environment, cleanup_kc=True),
+              watch(manager.provisioner.pid)):
+            for index, cell in enumerate(notebook.cells):
+                client.execute_cell(cell, index)
     return notebook
 
 

@@ -4,19 +4,15 @@
 """
 
 import argparse
-import re
+import contextlib
 import sys
-import tempfile
+import threading
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
-import nbformat
+import notebooks
 import psutil
-from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
-from peak_memory import INTERVAL, KIND, PeakMemory
-from private_kernel import private_kernel
 
 from dplab.desk import course
 from dplab.measure import describe_machine
@@ -24,19 +20,52 @@ from dplab.measure import describe_machine
 FOLDER = Path(__file__).resolve().parents[2] / "chapters"
 BAR = 60  # seconds that a chapter may take on 2 cores
 CELL_TIMEOUT = 300
-_ANSI = re.compile(r"\x1b\[[0-9;]*m")
+INTERVAL = 0.2  # seconds from one look at the memory to the next, at least
+# Each page that processes share is counted once, divided among them, where the system tells that.
+KIND = "PSS" if sys.platform == "linux" else "USS (shared pages left out)"
 
 
-@dataclass(frozen=True)
-class Row:
-    """How Run All of a chapter went; ``error`` names the cell that failed, or is empty."""
+class PeakMemory:
+    """The most ``bytes`` and ``processes`` seen at once, of a process and all that it starts."""
 
-    chapter: str
-    cells: int
-    seconds: float
-    peak_bytes: int
-    processes: int
-    error: str
+    bytes = processes = 0
+
+    @contextlib.contextmanager
+    def watch(self, pid: int):
+        ended = threading.Event()
+        thread = threading.Thread(target=self._look, args=(psutil.Process(pid), ended), daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join()
+
+    def _look(self, process, ended):
+        pause = 0.0
+        while not ended.wait(pause):
+            start, held = time.perf_counter(), []
+            with contextlib.suppress(psutil.NoSuchProcess):
+                for member in [process, *process.children(recursive=True)]:
+                    with contextlib.suppress(psutil.Error):
+                        memory = member.memory_full_info()
+                        held.append(memory.pss if sys.platform == "linux" else memory.uss)
+            self.bytes = max(self.bytes, sum(held))
+            self.processes = max(self.processes, len(held))
+            # Looking takes time from the processes themselves: a tenth of a core at most.
+            pause = max(INTERVAL, 9 * (time.perf_counter() - start))
+
+
+def run_all(path: Path) -> tuple[float, PeakMemory, str]:
+    """Runs a notebook in its folder until a cell fails: seconds, memory, and the error or ""."""
+    start, peak, error = time.perf_counter(), PeakMemory(), ""
+    try:
+        notebooks.execute(notebooks.read(path), path.resolve().parent, CELL_TIMEOUT, peak.watch)
+    except CellExecutionError as raised:
+        error = f"{raised.ename}: {raised.evalue}"
+    except (CellTimeoutError, DeadKernelError) as raised:
+        error = str(raised).splitlines()[0]
+    return time.perf_counter() - start, peak, error
 
 
 def main(arguments: list[str]) -> None:
@@ -49,52 +78,16 @@ def main(arguments: list[str]) -> None:
         sys.exit(f"run_chapters: no chapter {', '.join(sorted(unknown))}")
     print(f"{describe_machine()}\n"
           f"seconds with the kernel's start; memory of all processes together, {KIND}, looked at "
-          f"every {INTERVAL:g} s\n{'':38}{'cells':>6}{'seconds':>9}{'peak MB':>9}{'processes':>11}")
-    rows = []
-    for label, path in found.items():
-        if not wanted or label in wanted:
-            rows.append(row := run_all(path))
-            late = f"more than {BAR} s" if row.seconds > BAR else ""
-            print(f"{row.chapter:38}{row.cells:6}{row.seconds:9.1f}{row.peak_bytes / 1e6:9.0f}"
-                  f"{row.processes:11}  {row.error or late}", flush=True)
-    print(f"{'all':38}{sum(row.cells for row in rows):6}{sum(row.seconds for row in rows):9.1f}"
-          f"{max(row.peak_bytes for row in rows) / 1e6:9.0f}"
-          f"{max(row.processes for row in rows):11}")
-    if failed := [row.chapter for row in rows if row.error]:
+          f"every {INTERVAL:g} s\n{'':38}{'seconds':>9}{'peak MB':>9}{'processes':>11}")
+    failed = []
+    for label in wanted or found:
+        seconds, peak, error = run_all(found[label])
+        late = f"more than {BAR} s" if seconds > BAR else ""
+        print(f"{found[label].stem:38}{seconds:9.1f}{peak.bytes / 1e6:9.0f}{peak.processes:11}"
+              f"  {error or late}", flush=True)
+        failed += [label] if error else []
+    if failed:
         sys.exit(f"run_chapters: {', '.join(failed)} failed")
-
-
-def run_all(path: Path) -> Row:
-    """Runs a notebook's code cells in its own folder until one fails; the file is left alone."""
-    notebook = nbformat.read(path, as_version=4)
-    start, done, error = time.perf_counter(), 0, ""
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as private:
-        manager, environment = private_kernel(Path(private))
-        client = NotebookClient(notebook, km=manager, timeout=CELL_TIMEOUT)
-        with (client.setup_kernel(cwd=str(path.parent), env=environment, cleanup_kc=True),
-              PeakMemory(psutil.Process(manager.provisioner.pid)) as peak):
-            for index, cell in enumerate(notebook.cells):
-                if cell.cell_type != "code":
-                    continue
-                if reason := _failure(client, cell, index):
-                    error = f"cell {cell.id}: {reason}"
-                    break
-                done += 1
-            seconds = time.perf_counter() - start
-    return Row(path.stem, done, seconds, peak.bytes, peak.processes, error)
-
-
-def _failure(client, cell, index):
-    """Runs a cell. The first line of its error, or None."""
-    try:
-        client.execute_cell(cell, index)
-    except CellExecutionError as raised:
-        return _ANSI.sub("", f"{raised.ename}: {raised.evalue}").splitlines()[0]
-    except CellTimeoutError:
-        return f"more than {CELL_TIMEOUT} s"
-    except DeadKernelError:
-        return "the kernel died"
-    return None
 
 
 if __name__ == "__main__":
