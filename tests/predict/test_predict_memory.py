@@ -79,6 +79,7 @@ def test_totals_of_the_playbook(size, plain, accumulating):
 def test_own_precisions_and_how_states_read():
     fp8 = Precision("fp8", 1, 1, 6)
     assert fp8.gathered == 1 and fp8.total == 8
+    assert bytes_per_parameter("DDP", "pure bf16", 3) == States(2, 2, 4)
     text = str(states("ZeRO-2", "K = 8", 8, 70 * 10**9))
     assert text == ("parameters 140 GB, gradients 17.5 GB, optimizer 70 GB: together 227.5 GB")
     assert str(states("DDP", fp8, 1, 1000)).endswith("together 8 kB")

@@ -23,6 +23,8 @@ def test_shards_that_do_not_divide(implementation, parameters, gradients, optimi
     expected = [States(4 * p, 4 * g, 8 * elements + 4 * tensors) for p, g, (elements, tensors)
                 in zip(parameters, gradients, optimizer, strict=True)]
     assert shards.real_states(implementation, "fp32", 3, UNITS) == expected
+    momentum = shards.real_states(implementation, "fp32, SGD with momentum", 3, UNITS)
+    assert [each.optimizer for each in momentum] == [4 * elements for elements, _ in optimizer]
 
 
 @pytest.mark.parametrize("implementation", shards.IMPLEMENTATIONS)
