@@ -6,8 +6,8 @@ package that this one is a part of: a copy of this folder, under any name, is a 
 ``parent``   the notebook's side. `run` sends a function to ranks, and `magic` a cell. `supervise`
              watches them from the first fork to the last process gone, `ranks` talks with them,
              `stages` has what may become of them, `matching` finds calls that do not fit, `report`
-             puts a failure into words with lines as in `places`. `output` has what ranks
-             print as lines, and `display` shows it, and where they are meanwhile.
+             puts a failure into words with lines as in `places`. `output` has what ranks print, as
+             lines, and `display` shows it, and says where silent ranks are.
 ``server``   the process that ranks are forked from: `start` starts it and asks it for ranks,
              `forkserver` is what it runs.
 ``rank``     `life` of a rank from start to exit, `recording` of what it calls, its `device`, what
