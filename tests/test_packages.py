@@ -197,7 +197,6 @@ def test_what_needs_no_torch_runs_on_the_newest_python(tmp_path):
 # What the course uses of torch although its name says that it is torch's own. Where a test of it
 # fails on a newer torch, that use has to be replaced.
 PRIVATE_IN_TORCH = """
-    torch.ScriptObject._type
     torch.Tensor._version
     torch.UntypedStorage._cdata
     torch._C._current_graph_task_id

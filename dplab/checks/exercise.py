@@ -285,9 +285,8 @@ class Exercise:
         if own and error.kind == "raised":
             why = (f"{why} the check could not use what your `{self.name}` returned or left "
                    "behind. Its docstring says what it has to be.").strip()
-        if error.kind == "died" and any(rank.exit_code == -signal.SIGABRT and (
-                rank.operation == "recv") for rank in error.ranks):
-            # A check does not show the last words: they are gloo's.
+        if any(rank.exit_code == -signal.SIGABRT and rank.peer is not None for rank in error.ranks):
+            # It died in a send or receive. A check does not show the last words: they are gloo's.
             return Verdict(WRONG, self.too_long,
                            detail.replace("; its last words stand in the output", ""))
         return Verdict(CRASHED, why, detail)

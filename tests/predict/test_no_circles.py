@@ -10,9 +10,9 @@ FILES = {path.stem: path for path in
 
 
 def test_no_module_of_predict_needs_itself():
-    """By whatever way: inside functions and for typing as well."""
-    needs = {name: {each.module.split(".")[2] for each in imports.of_file(path)
-                    if each.module.startswith("dplab.predict.")} & set(FILES)
+    """Inside functions as well."""
+    needs = {name: {module.split(".")[2] for module, _ in imports.of_file(path)
+                    if module.startswith("dplab.predict.")} & set(FILES)
              for name, path in FILES.items()}
     assert needs["choose"] > {"cluster", "memory"}
     graphlib.TopologicalSorter(needs).prepare()  # raises CycleError
