@@ -10,6 +10,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
 from dplab.dryrun.events import Begin, Events, Resized
@@ -34,6 +35,10 @@ class StepTimeline(MemoryTimeline):
         super().__enter__()
         self._everything = self._places, self._in_groups
         self._near = _near(self._places, self._blocks)
+        if isinstance(self._model, DistributedDataParallel):
+            # Nothing is gathered, and the gradients are those that remain: one that is copied into
+            # its bucket was only there in passing.
+            self._near = {block: [] for block in self._near}
         for block, module in enumerate(self._blocks):
             for parameter in module.parameters():
                 state = self._optimizers[0].state.get(parameter, {}).values()
