@@ -21,7 +21,6 @@ from dplab.workloads import standard_library
 from dplab.workloads.digits import digits_classifier, load_digits
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
-cloudpickle.register_pickle_by_value(infrequent)
 STEPS, SEED = 12, 1
 WAYS = [(None, None), (4, (1.0, 0.0)), (4, (0.7, 0.9))]  # synchronous, local SGD, DiLoCo
 
