@@ -153,6 +153,7 @@ def test_functions_that_call_each_other_and_were_defined_again(written):
     (("def attempt():\n    return 1\n\ndef other():\n    return 2",
       "def attempt():\n    return 3"), 3),
     (("def attempt():\n    return 1", "if False:\n    def attempt():\n        return 2"), 1),
+    (("if True:\n  def attempt():\n    return 1\nelse:\n  def attempt():\n    return 2",), 1),
     (("START = 2", "def attempt(start=START):\n    return start", "START = 3"), 2),
     (("START = [2]", "def attempt():\n    return START", "START.append(3)"), [2, 3]),
 ])
