@@ -153,10 +153,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             write_csv(students, options.csv)
     except OSError as error:
         faults.append(f"{options.csv} cannot be written: {error.strerror}")
-    print("Exercises passed, by chapter. hints: taken; solutions: seen before passing.\n")
-    print(table(students))
-    print("\nExercises that were begun, those that fewest passed first.\n")
-    print(hardest(students))
+    if students:
+        print("Exercises passed, by chapter. hints: taken; solutions: seen before passing.\n")
+        print(table(students))
+        print("\nExercises that were begun, those that fewest passed first.\n")
+        print(hardest(students))
     for fault in faults:
         print(f"{fault}.", file=sys.stderr)
     return 1 if faults else 0

@@ -42,7 +42,7 @@ class Difference:
 
     def __str__(self):
         if self.expected is True and self.got is False and self.fact.startswith("that "):
-            return f"the exercise asks {self.fact}, and that is not so here"
+            return _not_so(self.fact)
         head = f"{self.fact} is not as expected"
         if self.note:
             head += f": {self.note}"
@@ -88,9 +88,9 @@ def other_demands(first: Difference, expected, got, tolerance) -> list[str]:
         if fact == first.fact or fact not in found or agree(value, found[fact], tolerance):
             continue
         if isinstance(value, AtMost):
-            lines.append(f"{fact} is {found[fact]}: {value.why}")
+            lines.append(f"{fact} is {_words(found[fact])}: {value.why}")
         elif value is True and fact.startswith("that "):
-            lines.append(f"the exercise asks {fact}, and that is not so here")
+            lines.append(_not_so(fact))
         elif value is None:
             lines.append(f"{fact} is {_words(found[fact])}, and should be None")
     return [f"Besides, {line}." for line in lines[:2]]
@@ -122,6 +122,10 @@ def agree(expected, got, tolerance) -> bool:
     if isinstance(expected, int) and isinstance(got, float):
         return not isinstance(expected, bool) and expected == got
     return type(expected) is type(got) and expected == got
+
+
+def _not_so(fact):
+    return f"the exercise asks {fact}, and that is not so here"
 
 
 def _number(value):

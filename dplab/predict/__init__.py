@@ -2,8 +2,7 @@
 
 Data first: `catalogue` has published links, GPUs and models, `transformer_config` a model's
 tensors, `precision` bytes per parameter, `job` what is trained on which cluster. What computes with
-it:
-`cost`: bytes, messages and seconds of a collective; `step`: one step in time; `memory`: model
+it: `cost`: bytes, messages and seconds of a collective; `step`: one step in time; `memory`: model
 states and what fits; `moments`: when a step holds most, and what; `shards`: exact bytes of real
 implementations; `activations`; `traffic`: bytes per step of each strategy; `kernels`: how long
 computing takes, at the measured `rates`; `network`: a collective on a cluster, ideal and as NCCL

@@ -126,3 +126,8 @@ def test_no_code_of_a_student_is_run(class_of_three, tmp_path):
     class_of_three[1].write_text(json.dumps(exported))
     assert classroom.main(list(map(str, class_of_three))) == 0
     assert not (tmp_path / "was_run").exists()
+
+
+def test_where_no_name_can_be_read_there_is_no_table(tmp_path, capsys):
+    assert classroom.main([str(tmp_path / "none.json")]) == 1
+    assert capsys.readouterr().out == ""
