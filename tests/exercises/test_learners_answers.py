@@ -899,7 +899,7 @@ def in_seconds_and_without_restart(failures, days, log_ranks, ranks, save_second
     ("10.4", in_seconds_and_without_restart, ("is in seconds", "leaves out the restart")),
 ])
 def test_of_two_mistakes_both_are_named(number, answer, halves, monkeypatch):
-    monkeypatch.setattr("dplab.checks.exercise.FOR_TWO", 60.0)  # this machine may be busy
+    monkeypatch.setattr("dplab.checks.known_mistakes.FOR_TWO", 60.0)  # this machine may be busy
     verdict = find(number).judge(answer)
     assert verdict.outcome == WRONG
     assert not verdict.why.startswith(AT_LEAST), verdict
