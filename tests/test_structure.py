@@ -49,7 +49,7 @@ MAY_IMPORT = {
     "figures": "predict show",
     "chapters": "demos dryrun measure parallel predict show workloads",  # and dplab's own names
     "chapters/data": "bench dryrun measure predict spawn workloads",
-    "chapters/10_launch": "",  # files that readers copy run without dplab
+    "chapters/launch": "",  # files that readers copy run without dplab
     "chapters/book": "checks desk predict show",  # checks: for the hints of exercises
 }
 NO_TORCH = {"__init__", "__main__", "lab", "needs", "predict", "show"}
@@ -58,7 +58,7 @@ TORCH_ALONE = {"parallel"}
 
 def files(part):
     """The files that a row of the table speaks of."""
-    if part in ("figures", "chapters/data", "chapters/10_launch", "chapters/book"):
+    if part in ("figures", "chapters/data", "chapters/launch", "chapters/book"):
         return [path for path in course_files(ROOT / part) if path.suffix == ".py"]
     if part == "chapters":
         return sorted((ROOT / part).glob("*.ipynb"))

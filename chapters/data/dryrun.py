@@ -1,7 +1,7 @@
 """A training step of large models on fake ranks: memory by category, collectives, time taken.
 
 fully_shard on every block, which is checkpointed; fp32 shards gathered in bf16, AdamW. All blocks
-are traced, which takes minutes; chapter 09 traces a few.
+are traced, which takes minutes; chapter 10 traces a few.
 """
 
 from dplab import dryrun

@@ -45,7 +45,7 @@ CASES = ((1.2e9, 8, 80e9, 12, 10e9, 1e9), (1.5e9, 1, 40e9, 12, 10e9, 1e9),
 
 
 class ChooseStrategy(Calculation):
-    number = "10.1"
+    number = "11.1"
     title = "The first strategy that fits"
     minutes = 15
     solution = staticmethod(choose_strategy)

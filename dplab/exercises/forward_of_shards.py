@@ -32,7 +32,7 @@ GATHERING = f"whole = shard.new_empty(dist.get_world_size() * shard.numel())\n  
 
 
 class ForwardOfShards(Exercise):
-    number = "9.1"
+    number = "10.1"
     title = "Gather, use, free"
     minutes = 20
     solution = staticmethod(forward_of_shards)

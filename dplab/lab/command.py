@@ -177,7 +177,7 @@ def _wanted(asked, waiting, copy):
 
 
 def _is_meant(word, name):
-    """``04`` or ``4`` means chapters/04_ddp_by_hand.ipynb, ``10`` also what lies in 10_launch, and
+    """``04`` or ``4`` means chapters/04_ddp_by_hand.ipynb, ``10`` also what lies in launch, and
     ``B`` or ``b`` an appendix.
     """
     short = name.removeprefix("chapters/")

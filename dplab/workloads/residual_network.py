@@ -1,4 +1,4 @@
-"""The residual network whose FSDP units chapter 09 chooses, and the dry run that judges them."""
+"""The residual network whose FSDP units chapter 10 chooses, and the dry run that judges them."""
 
 import torch
 from torch import nn

@@ -17,7 +17,7 @@ import pytest
 import yaml
 from torch.distributed.run import get_args_parser
 
-FOLDER = Path(__file__).resolve().parents[2] / "chapters" / "10_launch"
+FOLDER = Path(__file__).resolve().parents[2] / "chapters" / "launch"
 SLURM, KUBERNETES, TRAIN = (FOLDER / name for name in ("slurm.sh", "kubernetes.yaml", "train.py"))
 
 SBATCH = {  # what each option takes; https://slurm.schedmd.com/sbatch.html

@@ -204,7 +204,7 @@ def counts(*kinds):
     ("2.1", mean_without_nan), ("2.1", divided_by_the_mean_count),
     ("2.1", counted_in_a_list_of_one), ("2.2", FromAllGather),
     ("2.3", with_keys_in_turn), ("2.3", loss_averaged),
-    ("ring-seconds", in_fractions), ("10.3", WrittenByTheLastRank),
+    ("ring-seconds", in_fractions), ("11.3", WrittenByTheLastRank),
     ("overlapped-gradients", WithTorch)])
 def test_a_right_answer_in_another_form_passes(number, answer):
     verdict = find(number).judge(answer)
@@ -797,10 +797,10 @@ def really_gathered(queries, keys, temperature):
     ("overlapped-gradients", GoesOnWithItsNumber, "how many buckets were sent"),
     ("overlapped-gradients", BeginsAgainUnlessItRaises, "Start over in any case"),
     ("gradient-buckets", leaves_views, "each `.grad` is a new tensor"),
-    ("10.3", WrittenAtOnce, "killed while it saved"),
+    ("11.3", WrittenAtOnce, "killed while it saved"),
     ("6.3", attributed(statistics.median, of_the_median_rank),
      "of a rank that computes faster"),
-    ("9.3", without_the_last_block, "`model.blocks[5]`"),
+    ("10.3", without_the_last_block, "`model.blocks[5]`"),
 ])
 def test_a_wrong_answer_is_named(number, answer, said):
     verdict = find(number).judge(answer)
@@ -882,7 +882,7 @@ def clips_by_its_own(parameters, max_norm):
 
 
 def in_seconds_and_without_restart(failures, days, log_ranks, ranks, save_seconds, minutes):
-    """10.4: the interval stays in seconds, and the share leaves out the restart."""
+    """11.4: the interval stays in seconds, and the share leaves out the restart."""
     between = days * 86_400 * log_ranks / failures / ranks
     interval = (2 * save_seconds * between) ** 0.5
     return between / 3600, interval, save_seconds / interval + interval / 2 / between
@@ -895,8 +895,8 @@ def in_seconds_and_without_restart(failures, days, log_ranks, ranks, save_second
     ("gradient-buckets", summed_without_the_last, ("did not divide", "last bucket")),
     ("6.2", tokens_by(exposed_in_backward), ("has no forward", "with computing alone")),
     ("7.1", same_noise_and_order, ("same order", "draw the same noise")),
-    ("9.2", clips_by_its_own, ("own shards", "after clipping")),
-    ("10.4", in_seconds_and_without_restart, ("is in seconds", "leaves out the restart")),
+    ("10.2", clips_by_its_own, ("own shards", "after clipping")),
+    ("11.4", in_seconds_and_without_restart, ("is in seconds", "leaves out the restart")),
 ])
 def test_of_two_mistakes_both_are_named(number, answer, halves, monkeypatch):
     monkeypatch.setattr("dplab.checks.known_mistakes.FOR_TWO", 60.0)  # this machine may be busy
@@ -962,7 +962,7 @@ def always(value):
     return lambda *numbers: value
 
 
-@pytest.mark.parametrize("number", ["3.5", "make-buckets", "6.2", "8.1", "10.1", "10.4"])
+@pytest.mark.parametrize("number", ["3.5", "make-buckets", "6.2", "8.1", "11.1", "11.4"])
 def test_what_runs_on_no_rank_is_not_said_to(number):
     exercise = find(number)
     wrong = exercise.judge(always((1.0, 2.0)))
@@ -1007,7 +1007,7 @@ def misses_an_attribute(model):
 
 
 def test_a_crash_while_units_are_chosen_shows_the_readers_line():
-    verdict = find("9.3").judge(misses_an_attribute)
+    verdict = find("10.3").judge(misses_an_attribute)
     assert verdict.outcome == CRASHED
     assert "model.no_such_blocks" in verdict.detail
     assert "contract.py" not in verdict.detail and "rank 0" not in verdict.detail
@@ -1018,7 +1018,7 @@ def with_a_parameter(model):
 
 
 def test_units_that_torch_does_not_take_are_said_to_be_so():
-    verdict = find("9.3").judge(with_a_parameter)
+    verdict = find("10.3").judge(with_a_parameter)
     assert verdict.outcome == WRONG
     assert "whether `fully_shard` takes the units" in verdict.detail
     assert "contract.py" not in verdict.detail

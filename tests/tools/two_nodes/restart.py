@@ -14,7 +14,7 @@ import psutil
 
 from two_nodes.hosts import Hosts, start_job
 
-SCRIPT = Path(__file__).resolve().parents[3] / "chapters" / "10_launch" / "train.py"
+SCRIPT = Path(__file__).resolve().parents[3] / "chapters" / "launch" / "train.py"
 LINE = re.compile(r"step (\d+): loss (\S+)")
 TIME_LIMIT = 300  # seconds
 
