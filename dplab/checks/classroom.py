@@ -1,13 +1,11 @@
-"""``python -m dplab.checks.classroom NAME…``: the progress of a class, in one table.
+"""``python -m dplab.checks.classroom FILE…``: the progress of a class, in one table.
 
-Each NAME is a student's: a file that ``dplab.progress(export=…)`` wrote, or the folder that holds
-their progress (``~/.dplab``, or their DPLAB_HOME). Only JSON is read, and no code of a student is
-run. The files are the students' own, and can be edited: they show where a class is, and prove
-nothing.
+Each FILE is what ``dplab.progress(export=…)`` wrote for a student. Only JSON is read, and no code
+of a student is run. The files are the students' own, and can be edited: they show where a class is,
+and prove nothing.
 """
 
 import argparse
-import csv
 import itertools
 import json
 import statistics
@@ -17,7 +15,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from dplab.checks import every_exercise
-from dplab.checks.exercise import PASSED
 from dplab.desk import course, record
 
 MOST = 1_000_000  # tries or hints that somebody may have taken
@@ -30,10 +27,10 @@ class NoProgress(Exception):
 class Entry(NamedTuple):
     """What is known of a student and an exercise. ``seen``: the solution, before it was passed."""
 
-    passed: bool = False
-    tries: int = 0
-    hints: int = 0
-    seen: bool = False
+    passed: bool
+    tries: int
+    hints: int
+    seen: bool
 
 
 class Student(NamedTuple):
@@ -43,31 +40,22 @@ class Student(NamedTuple):
     jobs: int
 
 
-def read(path: Path) -> Student:
-    """The student's progress; nothing begun, where a folder has no file yet. Raises NoProgress."""
+def read(file: Path) -> Student:
+    """The student's progress. Raises NoProgress."""
     try:
-        file = path / "progress.json" if path.is_dir() else path
-        if path.is_dir() and not file.exists():
-            return Student({}, 0)
         kept = json.loads(file.read_text(encoding="utf-8"))
         if not isinstance(kept, dict) or kept.get("edition") != record.EDITION:
             raise NoProgress(f"{file} holds no progress of this edition of the course")
-        rows = kept["exercises"]
-        if isinstance(rows, list):  # as exported
-            found = {row["exercise"]: Entry(row["passed"], row["tries"], row["hints"],
-                                            row["solution seen before"]) for row in rows}
-        else:  # as kept
-            found = {slug: Entry(each.get("outcome") == PASSED, each.get("tries", 0),
-                                 each.get("hints", 0), bool(each.get("solution_seen")))
-                     for slug, each in rows.items()}
+        found = {row["exercise"]: Entry(row["passed"], row["tries"], row["hints"],
+                                        row["solution seen before"]) for row in kept["exercises"]}
         if not all(isinstance(count, int) and 0 <= count <= MOST
                    for entry in found.values() for count in entry):
             raise ValueError("a count that is none")
         solved = sum(bool(each.get("solved")) for each in kept["drills"].values())
     except OSError as error:
-        raise NoProgress(f"{path}: {error.strerror}") from error
+        raise NoProgress(f"{file}: {error.strerror}") from error
     except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
-        raise NoProgress(f"{path} is damaged. Its student should export it again") from error
+        raise NoProgress(f"{file} is damaged. Its student should export it again") from error
     return Student({slug: entry for slug, entry in found.items() if any(entry)}, solved)
 
 
@@ -99,18 +87,6 @@ def hardest(students: Mapping[str, Student]) -> str:
     return _aligned([["", "begun", "passed", "tries (median)", "hints", "solutions"], *rows])
 
 
-def write_csv(students: Mapping[str, Student], file: Path) -> None:
-    """A line for each student and exercise. Raises OSError."""
-    with file.open("w", encoding="utf-8", newline="") as opened:
-        writer = csv.writer(opened, lineterminator="\n")
-        writer.writerow(["student", "number", "exercise", "passed", "tries", "hints",
-                         "solution seen before"])
-        for name, student in students.items():
-            for exercise in every_exercise():
-                entry = student.exercises.get(exercise.slug, Entry())
-                writer.writerow([name, exercise.number, exercise.slug, *map(int, entry)])
-
-
 def _aligned(rows):
     """The first column to the left, numbers to the right."""
     rows = [[str(cell) for cell in row] for row in rows]
@@ -120,39 +96,21 @@ def _aligned(rows):
         for row in rows)
 
 
-def _name_of(path):
-    """ada, of ``ada.json``, ``~ada/.dplab`` or ``/srv/class/ada``."""
-    parts = [part.removesuffix(".json") for part in path.absolute().parts]
-    return next((part for part in reversed(parts) if part not in (".dplab", "progress")), str(path))
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Prints both tables; returns 1 if a name could not be read, and 0 otherwise."""
+    """Prints both tables; returns 1 if a file could not be read, and 0 otherwise."""
     parser = argparse.ArgumentParser(
         prog="python -m dplab.checks.classroom",
         description="Shows the progress of a class in one table.")
-    parser.add_argument("names", nargs="+", type=Path, metavar="NAME",
-                        help="what dplab.progress(export=…) wrote for a student, or the folder "
-                        "of their progress (~/.dplab)")
-    parser.add_argument("--csv", type=Path, metavar="FILE",
-                        help="also write a line for each student and exercise, for a spreadsheet")
-    options = parser.parse_args(arguments)
-    paths = {path.resolve(): path for path in options.names}  # each counts once
-    if options.csv and (options.csv.suffix == ".json" or options.csv.resolve() in paths):
-        parser.error(f"--csv writes over its FILE, and {options.csv} looks like a student's. "
-                     "Name another one, such as --csv class.csv")
-    names = [_name_of(path) for path in paths.values()]
+    parser.add_argument("files", nargs="+", type=Path, metavar="FILE",
+                        help="what dplab.progress(export=…) wrote for a student")
+    files = list(dict.fromkeys(parser.parse_args(arguments).files))  # each counts once
+    names = [file.stem for file in files]
     students, faults = {}, []
-    for path, name in zip(paths.values(), names, strict=True):
+    for file, name in zip(files, names, strict=True):
         try:
-            students[name if names.count(name) == 1 else str(path)] = read(path)
+            students[name if names.count(name) == 1 else str(file)] = read(file)
         except NoProgress as error:
             faults.append(str(error))
-    try:
-        if options.csv:
-            write_csv(students, options.csv)
-    except OSError as error:
-        faults.append(f"{options.csv} cannot be written: {error.strerror}")
     if students:
         print("Exercises passed, by chapter. hints: taken; solutions: seen before passing.\n")
         print(table(students))
