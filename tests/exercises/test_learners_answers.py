@@ -873,7 +873,7 @@ def same_noise_and_order(seed, epoch, size):
 
 
 def clips_by_its_own(parameters, max_norm):
-    """9.2: clips by each rank's own norm, and returns the one after clipping."""
+    """10.2: clips by each rank's own norm, and returns the one after clipping."""
     gradients = [each.grad for each in parameters if each.grad is not None]
     norm = torch.cat(gradients).norm()
     for each in gradients:
