@@ -35,7 +35,7 @@ def orthogonalize_by_owners(shards, shapes, owners, orthogonalize):
                 if to == rank:
                     results[index].copy_(rows)
                 else:
-                    under_way.append(dist.isend(rows.contiguous(), to))
+                    under_way.append(dist.isend(rows, to))
         elif len(results[index]) > 0:
             under_way.append(dist.irecv(results[index], owner))
     for work in under_way:
@@ -62,7 +62,7 @@ START = "rank, ranks = dist.get_rank(), dist.get_world_size()"
 RESULTS = "results = [torch.empty_like(shard) for shard in shards]"
 EVERYWHERE = """updates = []
 for shard, shape in zip(shards, shapes):
-    matrix = torch.empty(shape)
+    matrix = shard.new_empty(shape)
     for source, rows in enumerate(matrix.chunk(ranks)):
         if source == rank:
             rows.copy_(shard)
@@ -72,7 +72,7 @@ return [torch.cat([*each.chunk(ranks), *[each[:0]] * ranks][rank : rank + 1]) fo
 ONE_BY_ONE = """results = [torch.empty_like(shard) for shard in shards]
 for index, owner in enumerate(owners):
     if owner == rank:
-        matrix = torch.empty(shapes[index])
+        matrix = shards[index].new_empty(shapes[index])
         for source, rows in enumerate(matrix.chunk(ranks)):
             rows.copy_(shards[index]) if source == rank else dist.recv(rows, source)
         for to, rows in enumerate(orthogonalize(matrix).chunk(ranks)):
@@ -83,7 +83,7 @@ for index, owner in enumerate(owners):
 return results"""
 WHOLE_UPDATES = """results = []
 for index, owner in enumerate(owners):
-    update = updates[index] if owner == rank else torch.empty(shapes[index])
+    update = updates[index] if owner == rank else shards[0].new_empty(shapes[index])
     dist.broadcast(update, owner)
     results.append(torch.cat([*update.chunk(ranks), *[update[:0]] * ranks][rank : rank + 1]))
 return results"""
@@ -94,6 +94,8 @@ class OrthogonalizeByOwners(Exercise):
     title = "Rows to the owner, and back"
     minutes = 22
     solution = staticmethod(orthogonalize_by_owners)
+    too_long = ("What is received into has another size in bytes than the message. Receive into "
+                "`shard.new_empty(...)`, which has the shard's dtype: not all are float32.")
 
     def trial(self, attempt):
         rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -162,7 +164,7 @@ class OrthogonalizeByOwners(Exercise):
 
 
 def matrices():
-    return [seeded(f"matrix {index}", *shape) for index, shape in enumerate(SHAPES)]
+    return [seeded(f"matrix {index}", *shape, dtype=torch.float64) for index, shape in enumerate(SHAPES)]
 
 
 def shards_of(matrix, ranks):
