@@ -37,7 +37,7 @@ BUSIEST = "that is what every rank waits for, and 4/3 of the least possible is t
 class BalanceOwners(Calculation):
     number = "D.1"
     title = "An owner for each matrix"
-    minutes = 12
+    minutes = 10
     solution = staticmethod(choose_owners)
 
     def trial(self, attempt):

@@ -92,7 +92,7 @@ return results"""
 class OrthogonalizeByOwners(Exercise):
     number = "D.2"
     title = "Rows to the owner, and back"
-    minutes = 22
+    minutes = 20
     solution = staticmethod(orthogonalize_by_owners)
     too_long = ("What is received into has another size in bytes than the message. Receive into "
                 "`shard.new_empty(...)`, which has the shard's dtype: not all are float32.")
