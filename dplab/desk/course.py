@@ -30,6 +30,7 @@ TITLES: dict[Key, str] = {
     "A": "Rounding or a mistake?",
     "B": "Other cuts",
     "C": "Precision, compile, and DDP's switches",
+    "D": "Whole matrices",
 }
 
 # The slugs of each chapter's guesses, in its order; a test compares.
@@ -49,6 +50,7 @@ GUESSES: dict[Key, tuple[str, ...]] = {
     "A": ("error-with-mixed-signs", "ones-on-four-ranks", "sure-gradient"),
     "B": ("product-that-cut-f-sums", "least-sent-at-two-depths", "cut-that-leaves-most-intensity"),
     "C": ("ranks-with-finite-weights", "early-when-uncut", "tied-under-both-names"),
+    "D": ("muon-on-halves", "all-gathers-of-muon", "matrices-in-turn"),
 }
 
 
