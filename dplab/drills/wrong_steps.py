@@ -170,9 +170,9 @@ class Readings:
 
     def said_of_times(self) -> str:
         times = self.ranks[0].times[0]
-        return (f"In step 1 rank 0's micro-batches of {', '.join(map(str, self.sizes))} samples are "
-                f"in the gradient {', '.join(f'{each:.2f}' for each in times)} times as much as "
-                "they should be.")
+        return (f"In step 1 rank 0's micro-batches of {', '.join(map(str, self.sizes))} samples "
+                f"are in the gradient {', '.join(f'{each:.2f}' for each in times)} times as much "
+                "as they should be.")
 
 
 # Suspects
@@ -181,8 +181,8 @@ class Readings:
 def rate_times_ranks(readings):
     ranks, rates = len(readings.ranks), readings.rates
     fits = all(abs(rate - ranks) < NEAR * ranks for rate in rates)
-    return fits, (f"On {ranks} ranks the rate is {min(rates):.2f} to {max(rates):.2f} times that of "
-                  "the recipe.")
+    return fits, (f"On {ranks} ranks the rate is {min(rates):.2f} to {max(rates):.2f} times that "
+                  "of the recipe.")
 
 
 def sum_of_micro_batches(readings):
