@@ -110,7 +110,8 @@ def train(parts: Parts, recipe: Recipe) -> Recording:
         parts.accumulate(model, mine, recipe, loss_of)
         parts.average(model)
         if shares is not None:
-            gradient = parameters_to_vector([each.grad for each in model.parameters()])
+            gradient = parameters_to_vector([each.grad for each in model.parameters()
+                                             if each.grad is not None])
             record.times[step] = how_often(gradient, shares)
         optimizer.step()
         step += 1
@@ -119,7 +120,7 @@ def train(parts: Parts, recipe: Recipe) -> Recording:
 
 def own_shares(model, mine, recipe, loss_of):
     """The gradient of each of this rank's micro-batches, as it should be in the global one."""
-    rows = []
+    rows: list[torch.Tensor] = []
     for few in mine.split(recipe.local):
         gradient = torch.autograd.grad(loss_of(model, few), list(model.parameters()))
         rows.append(parameters_to_vector(gradient) * len(few) / len(mine) / dist.get_world_size())
