@@ -218,7 +218,8 @@ def more_samples(readings):
 
 def each_counts_alike(readings):
     alike = sum(readings.sizes) / len(readings.sizes)
-    return (readings.times_like([alike / size for size in readings.sizes]),
+    differ = len(set(readings.sizes)) > 1
+    return (differ and readings.times_like([alike / size for size in readings.sizes]),
             readings.said_of_times())
 
 
@@ -244,34 +245,35 @@ CASES = (
     Case("a", "needless scaling", rate_at, (
         Fault({"recipe.peak *": "dist.get_world_size() * recipe.peak *"},
               "On one GPU the recipe trained without a jump. On {n} the loss leaves that of one "
-              "GPU from the second step on. We changed nothing but the launcher.",
-              {"from step 2"}),)),
+              "GPU after a few steps. We changed nothing but the launcher.",
+              {"after a few steps"}),)),
     Case("b", "undivided accumulation", accumulate, (
         Fault({_LOSS: "loss_of(model, few)"},
               "With {n} GPUs the first loss is the right one, to all digits. Then it goes its own "
-              "way. The recipe is the one that everybody uses.", {"from step 2"}),)),
+              "way. The recipe is the one that everybody uses.", {"after a few steps"}),)),
     Case("c", "undivided all-reduce", average, (
         Fault({"parameter.grad /= dist.get_world_size()": "pass"},
-              "The first loss on {n} GPUs is that of one GPU, the second is not. Can it be the "
-              "order of the sums? They say that floats are not exact.", {"from step 2"}),)),
+              "The first loss on {n} GPUs is that of one GPU, and a few steps later it is not. Can "
+              "it be the order of the sums? They say that floats are not exact.",
+              {"after a few steps"}),)),
     Case("d", "hasty warm-up", rate_at, (
         Fault({"(step + 1) /": "dist.get_world_size() * (step + 1) /"},
               "The paper's settings, {n} GPUs in place of one, the same batch. The early losses "
-              "are not those of one GPU. Is it our data?", {"from step 2"}),)),
+              "are not those of one GPU. Is it our data?", {"after a few steps"}),)),
     Case("e", "dropped accumulation", accumulate, (
         Fault({"loss = ": "model.zero_grad()\nloss = "},
               "It trains on {n} GPUs, the loss falls, everybody is happy. But it is not the curve "
-              "of one GPU, from the second step on.", {"from step 2"}),)),
+              "of one GPU, after a few steps.", {"after a few steps"}),)),
     Case("f", "unintended growth", own_samples, (
         Fault({"order[step * recipe.batch : (step + 1) * recipe.batch]":
                "order[step * ranks * recipe.batch : (step + 1) * ranks * recipe.batch]"},
-              "On {n} GPUs an epoch is over much earlier than on one, as it should be. Only the "
-              "model at its end is worse.", {"fewer steps"}),)),
+              "On {n} GPUs the job is done much earlier than on one, as it should be. Only the "
+              "model is worse.", {"fewer steps"}),)),
     Case("g", "lopsided mean", accumulate, (
         Fault({_LOSS: "loss_of(model, few) / len(mine.split(recipe.local))"},
               "Nearly the curve of one GPU, but not quite: on {n} GPUs the losses differ a little "
-              "from the second step on. A reviewer wants to know why.",
-              {"from step 2"}),)),
+              "after a few steps. A reviewer wants to know why.",
+              {"after a few steps"}),)),
 )
 
 

@@ -50,7 +50,8 @@ def of_slow(readings):
 def of_wrong_steps(readings):
     here, alone = readings.ranks[0].losses, readings.one_rank.losses
     apart = [abs(a - b) > MATCHED for a, b in zip(here, alone, strict=False)]
-    return {"from step 2": apart[:2] == [False, True], "fewer steps": len(here) < len(alone)}
+    return {"after a few steps": not apart[0] and any(apart[1:6]),
+            "fewer steps": len(here) < len(alone)}
 
 
 _OF = {failing_reports.Readings: of_failing, silent_failures.Readings: of_silent,
