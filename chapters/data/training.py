@@ -1,10 +1,10 @@
-"""Training at large batch: learning-rate rules, and steps against samples; five seeds of each.
+"""How many GPUs still pay: learning-rate rules, and steps against samples; five seeds of each.
 
 `rules` trains for a fixed number of epochs at growing batch sizes. The base learning rate is the
 best one at the smallest batch. From there every batch size gets a grid of rates, powers of two
 times the base rate, with warm-up, so that a rule is seen beside the best that any rate gives.
-`steps_to_target` counts the steps until the test loss is below `TARGET` and takes, for each batch
-size, the constant learning rate of a grid that needs fewest.
+`steps_to_targets` counts the steps until the test loss is below each of `TARGETS`, with Adam, at
+five constant rates for each batch size.
 
 One process with one thread trains here. N ranks would take the same steps: the mean of the
 gradients of N equal parts is the gradient of the whole batch, and nothing in the model or in its
@@ -29,24 +29,23 @@ from dplab.workloads.large_batch import (
     RULES,
     WARM_UP,
     learning_rate,
-    least_steps_and_samples,
 )
 from dplab.workloads.moved_digits import TRAIN_SIZE, load_moved_digits, moved_digits_classifier
 
 EPOCHS, SEEDS = 8, range(5)
 BASE_GRID = {"SGD": [0.0125, 0.025, 0.05, 0.1, 0.2],
              "Adam": [0.0005, 0.001, 0.002, 0.004, 0.008]}
-TARGET = 0.5  # of the test loss
-TARGET_BATCHES = [2**power for power in range(3, 13)]
-TARGET_EPOCHS = 40
+TARGETS = (1.0, 0.5, 0.3)  # of the test loss
+TARGET_BATCHES = [2**power for power in range(4, 13)]
+TARGET_RATE, TARGET_EPOCHS = 0.004, 12  # the rate at `BASE_BATCH`
 
 
 def main():
     torch.set_num_threads(1)
     began = time.process_time()
     found = {"python": platform.python_version(), "seeds": list(SEEDS),
-             "epochs": EPOCHS, "warm_up": WARM_UP, "target_loss": TARGET,
-             "rules": [], "steps_to_target": []}
+             "epochs": EPOCHS, "warm_up": WARM_UP, "rules": [],
+             "steps_to_targets": []}
     print(f"one thread; {EPOCHS} epochs of {TRAIN_SIZE:,} images; test "
           f"error in %, mean and standard deviation over {len(SEEDS)} seeds")
     for name in OPTIMIZERS:
@@ -56,16 +55,10 @@ def main():
                   f"{row['times']:6.4g}  {'warm-up' if row['warm_up'] else '':8}"
                   f"{statistics.mean(row['errors']):7.2f} ± {statistics.stdev(row['errors']):.2f}",
                   flush=True)
-    for name in OPTIMIZERS:
-        for row in steps_to_target(name):
-            found["steps_to_target"].append(row)
-            print(f"{name:5} batch {row['batch']:5}  rate {row['learning_rate']:8.4g}  "
-                  f"steps to a test loss of {TARGET}: {row['steps']}", flush=True)
-        rows = [row for row in found["steps_to_target"] if row["optimizer"] == name]
-        least_steps, least_samples = least_steps_and_samples(
-            {row["batch"]: statistics.median(row["steps"]) for row in rows})
-        print(f"{name}: least steps {least_steps:.0f}, least samples {least_samples:,.0f}, "
-              f"critical batch size {least_samples / least_steps:.0f}")
+    for row in steps_to_targets():
+        found["steps_to_targets"].append(row)
+        print(f"Adam, batch {row['batch']:5}  rate {row['learning_rate']:8.4g}  "
+              f"steps to a test loss of {row['target']}: {row['steps']}", flush=True)
     found["seconds"] = round(time.process_time() - began)
     print(f"{found['seconds']} s of one core")
     save("training", **found)
@@ -104,52 +97,38 @@ def train(optimizer: str, batch: int, base: float, peak: float, seeds=SEEDS,
     return runs.test()
 
 
-def steps_to_target(optimizer: str, batches=TARGET_BATCHES, seeds=SEEDS):
-    """Yields a dict for each batch size: the best constant rate and the steps that each seed needs.
+def steps_to_targets(batches=TARGET_BATCHES, seeds=SEEDS):
+    """Yields for each batch size, target and constant rate of Adam the steps that each seed needs.
 
-    From one rate tried to the next is a factor of √2, from the best one of the batch size before
-    downhill in the mean number of steps.
+    The rates are those of the square-root rule, and up to twice and half of them, a factor of √2
+    apart. A seed that does not get there, or takes more than twice as long as the slowest at
+    another rate, has None.
     """
-    power = 0
     for batch in batches:
-        tried: dict[int, list[float]] = {}
-
-        def cost(power, batch=batch, tried=tried):
-            patience = 2 * min(map(statistics.mean, tried.values()), default=math.inf)
-            rate = BASE_GRID[optimizer][0] * 2 ** (power / 2)
-            tried[power] = _steps(optimizer, batch, rate, seeds, patience)
-            return statistics.mean(tried[power])
-
-        power = _downhill(cost, power)
-        yield {"optimizer": optimizer, "batch": batch,
-               "learning_rate": BASE_GRID[optimizer][0] * 2 ** (power / 2), "steps": tried[power]}
+        patience = TARGET_EPOCHS * TRAIN_SIZE // batch
+        for power in range(-2, 3):
+            rate = TARGET_RATE * math.sqrt(batch / BASE_BATCH) * 2 ** (power / 2)
+            found = _steps(batch, rate, seeds, patience)
+            if None not in found[min(TARGETS)]:
+                patience = min(patience, 2 * max(found[min(TARGETS)]))
+            for target, steps in found.items():
+                yield {"batch": batch, "target": target, "learning_rate": rate, "steps": steps}
 
 
-def _downhill(cost, power):
-    """The integer with the least cost, searched from ``power`` on, neighbour by neighbour."""
-    costs = {}
-    while True:
-        for near in (power, power + 1, power - 1):
-            if near not in costs:
-                costs[near] = cost(near)
-        best = min(costs, key=costs.get)
-        if best == power:
-            return power
-        power = best
-
-
-def _steps(optimizer, batch, rate, seeds, patience):
-    """Steps of each seed until the test loss is below `TARGET`; infinite for those given up."""
-    runs = _Runs(optimizer, seeds)
-    steps = [math.inf] * len(seeds)
+def _steps(batch, rate, seeds, patience):
+    """For each target the steps of each seed until its test loss is below; None if it is given up.
+    """
+    runs = _Runs("Adam", seeds)
+    steps = {target: [None] * len(seeds) for target in TARGETS}
     step, look_at = 0, 1
-    while math.inf in steps and step < min(patience, TARGET_EPOCHS * TRAIN_SIZE / batch):
+    while None in steps[min(TARGETS)] and step < patience:
         runs.step(batch, rate)
         step += 1
         if step >= look_at:
             _, losses = runs.test(samples=1024)
-            steps = [min(old, step) if loss < TARGET else old
-                     for old, loss in zip(steps, losses, strict=True)]
+            for target, found in steps.items():
+                steps[target] = [step if old is None and loss < target else old
+                                 for old, loss in zip(found, losses, strict=True)]
             look_at = 1.03 * step
     return steps
 

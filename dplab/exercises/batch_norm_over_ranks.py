@@ -31,7 +31,7 @@ OF_THE_MEANS = {"centred = ": "mean = x.mean(dim=(0, 2))\ndist.all_reduce(mean)\
 
 
 class Normalize(Exercise):
-    number = "7.2"
+    number = "C.3"
     title = "BatchNorm over all ranks"
     minutes = 20
     tolerance = 1e-4

@@ -23,7 +23,7 @@ ROUNDS = 3
 
 
 class OuterStep(Exercise):
-    number = "7.4"
+    number = "13.2"
     title = "The outer step of DiLoCo"
     minutes = 15
     solution = staticmethod(outer_step)

@@ -46,7 +46,7 @@ RIGHT_DRAWS = dict.fromkeys(OF_DRAWS, True) | {
 
 
 class Draw(Exercise):
-    number = "7.1"
+    number = "C.2"
     title = "What must agree, and what must differ"
     minutes = 15
     communicates = False

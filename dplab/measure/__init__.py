@@ -5,13 +5,12 @@ from dplab.measure.call_log import CallLog, sent_bytes
 from dplab.measure.emulated_link import EmulatedLink
 from dplab.measure.machine import available_cores, available_memory, describe_machine
 from dplab.measure.memory_timeline import MemoryTimeline, state_bytes
-from dplab.measure.noise_scale import NoiseScale
 from dplab.measure.split import from_last_launch, split_time
 from dplab.measure.torchrun_log import torchrun_log
 from dplab.measure.trace import Trace, aligned, layer_times
 from dplab.measure.wire import WireMeter
 
-__all__ = ["CallLog", "EmulatedLink", "MemoryTimeline", "NoiseScale", "Trace", "WireMeter",
+__all__ = ["CallLog", "EmulatedLink", "MemoryTimeline", "Trace", "WireMeter",
            "after_a_step", "aligned", "available_cores", "available_memory", "describe_machine",
            "from_last_launch", "layer_times", "saved_bytes", "sent_bytes",
            "split_time", "state_bytes", "torchrun_log"]

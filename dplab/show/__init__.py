@@ -17,7 +17,6 @@ _MODULE_OF = {
     "Canvas": "diagram",
     "gap_between": "curves",
     "loss_curves": "curves",
-    "batch_sweep": "curves",
     "time_shares": "shares",
     "timeline": "timelines",
     "ring_step": "ring",

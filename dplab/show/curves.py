@@ -2,7 +2,6 @@
 
 import math
 import re
-import statistics
 from collections.abc import Mapping, Sequence
 
 from matplotlib.ticker import MaxNLocator, NullLocator
@@ -16,7 +15,7 @@ from dplab.show.labels import (
     text_width,
     wrap,
 )
-from dplab.show.palette import INK, MUTED, RANK_COLORS, REFERENCE, rank_color
+from dplab.show.palette import INK, RANK_COLORS, REFERENCE, rank_color
 from dplab.show.theme import (
     WIDTH,
     CourseFigure,
@@ -152,83 +151,6 @@ def _last(values: list[float]) -> tuple[int, float] | None:
     """A curve's last point that is drawn, if there is one."""
     finite = [step for step, value in enumerate(values) if math.isfinite(value)]
     return (finite[-1], values[finite[-1]]) if finite else None
-
-
-def batch_sweep(
-    panels: Mapping[str, Mapping[str, Mapping[int, Sequence[float]]]],
-    *,
-    title: str,
-    ylabel: str,
-    yticks: Sequence[float] = (),
-    dashed: Sequence[str] = (),
-) -> CourseFigure:
-    """One panel for each key, in it one line for each label, in it the values of all seeds.
-
-    A line joins the means, its band goes from the least value to the largest. Both axes are
-    logarithmic, so values have to be positive; all panels share the y axis. A line maps a global
-    batch size, in samples, to the values of its seeds, in the unit that ``ylabel`` names;
-    ``yticks``: values to mark. A label has the same colour in each panel; those in ``dashed`` are
-    grey and dashed. Raises ValueError where there is nothing to draw.
-    """
-    if not panels or not all(panels.values()):
-        raise ValueError("batch_sweep needs at least one panel, and a line in each")
-    labels = list(dict.fromkeys(label for lines in panels.values() for label in lines))
-    solid = [label for label in labels if label not in dashed]
-    colors = dict.fromkeys(dashed, REFERENCE) | dict(zip(solid, RANK_COLORS, strict=False))
-    values = [value for lines in panels.values() for points in lines.values()
-              for seeds in points.values() for value in seeds]
-
-    left_edge, bottom, leader = 52, 46, 10
-    beside = leader + 4 + max(text_width(label, SIZE) for label in labels)
-    finding, title = title, wrapped_title(title)
-    head = 24 + text_height(title, TITLE_SIZE) + text_height("x", SIZE)
-    wide = (72 * WIDTH - left_edge - 10) / len(panels) - beside - 14
-    high = 72 * HEIGHT - head - bottom
-    with style():
-        figure = CourseFigure(figsize=(WIDTH, HEIGHT))
-        for index, (name, lines) in enumerate(panels.items()):
-            left = left_edge + index * (wide + beside + 14)
-            axes = figure.add_axes(place_in_points(figure, left, bottom, wide, high))
-            axes.set(xscale="log", yscale="log", xlabel="global batch size",
-                     ylim=(min(values) / 1.1, max(values) * 1.1))
-            for label, points in lines.items():
-                _seed_band(axes, points, colors[label], label in dashed)
-            _batch_ticks(axes, lines, yticks, ylabel if index == 0 else "")
-            axes.set_title(name, size=SIZE, weight="normal", color=MUTED, pad=6)
-            name_ends(axes, (wide, high), list(lines),
-                      [(max(points), _mean_at(points, max)) for points in lines.values()],
-                      [colors[label] for label in lines], leader=leader)
-        write_title(figure, title)
-    figure.alt = f"{finding}. {ylabel} by global batch size: " + "; ".join(
-        f"{name}, {label} from {_mean_at(points, min):.3g} to {_mean_at(points, max):.3g}"
-        for name, lines in panels.items() for label, points in lines.items()) + "."
-    return figure
-
-
-def _mean_at(points, which):
-    return statistics.mean(points[which(points)])
-
-
-def _seed_band(axes, points, color, dashed):
-    batches = sorted(points)
-    means = [statistics.mean(points[batch]) for batch in batches]
-    axes.plot(batches, means, color=color, marker="o", markersize=4,
-              linewidth=1.4 if dashed else 2, linestyle="--" if dashed else "-")
-    axes.fill_between(batches, [min(points[batch]) for batch in batches],
-                      [max(points[batch]) for batch in batches], color=color, alpha=0.15,
-                      linewidth=0)
-
-
-def _batch_ticks(axes, lines, yticks, ylabel):
-    axes.minorticks_off()
-    batches = sorted({batch for points in lines.values() for batch in points})
-    shown = batches[::2] if len(batches) > 5 else batches
-    axes.set_xticks(shown, [f"{batch:,}" for batch in shown])
-    if yticks:
-        axes.set_yticks(yticks, [f"{tick:g}" if ylabel else "" for tick in yticks])
-    elif not ylabel:
-        axes.tick_params(labelleft=False)
-    axes.set_ylabel(ylabel)
 
 
 def over_ranks(curves: Mapping[str, Sequence[tuple[int, float]]], *, title: str, ylabel: str,

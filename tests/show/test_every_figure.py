@@ -45,9 +45,6 @@ RING = [[[1, 2, 3], [10, 20, 30], [100, 200, 300]], [[1, 2, 303], [11, 20, 30], 
 FIGURES = {
     "loss_curves": lambda: show.loss_curves(
         {f"rank {rank}": [8.0, 4.0 + rank / 2] for rank in range(8)}, title=TITLE, note="Measured"),
-    "batch_sweep": lambda: show.batch_sweep(
-        {"SGD": {"one": {8: [3, 4], 16: [2, 3]}, "grey": {8: [9, 9], 16: [8, 8]}}}, title=TITLE,
-        ylabel="loss", dashed=["grey"]),
     "time_shares": lambda: show.time_shares(
         {"a": {part: 9.0 for part in (*palette.PART_COLORS, *"uvwxyz")}}, title=TITLE),
     "timeline": lambda: show.timeline(STEPS, title=TITLE, note="Measured"),

@@ -2,7 +2,7 @@
 
 import torch
 
-from dplab.drills import failing_reports, late_buckets, silent_failures, slow_jobs
+from dplab.drills import failing_reports, late_buckets, silent_failures, slow_jobs, wrong_steps
 
 MATCHED = 1e-5  # losses that differ by less are the same: far above what the order changes
 
@@ -47,5 +47,13 @@ def of_slow(readings):
     return {"slow": here > 4 / 3 * alone}
 
 
+def of_wrong_steps(readings):
+    here, alone = readings.ranks[0].losses, readings.one_rank.losses
+    apart = [abs(a - b) > MATCHED for a, b in zip(here, alone, strict=False)]
+    return {"after a few steps": not apart[0] and any(apart[1:6]),
+            "fewer steps": len(here) < len(alone)}
+
+
 _OF = {failing_reports.Readings: of_failing, silent_failures.Readings: of_silent,
-       late_buckets.Readings: of_late, slow_jobs.Readings: of_slow}
+       late_buckets.Readings: of_late, slow_jobs.Readings: of_slow,
+       wrong_steps.Readings: of_wrong_steps}

@@ -1,0 +1,92 @@
+"""Exercise 7.1: what of a recipe follows the global batch, when it moves to other GPUs."""
+
+import math
+
+from dplab.checks.exercise import Calculation
+from dplab.checks.mistakes import Slip
+from dplab.checks.trials import of_cases
+
+
+def scaled_recipe(optimizer, batch, rate, warm_up, steps, ranks, local_batch, micro_batches):
+    global_batch = ranks * micro_batches * local_batch
+    k = global_batch / batch
+    factor = k if optimizer == "SGD" else math.sqrt(k)
+    warm_up_samples, samples = warm_up * batch, steps * batch
+    return (rate * factor, math.ceil(warm_up_samples / global_batch),
+            math.ceil(samples / global_batch))
+
+
+CASES = (
+    ("SGD", 256, 0.1, 500, 9_000, 16, 32, 3),
+    ("Adam", 64, 0.0003, 2_000, 70_001, 12, 8, 4),
+    ("SGD", 512, 0.4, 300, 5_000, 64, 4, 2),  # the same global batch: nothing changes
+    ("Adam", 1024, 0.002, 750, 11_000, 3, 16, 5),  # a smaller one
+    ("Adam", 96, 0.001, 121, 4_003, 7, 40, 1),
+)
+K = "k = global_batch / batch"
+FACTOR = 'k if optimizer == "SGD" else math.sqrt(k)'
+
+
+class ScaledRecipe(Calculation):
+    number = "7.1"
+    title = "The recipe on other GPUs"
+    minutes = 10
+    solution = staticmethod(scaled_recipe)
+
+    def trial(self, attempt):
+        return of_cases(_facts_of, CASES, attempt)
+
+    def expected(self, world_size):
+        return of_cases(_facts_of, CASES, scaled_recipe)
+
+    hints = (
+        "How many samples go into one step of the new layout, from all ranks together?",
+        "The rate follows the global batch, by the rule of the optimizer. Warm-up and the whole "
+        "run keep their numbers of *samples*.",
+        "With k = new global batch / old one: rate · k for SGD, rate · √k for Adam; the samples "
+        "`warm_up * batch` and `steps * batch`, divided by the new global batch, rounded up.",
+    )
+    slips = (
+        # The global batch.
+        Slip("Your global batch leaves out the micro-batches. Their gradients are added up before "
+             "a step, so their samples belong to that step's batch.",
+             {"ranks * micro_batches * local_batch": "ranks * local_batch"}),
+        Slip("Your global batch leaves out the ranks: each of them brings its own samples to a "
+             "step.", {"ranks * micro_batches * local_batch": "micro_batches * local_batch"}),
+        Slip("You scale the rate by the number of ranks. The recipe knows nothing of ranks: only "
+             "the samples of a step, new and old, count.", {K: f"{K}\nk = ranks"}),
+        Slip("You turned the factor around: with more samples in a step the rate grows.",
+             {K: "k = batch / global_batch"}),
+        # The rules.
+        Slip("Adam's rate follows the square root of the batch.", {FACTOR: "k"}),
+        Slip("SGD's rate follows the batch itself, not its square root.", {FACTOR: "math.sqrt(k)"}),
+        Slip("You exchanged the rules: linear for SGD, the square root for Adam.",
+             {'"SGD"': '"Adam"'}),
+        Slip("The rate stays as it was. A larger batch needs a larger rate, or its fewer steps do "
+             "not get as far.", {"rate * factor": "rate"}),
+        # The steps.
+        Slip("Warm-up keeps its number of steps, and so it takes k times the samples. Keep the "
+             "samples.", {"warm_up_samples / global_batch": "warm_up"}),
+        Slip("The run keeps its number of steps, and so it takes k times the samples. Keep the "
+             "samples.", {"(samples / global_batch)": "(steps)"}),
+        Slip("Both keep their steps, so the run takes k times the samples. Keep the samples.",
+             {"warm_up_samples / global_batch": "warm_up", "(samples / global_batch)": "(steps)"}),
+        Slip("You return samples. Asked are steps: divide by the samples of a step.",
+             {"warm_up_samples / global_batch": "warm_up_samples",
+              "(samples / global_batch)": "(samples)"}),
+        Slip("You round down, so some samples of the old run are left out. Round up.",
+             {"math.ceil": "math.floor"}),
+        Slip("You round to the nearest number. Where that is the lower one, some samples of the "
+             "old run are left out. Round up.", {"math.ceil": "round"}),
+        Slip("The steps are not whole: round up.", {"math.ceil": "float"}),
+    )
+
+
+def _facts_of(case, answer):
+    optimizer, batch, rate, warm_up, steps, ranks, local_batch, micro_batches = case
+    where = (f"from {optimizer}, batch {batch}, rate {rate:g}, {warm_up} and {steps} steps to "
+             f"{ranks} ranks × {micro_batches} × {local_batch}")
+    three = isinstance(answer, tuple | list) and len(answer) == 3
+    rate, warm_up, steps = answer if three else (answer, None, None)
+    return {f"the rate {where}": float(rate) if isinstance(rate, int) else rate,
+            f"the steps of warm-up {where}": warm_up, f"the steps {where}": steps}
