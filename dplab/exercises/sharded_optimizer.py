@@ -11,6 +11,7 @@ from dplab.checks.compare import AtMost
 from dplab.checks.exercise import Exercise
 from dplab.checks.mistakes import Slip
 from dplab.checks.trials import seeded
+from dplab.exercises.ring_all_gather import ring_all_gather
 from dplab.measure import CallLog, sent_bytes
 
 
@@ -27,13 +28,12 @@ class ShardedOptimizer:
     def step(self, gradient):
         self.own.grad = F.pad(gradient, (0, self.padding))[self.mine]
         self.optimizer.step()
-        whole = torch.empty(len(self.flat) + self.padding)
-        dist.all_gather_single(whole, self.own)
+        whole = ring_all_gather(self.own)
         self.flat.copy_(whole[: len(self.flat)])
 
 
 class OnAPaddedCopy:
-    """The same with this rank's chunk as a view of all parameters, padded."""
+    """The same with torch's all-gather, and this rank's chunk as a view of all, padded."""
 
     def __init__(self, flat, make_optimizer):
         self.flat = flat
@@ -106,15 +106,15 @@ class ShardTheOptimizer(Exercise):
         "r-th chunk. Give `make_optimizer` that chunk alone, in a list, once.",
         "In `step`: the chunk's `.grad` is the same chunk of the padded gradient. After the "
         "optimizer's step, each rank has one chunk that is new, and misses those of the others.",
-        "`dist.all_gather_single(whole, own)` puts the chunks of all ranks, in their order, into "
-        "`whole`. Copy it into `flat`, without the padding.",
+        "Your ring all-gather puts the chunks of all ranks, in their order, into one tensor. Copy "
+        "it into `flat`, without the padding.",
     )
     slips = (
         # This rank's chunk.
         Slip("The values are right, but every rank keeps the whole state: nothing is sharded. "
              "Give `make_optimizer` this rank's chunk alone.",
              {"slice(rank * chunk, (rank + 1) * chunk)": "slice(None)",
-              "ranks * chunk - len(flat)": "0", GATHERING: "whole = self.own"}),
+              "ranks * chunk - len(flat)": "0", "ring_all_gather(self.own)": "self.own"}),
         Slip("You rounded the chunks down: the last elements belong to nobody and keep their old "
              "values. Round up, and pad.",
              {"-(-len(flat) // ranks)": "len(flat) // ranks",
@@ -193,9 +193,9 @@ class ShardTheOptimizer(Exercise):
     )
 
 
-def times_sent(log, elements, *operations):
+def times_sent(log, elements, *operations, ranks=None):
     """What this rank sends over rings, in all-gathers of ``elements``; rounded, for padding."""
-    ranks = dist.get_world_size()
+    ranks = ranks or dist.get_world_size()
     sent = sum(sent_bytes(call) for call in log.calls
                if not operations or call.operation in operations)
     return round(sent / (4 * (ranks - 1) * chunk_size(elements, ranks))) if ranks > 1 else 0
