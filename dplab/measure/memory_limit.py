@@ -1,6 +1,7 @@
 """A limit on what a rank may allocate, so that it runs out of memory as a GPU does, and alone."""
 
 import contextlib
+import ctypes
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,6 +10,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dplab.measure.storages import Storages, storages_of
+
+
+# glibc gives what is larger than this back to the kernel as soon as it is freed. Left alone, it
+# raises the threshold with what it sees, and keeps freed memory in pieces that fit nothing.
+_M_MMAP_THRESHOLD = -3  # in malloc.h
 
 
 @contextlib.contextmanager
@@ -31,6 +37,8 @@ def memory_limit(nbytes: int) -> Iterator[None]:
 def _by_the_kernel(nbytes):
     import resource
 
+    with contextlib.suppress(AttributeError, OSError):  # another C library than glibc
+        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 2**18)
     before = resource.getrlimit(resource.RLIMIT_DATA)
     soft = _writable() + int(nbytes)
     if before[1] != resource.RLIM_INFINITY:
