@@ -46,6 +46,7 @@ GUESSES: dict[Key, tuple[str, ...]] = {
         "one-step-of-two-heads"),
     6: ("without-a-barrier", "slowest-of-eight", "strong-on-eight", "most-of-the-three",
         "kernels-repaired"),
+    8: ("line-that-runs-out", "bytes-of-zero-1", "time-of-zero-2", "least-with-micro-batches"),
     "A": ("error-with-mixed-signs", "ones-on-four-ranks", "sure-gradient"),
     "B": ("product-that-cut-f-sums", "least-sent-at-two-depths", "cut-that-leaves-most-intensity"),
     "C": ("ranks-with-finite-weights", "early-when-uncut", "tied-under-both-names"),

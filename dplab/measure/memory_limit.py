@@ -11,7 +11,6 @@ from torch.utils._pytree import tree_leaves
 
 from dplab.measure.storages import Storages, storages_of
 
-
 # glibc gives what is larger than this back to the kernel as soon as it is freed. Left alone, it
 # raises the threshold with what it sees, and keeps freed memory in pieces that fit nothing.
 _M_MMAP_THRESHOLD = -3  # in malloc.h
