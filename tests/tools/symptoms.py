@@ -2,7 +2,13 @@
 
 import torch
 
-from dplab.drills import failing_reports, late_buckets, silent_failures, slow_jobs
+from dplab.drills import (
+    failing_reports,
+    late_buckets,
+    sharded_training,
+    silent_failures,
+    slow_jobs,
+)
 
 MATCHED = 1e-5  # losses that differ by less are the same: far above what the order changes
 
@@ -47,5 +53,17 @@ def of_slow(readings):
     return {"slow": here > 4 / 3 * alone}
 
 
+def of_sharded(readings):
+    gaps = [abs(here - there) for here, there in zip(readings.losses, readings.one_process,
+                                                     strict=True)]
+    held, own = sum(readings.ranks[0].memory[1].values()), 4 * readings.ranks[0].own
+    planned = own * (len(readings.ranks) + 4)  # parameters; own copy, gradient, two moments
+    apart = [rank.apart for rank in readings.ranks]
+    return {"equal losses": max(gaps) < MATCHED, "too much": held > planned + 1.5 * own,
+            "from step 2": gaps[0] < MATCHED < gaps[1], "grows": readings.growth > 0,
+            "equal ranks": all(each == apart[0] for each in apart)}
+
+
 _OF = {failing_reports.Readings: of_failing, silent_failures.Readings: of_silent,
-       late_buckets.Readings: of_late, slow_jobs.Readings: of_slow}
+       late_buckets.Readings: of_late, slow_jobs.Readings: of_slow,
+       sharded_training.Readings: of_sharded}
