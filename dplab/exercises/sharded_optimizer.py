@@ -62,7 +62,7 @@ GATHERING = "dist.all_gather_single(whole, self.own)"
 
 class ShardTheOptimizer(Exercise):
     number = "8.2"
-    title = "Shard the optimizer, gather the parameters"
+    title = "Shard the optimizer"
     minutes = 25
     solution = ShardedOptimizer
     also_right = (OnAPaddedCopy,)
