@@ -56,11 +56,11 @@ def of_slow(readings):
 def of_sharded(readings):
     gaps = [abs(here - there) for here, there in zip(readings.losses, readings.one_process,
                                                      strict=True)]
-    held, own = sum(readings.ranks[0].memory[1].values()), 4 * readings.ranks[0].own
-    planned = own * (len(readings.ranks) + 4)  # parameters; own copy, gradient, two moments
+    rank = readings.ranks[0]
+    share = (rank.adam + rank.behind) / (12 * rank.own)  # of two moments and a gradient
     apart = [rank.apart for rank in readings.ranks]
-    return {"equal losses": max(gaps) < MATCHED, "too much": held > planned + 1.5 * own,
-            "from step 2": gaps[0] < MATCHED < gaps[1], "grows": readings.growth > 0,
+    return {"equal losses": max(gaps) < MATCHED, "too much": share > 1.2,
+            "from step 2": gaps[0] < MATCHED < gaps[1], "grows": readings.growth > sharded_training.GROWTH,
             "equal ranks": all(each == apart[0] for each in apart)}
 
 
