@@ -60,7 +60,8 @@ def of_sharded(readings):
     share = (rank.adam + rank.behind) / (12 * rank.own)  # of two moments and a gradient
     apart = [rank.apart for rank in readings.ranks]
     return {"equal losses": max(gaps) < MATCHED, "too much": share > 1.2,
-            "from step 2": gaps[0] < MATCHED < gaps[1], "grows": readings.growth > sharded_training.GROWTH,
+            "from step 2": gaps[0] < MATCHED < gaps[1],
+            "grows": readings.growth > sharded_training.GROWTH,
             "equal ranks": all(each == apart[0] for each in apart)}
 
 
