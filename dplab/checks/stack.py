@@ -13,6 +13,7 @@ from dplab.exercises.average_gradients import average_gradients, pack, unpack
 from dplab.exercises.broadcast_weights import broadcast_weights
 from dplab.exercises.exchange import exchange
 from dplab.exercises.gradient_buckets import average_in_buckets
+from dplab.exercises.hidden_zero import HiddenZeRO
 from dplab.exercises.make_buckets import make_buckets
 from dplab.exercises.overlapped_gradients import OverlappedGradients
 from dplab.exercises.predict_step import predict_step
@@ -20,7 +21,10 @@ from dplab.exercises.ring_all_gather import ring_all_gather
 from dplab.exercises.ring_all_reduce import ring_all_reduce
 from dplab.exercises.ring_reduce_scatter import ring_reduce_scatter
 from dplab.exercises.ring_seconds import ring_seconds
+from dplab.exercises.scatter_gradients import scatter_gradients
+from dplab.exercises.sharded_optimizer import ShardedOptimizer
 from dplab.exercises.train_by_hand import train_by_hand
+from dplab.exercises.zero_2 import ZeRO2
 
 EVERY_PART = """\
 What holds for every part:
@@ -72,6 +76,7 @@ _ONE_FLOAT = "one float dtype for all parameters"
 _NOTHING = "nothing"
 _GROUP = "yes"
 _NO_RANKS = "none: it calls no other rank"
+_ALL = "all ranks"
 _BLOCKS = "blocks"
 _CALLER = "by the caller"
 _ITSELF = "pads and cuts by itself"
@@ -161,6 +166,36 @@ PARTS = (
           gives="(seconds of the step, seconds of exposed communication), from layers as "
                 "dplab.measure.layer_times gives them",
           chunks=_NONE, padding=_NONE, dtypes="numbers", group=_NO_RANKS),
+
+    _part("sharded-optimizer", "08", "ShardedOptimizer(flat, make_optimizer)", ShardedOptimizer,
+          uses="ring-all-gather",
+          gives="an object: construct once, and call step(gradient) with the mean of all ranks, "
+                "laid flat like `flat`",
+          chunks="rank r owns chunk r", padding=_ITSELF, dtypes="float32",
+          overwrites="`flat`, in place, in step()", group=_ALL),
+    _part("scatter-gradients", "08", "scatter_gradients(parameters, group=None)",
+          scatter_gradients, uses="ring-reduce-scatter pack",
+          gives="chunk r of the mean of the gradients, laid flat: a new tensor",
+          chunks="rank r gets chunk r", padding=_ITSELF,
+          overwrites="sets each `.grad` to None"),
+    _part("zero-2", "08", "ZeRO2(buckets, make_optimizer)", ZeRO2,
+          uses="scatter-gradients ring-all-gather pack unpack",
+          gives="an object: construct once, and call step() after each backward",
+          chunks="rank r owns chunk r of each bucket", padding=_ITSELF,
+          dtypes="float32",
+          overwrites="the parameters, in place, in step(); each `.grad` is None after backward",
+          group=_ALL,
+          blocking="hooks wait for the reduce-scatter, step() for the all-gathers"),
+    _part("hidden-zero", "08", "HiddenZeRO(layers, make_optimizer, group)", HiddenZeRO,
+          uses="scatter-gradients ring-all-gather pack unpack",
+          gives="an object: construct once, and call step() after each backward, and wait() before "
+                "anybody else reads the parameters",
+          chunks="rank r owns chunk r of each layer", padding=_ITSELF, dtypes="float32",
+          overwrites="the parameters, in place, before each layer's forward; `.grad` is None when "
+                     "step() returns",
+          group="a group of its own, which nobody else uses",
+          blocking="one thread sends. step() waits for the reduce-scatters alone, a layer's "
+                   "forward for the layer's own all-gather, wait() for all"),
 )
 
 

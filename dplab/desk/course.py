@@ -49,6 +49,7 @@ GUESSES: dict[Key, tuple[str, ...]] = {
         "kernels-repaired"),
     7: ("rate-on-four-ranks", "rule-that-loses-seeds", "steps-at-256-times",
         "critical-at-the-start", "first-of-four", "steps-of-a-ramp"),
+    8: ("line-that-runs-out", "bytes-of-zero-1", "time-of-zero-2", "least-with-micro-batches"),
     "A": ("error-with-mixed-signs", "ones-on-four-ranks", "sure-gradient"),
     "B": ("product-that-cut-f-sums", "least-sent-at-two-depths", "cut-that-leaves-most-intensity"),
     "C": ("ranks-with-finite-weights", "early-when-uncut", "tied-under-both-names"),

@@ -17,7 +17,8 @@ _OF_CHAPTER = {0: ("failing_reports", "FailingReport"),
                4: ("silent_failures", "SilentFailure"),
                5: ("late_buckets", "LateBuckets"),
                6: ("slow_jobs", "SlowJob"),
-               7: ("wrong_steps", "WrongSteps")}
+               7: ("wrong_steps", "WrongSteps"),
+               8: ("sharded_training", "ShardedTraining")}
 
 
 def drill(chapter: str, seed: int | None = None) -> SickJob:

@@ -4,22 +4,24 @@ from dplab.checks.exercise import Calculation
 from dplab.checks.mistakes import Slip
 
 
-def bytes_per_rank(stage, parameters, ranks, K):
-    optimizer = K / ranks if stage >= 1 else K
-    gradients = 2 / ranks if stage >= 2 else 2
-    weights = 2 / ranks if stage >= 3 else 2
+def bytes_per_rank(stage, parameters, ranks, each):
+    parameter, gradient, state = each
+    optimizer = state / ranks if stage >= 1 else state
+    gradients = gradient / ranks if stage >= 2 else gradient
+    weights = parameter / ranks if stage >= 3 else parameter
     return parameters * (weights + gradients + optimizer)
 
 
 STAGES = range(4)
-# Parameters, ranks and K: more cases of a stage than there are terms in a sum.
-SIZES = ((70_000_000_000, 8, 8), (7_500_000_000, 64, 12), (1_000_003, 3, 16),
-         (124_439_808, 1, 12), (405_000_000_000, 512, 6))
+# Parameters, ranks, and the bytes of each: more cases of a stage than there are terms in a sum.
+SIZES = ((70_000_000_000, 8, (2, 2, 8)), (7_500_000_000, 64, (2, 2, 12)),
+         (1_000_003, 3, (4, 4, 8)), (124_439_808, 1, (2, 4, 12)), (405_000_000_000, 512, (1, 2, 6)),
+         (1_300_000_000, 16, (4, 2, 4)))
 
 
 class BytesPerRank(Calculation):
     number = "8.1"
-    title = "The memory of a configuration, on paper"
+    title = "The memory of a stage, on paper"
     minutes = 10
     solution = staticmethod(bytes_per_rank)
 
@@ -33,7 +35,7 @@ class BytesPerRank(Calculation):
         return self.trial(bytes_per_rank)
 
     def terms(self):
-        return {f"stage {stage}": {_of_case(stage, *size): _terms(stage, *size) for size in SIZES}
+        return {f"stage {stage}": {_of_case(stage, *size): _terms(*size) for size in SIZES}
                 for stage in STAGES}
 
     hints = (
@@ -41,7 +43,7 @@ class BytesPerRank(Calculation):
         "where each rank holds all of them: 2 + 2 + K bytes for each parameter.",
         "Each stage divides one more summand by the ranks, and keeps what the stage before it "
         "divided: first the optimizer state, then gradients, then parameters.",
-        "`K / ranks if stage >= 1 else K` is the first summand. What is sharded does not "
+        "`state / ranks if stage >= 1 else state` is the first summand. What is sharded does not "
         "disappear: 1/N of it is still there.",
     )
     slips = (
@@ -54,8 +56,9 @@ class BytesPerRank(Calculation):
         Slip("Your stage 2 has whole gradients. It shards them, besides the optimizer state: 1/N "
              "of each stays on a rank.", {"stage >= 2": "stage >= 3"}),
         Slip("You leave out the gradients where they are sharded. They are not gone: 1/N of them "
-             "stays on each rank.", {"gradients = 2 / ranks": "gradients = 0"},
-             {"gradients = 2 / ranks": "gradients = (stage == 3) * 2 / ranks"}),
+             "stays on each rank.", {"gradients = gradient / ranks": "gradients = 0"},
+             {"gradients = gradient / ranks":
+              "gradients = (stage == 3) * gradient / ranks"}),
         Slip("Your stages 2 and 3 shard no more than stage 1. Stage 2 adds the gradients, stage 3 "
              "the parameters.", {"stage >= 2": "False", "stage >= 3": "False"}),
         Slip("Your stage 3 has whole parameters. It shards them, too.", {"stage >= 3": "False"}),
@@ -64,33 +67,34 @@ class BytesPerRank(Calculation):
              {"stage >=": "stage =="}),
         Slip("In each stage you divide again what the stage before it has divided. A part is "
              "divided once, and stays so.",
-             {"K / ranks": "K / ranks**stage", "gradients = 2 / ranks":
-              "gradients = 2 / ranks ** (stage - 1)"}),
+             {"state / ranks": "state / ranks**stage", "gradient / ranks":
+              "gradient / ranks ** (stage - 1)"}),
         Slip("(N−1)/N is the part that a rank gives away, or is sent. It keeps 1/N.",
              {"/ ranks": "* (ranks - 1) / ranks"}),
         Slip("You shard in the order parameters, gradients, optimizer state. It is the reverse: "
              "the optimizer state, which is largest, goes first.",
              {"stage >= 1": "stage > 2", "stage >= 3": "stage >= 1"}),
         Slip("Your stage 0 divides all, as stage 3 does (a last `else`?). It is DDP: nothing is "
-             "divided.", {"optimizer = K": "stage = stage or 3\noptimizer = K"}),
+             "divided.", {"optimizer = state": "stage = stage or 3\noptimizer = state"}),
         Slip("In stage 3 you count the parameters twice, as shards and gathered. What is whole "
              "for a moment is no model state: count what a rank keeps.",
-             {"weights = 2 / ranks": "weights = 2 + 2 / ranks"}),
+             {"weights = parameter / ranks": "weights = parameter + parameter / ranks"}),
         # The bytes of each part.
-        Slip("You left out the gradients: they have 2 bytes for each parameter, beside the "
-             "parameters' own 2.", {"weights + gradients": "weights"}),
-        Slip("You took 4 bytes for parameters or gradients. In mixed precision they have 2 each; "
-             "what is kept in fp32 is in K.",
-             {"weights = 2 / ranks if stage >= 3 else 2": "weights = 4 / ranks if stage >= 3 "
-              "else 4"},
-             {"gradients = 2 / ranks if stage >= 2 else 2": "gradients = 4 / ranks if stage >= 2 "
-              "else 4"},
-             {"weights + gradients": "2 * weights + 2 * gradients"}),
-        Slip("You added an fp32 copy of the parameters to K. K is all that the optimizer keeps: "
-             "where there is such a copy, it is in K.", {"optimizer = K": "K += 4\noptimizer = K"}),
-        Slip("You took a number for K. It is 8 for Adam's two moments in fp32 and 12 with an fp32 "
-             "master copy, so it is an argument: use `K`.",
-             {"optimizer = K": "K = 8\noptimizer = K"}, {"optimizer = K": "K = 12\noptimizer = K"}),
+        Slip("You left out the gradients, which each rank holds beside the parameters.",
+             {"weights + gradients": "weights"}),
+        Slip("You took 2 bytes for parameters and gradients. They have other sizes in fp32, or "
+             "where gradients add up in fp32: take the first two numbers of `each`.",
+             {"optimizer = state": "parameter = gradient = 2\noptimizer = state"}),
+        Slip("You took a gradient to be as large as its parameter. It is `each[1]`: Megatron keeps "
+             "bf16 parameters and adds gradients up in fp32.",
+             {"optimizer = state": "gradient = parameter\noptimizer = state"}),
+        Slip("You added an fp32 copy of the parameters to the optimizer's bytes. Where there is "
+             "such a copy, `each[2]` counts it already.",
+             {"optimizer = state": "state += 4\noptimizer = state"}),
+        Slip("You took a number for the optimizer's bytes. They are 8 for Adam's two moments in "
+             "fp32 and 12 with an fp32 copy of the parameters: take the third number of `each`.",
+             {"optimizer = state": "state = 8\noptimizer = state"},
+             {"optimizer = state": "state = 12\noptimizer = state"}),
         # The sum.
         Slip("You return GB. The function returns bytes; divide when you print.",
              {"return parameters": "return parameters / 1e9"}),
@@ -101,11 +105,11 @@ class BytesPerRank(Calculation):
     )
 
 
-def _terms(stage, parameters, ranks, K):
-    weights = 2 if stage == 2 else 4  # and gradients, where they are sharded alike
-    shares = {"": 1, "/N": 1 / ranks, "·N": ranks}
-    return {f"{name}{share} bytes for each parameter": size * factor * parameters
-            for name, size in ((weights, weights), ("K", K)) for share, factor in shares.items()}
+def _terms(parameters, ranks, each):
+    names = ("the parameters", "the gradients", "the optimizer state")
+    shares = {"": 1, "1/N of ": 1 / ranks, "N times ": ranks}
+    return {f"{share}{name}": size * factor * parameters
+            for name, size in zip(names, each, strict=True) for share, factor in shares.items()}
 
 
 def _of_case(*case):

@@ -11,58 +11,82 @@ from dplab.checks.compare import AtMost
 from dplab.checks.exercise import Exercise
 from dplab.checks.mistakes import Slip
 from dplab.checks.trials import seeded
+from dplab.exercises.average_gradients import pack
+from dplab.exercises.ring_reduce_scatter import ring_reduce_scatter
 from dplab.exercises.sharded_optimizer import chunk_size, times_sent
 from dplab.measure import CallLog
 
 
-def scatter_gradients(parameters):
-    ranks = dist.get_world_size()
+def scatter_gradients(parameters, group=None):
+    ranks = dist.get_world_size(group)
+    flat = pack([parameter.grad for parameter in parameters], ranks) / ranks
+    for parameter in parameters:
+        parameter.grad = None
+    return ring_reduce_scatter(flat, group)
+
+
+def with_torch(parameters, group=None):
+    """The same with torch's reduce-scatter, and without `pack`."""
+    ranks = dist.get_world_size(group)
     flat = torch.cat([parameter.grad.flatten() for parameter in parameters]) / ranks
     chunk = -(-len(flat) // ranks)
     flat = F.pad(flat, (0, ranks * chunk - len(flat)))
     for parameter in parameters:
         parameter.grad = None
     own = torch.empty(chunk)
-    dist.reduce_scatter_single(own, flat)
+    dist.reduce_scatter_single(own, flat, group=group)
     return own
 
 
 # The chunks of the first have more elements than the parts that are known of a chunk.
 SHAPES = (((13, 5), (4,), (5,)), ((2,), (1,)))
-SCATTERING = "dist.reduce_scatter_single(own, flat)"
+SCATTERING = "dist.reduce_scatter_single(own, flat, group=group)"
 PADDING = "flat = F.pad(flat, (0, ranks * chunk - len(flat)))"
 
 
 class ScatterGradients(Exercise):
     number = "8.3"
-    title = "Reduce-scatter the gradients"
-    minutes = 15
+    title = "Gradients go to their owners"
+    minutes = 12
+    with_groups = True
     solution = staticmethod(scatter_gradients)
+    also_right = (with_torch,)
 
     def trial(self, attempt):
-        facts = {}
+        rank, ranks, facts = dist.get_rank(), dist.get_world_size(), {}
         for shapes in SHAPES:
-            parameters = _with_gradients(shapes, [dist.get_rank()])
-            before = [parameter.detach().clone() for parameter in parameters]
-            with CallLog() as log:
-                chunk = attempt(parameters)
-            held = chunk.untyped_storage().nbytes() if isinstance(chunk, torch.Tensor) else 0
-            facts |= _of_chunk(shapes, chunk, held, [each.grad is None for each in parameters],
-                               all(map(torch.equal, before, parameters)),
-                               times_sent(log, sum(map(math.prod, shapes))))
+            facts |= self._facts(attempt, shapes, ranks)
+        if ranks == 4 and self.with_groups:
+            pair = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
+            facts |= self._facts(attempt, SHAPES[0], 2, pair)
         return facts
 
+    def _facts(self, attempt, shapes, ranks, group=None):
+        parameters = _with_gradients(shapes, [dist.get_rank()])
+        before = [parameter.detach().clone() for parameter in parameters]
+        with CallLog() as log:
+            chunk = attempt(parameters, group)
+        held = chunk.untyped_storage().nbytes() if isinstance(chunk, torch.Tensor) else 0
+        return _of_chunk(shapes, chunk, held, [each.grad is None for each in parameters],
+                         all(map(torch.equal, before, parameters)),
+                         times_sent(log, sum(map(math.prod, shapes)), ranks=ranks), group)
+
     def expected(self, world_size):
-        expected = [{} for _ in range(world_size)]
-        for shapes in SHAPES:
-            gradients = [parameter.grad for parameter in _with_gradients(shapes, range(world_size))]
-            for facts, own in zip(expected, _padded(gradients, world_size).chunk(world_size),
-                                  strict=True):
-                facts |= _of_chunk(
-                    shapes, own, AtMost(own.nbytes, "a slice keeps the whole flat tensor alive"),
-                    [True] * len(shapes), True,
-                    AtMost(1, "one reduce-scatter of the gradients is enough"))
+        every = range(world_size)
+        expected = [{} for _ in every]
+        for rank, facts in enumerate(expected):
+            for shapes in SHAPES:
+                facts |= self._right(shapes, every, rank)
+            if world_size == 4:
+                facts |= self._right(SHAPES[0], [rank % 2, rank % 2 + 2], rank // 2, "a pair")
         return expected
+
+    def _right(self, shapes, ranks, place, group=None):
+        gradients = [parameter.grad for parameter in _with_gradients(shapes, ranks)]
+        own = _padded(gradients, len(ranks)).chunk(len(ranks))[place]
+        return _of_chunk(shapes, own, AtMost(own.nbytes, "a slice keeps the whole flat tensor "
+                         "alive"), [True] * len(shapes), True,
+                         AtMost(1, "one reduce-scatter of the gradients is enough"), group)
 
     def parts(self, world_size, rank):
         parts = {}
@@ -76,12 +100,12 @@ class ScatterGradients(Exercise):
                                                         values[rank]}}
 
     hints = (
-        "One flat tensor of all gradients, divided by N, and padded with zeros at its end to a "
-        "multiple of N: its r-th chunk is the one that rank r owns.",
-        "`dist.reduce_scatter_single(own, flat)` adds up the ranks' `flat`, and `own` gets this "
-        "rank's chunk of the sum. `own` has ⌈n/N⌉ elements.",
-        "Set each parameter's `.grad` to None. And return a tensor of its own: a slice of the flat "
-        "tensor would keep all of it in memory.",
+        "Which part of the stack leaves rank r with chunk r of a sum, and with nothing else? The "
+        "sum is not the mean yet.",
+        "`pack` lays the gradients flat and pads them; divide by N; your reduce-scatter does the "
+        "rest. What it returns has memory of its own.",
+        "A parameter's gradient is freed by `parameter.grad = None`, once it is in the flat "
+        "tensor. The flat tensor itself goes when the function returns, if no view of it is left.",
     )
     slips = (
         # The flat tensor.
@@ -96,9 +120,9 @@ class ScatterGradients(Exercise):
              {"in parameters])": "in reversed(parameters)])"}),
         Slip("You cut each gradient by itself. The chunks are those of all gradients together, "
              "one behind the other: make one flat tensor first.",
-             {"ranks = dist.get_world_size()": "if len(parameters) > 1:\n    return torch.cat("
-              "[scatter_gradients([each]) for each in parameters])\n"
-              "ranks = dist.get_world_size()"}),
+             {"ranks = dist.get_world_size(group)": "if len(parameters) > 1:\n    return torch.cat("
+              "[scatter_gradients([each], group) for each in parameters])\n"
+              "ranks = dist.get_world_size(group)"}),
         Slip("You put the padding in front, which shifts every element. It belongs at the end.",
              {"(0, ranks * chunk - len(flat))": "(ranks * chunk - len(flat), 0)"}),
         Slip("You cut without padding, into chunks whose sizes differ by one. Here all have ⌈n/N⌉ "
@@ -123,7 +147,7 @@ class ScatterGradients(Exercise):
         Slip("You return the whole gradient. A rank needs no more than the mean for its own "
              "chunk.", {SCATTERING: "dist.all_reduce(flat)\nown = flat"}),
         Slip("Your chunk is the one of the next rank: rank r owns chunk r.",
-             {"(own, flat)": "(own, flat.roll(-chunk))"}),
+             {"(own, flat,": "(own, flat.roll(-chunk),"}),
         Slip("`dist.reduce` puts the sum on one rank alone; the others cut their chunk out of "
              "something else. Each rank wants its own chunk: reduce-scatter.",
              {SCATTERING: "dist.reduce(flat, 0)\n"
@@ -151,12 +175,14 @@ def _padded(tensors, world_size):
     return F.pad(flat, (0, world_size * chunk_size(len(flat), world_size) - len(flat)))
 
 
-def _of_chunk(shapes, chunk, held, freed, untouched, sent):
-    return {_fact("the chunk", shapes): chunk,
-            _fact("the bytes of memory behind the chunk", shapes): held,
-            _fact("which parameters' `.grad` is None", shapes): freed,
-            _fact("that the parameters are not changed", shapes): untouched,
-            _fact("how many times the bytes of one reduce-scatter this rank sends", shapes): sent}
+def _of_chunk(shapes, chunk, held, freed, untouched, sent, group=None):
+    return {f"{fact}{', in a group of two ranks' if group else ''}": value for fact, value in {
+        _fact("the chunk", shapes): chunk,
+        _fact("the bytes of memory behind the chunk", shapes): held,
+        _fact("which parameters' `.grad` is None", shapes): freed,
+        _fact("that the parameters are not changed", shapes): untouched,
+        _fact("how many times the bytes of one reduce-scatter this rank sends", shapes): sent,
+    }.items()}
 
 
 def _fact(name, shapes):

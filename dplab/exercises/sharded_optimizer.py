@@ -11,6 +11,7 @@ from dplab.checks.compare import AtMost
 from dplab.checks.exercise import Exercise
 from dplab.checks.mistakes import Slip
 from dplab.checks.trials import seeded
+from dplab.exercises.ring_all_gather import ring_all_gather
 from dplab.measure import CallLog, sent_bytes
 
 
@@ -25,15 +26,14 @@ class ShardedOptimizer:
         self.optimizer = make_optimizer([self.own])
 
     def step(self, gradient):
-        self.own.grad = F.pad(gradient, (0, self.padding))[self.mine]
+        self.own.grad = F.pad(gradient, (0, self.padding))[self.mine].clone()
         self.optimizer.step()
-        whole = torch.empty(len(self.flat) + self.padding)
-        dist.all_gather_single(whole, self.own)
+        whole = ring_all_gather(self.own)
         self.flat.copy_(whole[: len(self.flat)])
 
 
 class OnAPaddedCopy:
-    """The same with this rank's chunk as a view of all parameters, padded."""
+    """The same with torch's all-gather, and this rank's chunk as a view of all, padded."""
 
     def __init__(self, flat, make_optimizer):
         self.flat = flat
@@ -43,7 +43,7 @@ class OnAPaddedCopy:
         self.optimizer = make_optimizer([self.own])
 
     def step(self, gradient):
-        self.own.grad = self.chunk_of(F.pad(gradient, (0, self.padding)))
+        self.own.grad = self.chunk_of(F.pad(gradient, (0, self.padding))).clone()
         self.optimizer.step()
         whole = torch.empty_like(self.padded)
         dist.all_gather_single(whole, self.own)
@@ -62,7 +62,7 @@ GATHERING = "dist.all_gather_single(whole, self.own)"
 
 class ShardTheOptimizer(Exercise):
     number = "8.2"
-    title = "Shard the optimizer, gather the parameters"
+    title = "Shard the optimizer"
     minutes = 25
     solution = ShardedOptimizer
     also_right = (OnAPaddedCopy,)
@@ -83,9 +83,9 @@ class ShardTheOptimizer(Exercise):
                 with CallLog() as log:
                     optimizer.step(gradient)
                 after.append(flat.clone())
-            nbytes, elements = _held_by(made)
-            facts |= _of_optimizer(size, after, nbytes, elements >= least, times_sent(log, size),
-                                   times_sent(log, size, "all_reduce"))
+            nbytes, elements, kept = _held_by(made)
+            facts |= _of_optimizer(size, after, nbytes, elements >= least, kept,
+                                   times_sent(log, size), times_sent(log, size, "all_reduce"))
         return facts
 
     def expected(self, world_size):
@@ -98,7 +98,9 @@ class ShardTheOptimizer(Exercise):
                 after.append(flat.clone())
             state = AtMost(8 * chunk + 16, "⌈n/N⌉ elements have that much: no rank keeps more")
             sent = AtMost(1, "one all-gather of the parameters is enough")
-            facts |= _of_optimizer(size, after, state, True, sent, sent)
+            kept = AtMost(4 * chunk, "a slice keeps all of the tensor that it was cut from: clone "
+                          "it, or clear `.grad` after the step")
+            facts |= _of_optimizer(size, after, state, True, kept, sent, sent)
         return facts
 
     hints = (
@@ -106,15 +108,15 @@ class ShardTheOptimizer(Exercise):
         "r-th chunk. Give `make_optimizer` that chunk alone, in a list, once.",
         "In `step`: the chunk's `.grad` is the same chunk of the padded gradient. After the "
         "optimizer's step, each rank has one chunk that is new, and misses those of the others.",
-        "`dist.all_gather_single(whole, own)` puts the chunks of all ranks, in their order, into "
-        "`whole`. Copy it into `flat`, without the padding.",
+        "Your ring all-gather puts the chunks of all ranks, in their order, into one tensor. Copy "
+        "it into `flat`, without the padding.",
     )
     slips = (
         # This rank's chunk.
         Slip("The values are right, but every rank keeps the whole state: nothing is sharded. "
              "Give `make_optimizer` this rank's chunk alone.",
              {"slice(rank * chunk, (rank + 1) * chunk)": "slice(None)",
-              "ranks * chunk - len(flat)": "0", GATHERING: "whole = self.own"}),
+              "ranks * chunk - len(flat)": "0", "ring_all_gather(self.own)": "self.own"}),
         Slip("You rounded the chunks down: the last elements belong to nobody and keep their old "
              "values. Round up, and pad.",
              {"-(-len(flat) // ranks)": "len(flat) // ranks",
@@ -152,6 +154,9 @@ class ShardTheOptimizer(Exercise):
              "bytes: three times as many as needed.",
              {"self.own.grad = ": "gradient = gradient / dist.get_world_size()\n"
               "dist.all_reduce(gradient)\nself.own.grad = "}),
+        Slip("The chunk's `.grad` is a slice, and keeps the whole gradient in memory until the "
+             "next step: clone it.", {")[self.mine].clone()": ")[self.mine]"},
+             {"self.padding))).clone()": "self.padding)))"}),
         Slip("You divided the gradient by the world size; it is the mean already.",
              {"pad(gradient": "pad(gradient / dist.get_world_size()"}),
         Slip("You did not take the optimizer from `make_optimizer`, so its state cannot be "
@@ -193,9 +198,9 @@ class ShardTheOptimizer(Exercise):
     )
 
 
-def times_sent(log, elements, *operations):
+def times_sent(log, elements, *operations, ranks=None):
     """What this rank sends over rings, in all-gathers of ``elements``; rounded, for padding."""
-    ranks = dist.get_world_size()
+    ranks = ranks or dist.get_world_size()
     sent = sum(sent_bytes(call) for call in log.calls
                if not operations or call.operation in operations)
     return round(sent / (4 * (ranks - 1) * chunk_size(elements, ranks))) if ranks > 1 else 0
@@ -214,18 +219,25 @@ def _mean_gradients(size):
 
 
 def _held_by(made):
-    """The bytes of state in the optimizers that are still alive, and the elements that have one."""
+    """Of the optimizers that are still alive: the bytes of state, the elements that have one, and
+    the bytes of memory behind the gradients.
+    """
     gc.collect()
     alive = [each() for each in made if each() is not None]
     states = [state for optimizer in alive for state in optimizer.state.values()]
+    gradients = {each.grad.untyped_storage()._cdata: each.grad.untyped_storage().nbytes()
+                 for optimizer in alive for group in optimizer.param_groups
+                 for each in group["params"] if each.grad is not None}
     return (sum(tensor.nbytes for state in states for tensor in state.values()),
-            sum(state["exp_avg"].numel() for state in states if "exp_avg" in state))
+            sum(state["exp_avg"].numel() for state in states if "exp_avg" in state),
+            sum(gradients.values()))
 
 
-def _of_optimizer(size, after, nbytes, has_state, sent, added_up):
+def _of_optimizer(size, after, nbytes, has_state, kept, sent, added_up):
     of = f", for {size} elements"
     return {**{f"`flat` after step {step}{of}": flat for step, flat in enumerate(after, start=1)},
             f"the bytes of optimizer state on this rank{of}": nbytes,
+            f"the bytes of memory behind the optimizer's gradients after a step{of}": kept,
             f"that `make_optimizer` made what holds this rank's state{of}": has_state,
             f"how many times the bytes of one all-gather this rank sends in a step{of}": sent,
             f"how many of these are for all-reduces{of}": added_up}

@@ -4,6 +4,7 @@ from dplab.measure.after_a_step import after_a_step, saved_bytes
 from dplab.measure.call_log import CallLog, sent_bytes
 from dplab.measure.emulated_link import EmulatedLink
 from dplab.measure.machine import available_cores, available_memory, describe_machine
+from dplab.measure.memory_limit import memory_limit
 from dplab.measure.memory_timeline import MemoryTimeline, state_bytes
 from dplab.measure.split import from_last_launch, split_time
 from dplab.measure.torchrun_log import torchrun_log
@@ -12,5 +13,5 @@ from dplab.measure.wire import WireMeter
 
 __all__ = ["CallLog", "EmulatedLink", "MemoryTimeline", "Trace", "WireMeter",
            "after_a_step", "aligned", "available_cores", "available_memory", "describe_machine",
-           "from_last_launch", "layer_times", "saved_bytes", "sent_bytes",
+           "from_last_launch", "layer_times", "memory_limit", "saved_bytes", "sent_bytes",
            "split_time", "state_bytes", "torchrun_log"]

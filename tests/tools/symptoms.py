@@ -2,7 +2,14 @@
 
 import torch
 
-from dplab.drills import failing_reports, late_buckets, silent_failures, slow_jobs, wrong_steps
+from dplab.drills import (
+    failing_reports,
+    late_buckets,
+    sharded_training,
+    silent_failures,
+    slow_jobs,
+    wrong_steps,
+)
 
 MATCHED = 1e-5  # losses that differ by less are the same: far above what the order changes
 
@@ -54,6 +61,18 @@ def of_wrong_steps(readings):
             "fewer steps": len(here) < len(alone)}
 
 
+def of_sharded(readings):
+    gaps = [abs(here - there) for here, there in zip(readings.losses, readings.one_process,
+                                                     strict=True)]
+    rank = readings.ranks[0]
+    share = (rank.adam + rank.behind) / (12 * rank.own)  # of two moments and a gradient
+    apart = [rank.apart for rank in readings.ranks]
+    return {"equal losses": max(gaps) < MATCHED, "too much": share > 1.2,
+            "from step 2": gaps[0] < MATCHED < gaps[1],
+            "grows": readings.growth > sharded_training.GROWTH,
+            "equal ranks": all(each == apart[0] for each in apart)}
+
+
 _OF = {failing_reports.Readings: of_failing, silent_failures.Readings: of_silent,
        late_buckets.Readings: of_late, slow_jobs.Readings: of_slow,
-       wrong_steps.Readings: of_wrong_steps}
+       wrong_steps.Readings: of_wrong_steps, sharded_training.Readings: of_sharded}
