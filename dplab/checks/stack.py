@@ -12,14 +12,17 @@ from dataclasses import dataclass
 from dplab.exercises.average_gradients import average_gradients, pack, unpack
 from dplab.exercises.broadcast_weights import broadcast_weights
 from dplab.exercises.exchange import exchange
+from dplab.exercises.gather_chunks import Gather
 from dplab.exercises.gradient_buckets import average_in_buckets
 from dplab.exercises.make_buckets import make_buckets
 from dplab.exercises.overlapped_gradients import OverlappedGradients
+from dplab.exercises.predict_sharded_step import predict_sharded_step
 from dplab.exercises.predict_step import predict_step
 from dplab.exercises.ring_all_gather import ring_all_gather
 from dplab.exercises.ring_all_reduce import ring_all_reduce
 from dplab.exercises.ring_reduce_scatter import ring_reduce_scatter
 from dplab.exercises.ring_seconds import ring_seconds
+from dplab.exercises.sharded_unit import ShardedUnit
 from dplab.exercises.train_by_hand import train_by_hand
 
 EVERY_PART = """\
@@ -160,6 +163,27 @@ PARTS = (
           predict_step, uses="make-buckets ring-seconds",
           gives="(seconds of the step, seconds of exposed communication), from layers as "
                 "dplab.measure.layer_times gives them",
+          chunks=_NONE, padding=_NONE, dtypes="numbers", group=_NO_RANKS),
+
+    _part("gather-chunks", "09", "Gather.apply(chunk, group)", Gather,
+          uses="ring-all-gather ring-reduce-scatter",
+          gives="all ranks' chunks in rank order, as a step of autograd: in backward, rank r's "
+                "chunk gets the mean over the ranks of their gradients for it",
+          chunks="rank r brings chunk r; all chunks have the same length", dtypes=_FLOATS,
+          blocking="forward blocks, and so does backward: every rank runs it in the same order"),
+    _part("sharded-unit", "09", "ShardedUnit(module, group=None)", ShardedUnit,
+          uses="gather-chunks ring-all-gather pack unpack",
+          gives="an object whose `chunk` is an nn.Parameter: this rank's chunk of the module's "
+                "packed parameters. Forward and backward of the module gather them, and free them "
+                "when they have computed; each backward adds the mean gradient to `chunk.grad`. No "
+                "unit lies in another one, and no parameter in two places",
+          chunks="rank r keeps chunk r", padding=_ITSELF,
+          overwrites="the module's parameters: None stands in their places, but while it computes"),
+    _part("predict-sharded-step", "09",
+          "predict_sharded_step(layers, ranks, bandwidth, latency, ahead)", predict_sharded_step,
+          uses="ring-seconds",
+          gives="seconds of the step, from layers as in predict_step, whose gradient_bytes are "
+                "also those of the parameters",
           chunks=_NONE, padding=_NONE, dtypes="numbers", group=_NO_RANKS),
 )
 

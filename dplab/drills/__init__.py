@@ -16,7 +16,8 @@ __all__ = ["drill", "minutes", "scores"]
 _OF_CHAPTER = {0: ("failing_reports", "FailingReport"),
                4: ("silent_failures", "SilentFailure"),
                5: ("late_buckets", "LateBuckets"),
-               6: ("slow_jobs", "SlowJob")}
+               6: ("slow_jobs", "SlowJob"),
+               9: ("sharded_jobs", "ShardedJob")}
 
 
 def drill(chapter: str, seed: int | None = None) -> SickJob:

@@ -2,7 +2,13 @@
 
 import torch
 
-from dplab.drills import failing_reports, late_buckets, silent_failures, slow_jobs
+from dplab.drills import (
+    failing_reports,
+    late_buckets,
+    sharded_jobs,
+    silent_failures,
+    slow_jobs,
+)
 
 MATCHED = 1e-5  # losses that differ by less are the same: far above what the order changes
 
@@ -39,6 +45,16 @@ def of_late(readings):
                 torch.allclose(rank.after, ranks[0].after, rtol=1e-4) for rank in ranks)}
 
 
+def of_sharded(readings):
+    means = [sum(losses) / len(losses)
+             for losses in zip(*(rank.losses for rank in readings.ranks), strict=True)]
+    gaps = [abs(mean - loss) for mean, loss in zip(means, readings.losses, strict=True)]
+    right = gaps[0] < MATCHED
+    return {"apart": max(gaps) > 100 * MATCHED, "as one process": max(gaps) < MATCHED,
+            "from step 1": not right, "right in step 1": right,
+            "more calls": len(readings.ranks[0].calls) > 3 * readings.settings.layers}
+
+
 def of_slow(readings):
     """By the shortest steps: other programs on the machine only make steps longer."""
     if readings.stands_still:
@@ -48,4 +64,5 @@ def of_slow(readings):
 
 
 _OF = {failing_reports.Readings: of_failing, silent_failures.Readings: of_silent,
-       late_buckets.Readings: of_late, slow_jobs.Readings: of_slow}
+       late_buckets.Readings: of_late, slow_jobs.Readings: of_slow,
+       sharded_jobs.Readings: of_sharded}
