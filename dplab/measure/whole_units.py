@@ -49,8 +49,11 @@ class WholeUnits(TorchDispatchMode):
         self.operations += 1
         for storage in storages_of(tree_leaves((args, kwargs, outputs))):
             number = self._storages.look_at(storage)
-            if number not in self._whole:
-                self._look_into(storage, number)
+            unit = self._unit_in(storage)
+            if number in self._whole and self._whole[number][0] != unit:
+                self._overwritten(number)
+            if unit is not None:
+                self._whole.setdefault(number, (unit, self.operations))
         return outputs
 
     def __exit__(self, *error):
@@ -59,12 +62,22 @@ class WholeUnits(TorchDispatchMode):
             self._ended(number)
         self._storages.forget()
 
-    def _look_into(self, storage, number):
+    def _unit_in(self, storage):
+        """The number of the unit whose parameters the storage holds, or None."""
         for index, unit in enumerate(self.units):
             if unit.nbytes <= storage.nbytes() <= unit.nbytes + self.padding:
                 held = torch.empty(0, dtype=unit.dtype).set_(storage, 0, unit.shape)
                 if torch.equal(held, unit):
-                    self._whole[number] = index, self.operations
+                    return index
+        return None
+
+    def _overwritten(self, number):
+        """New memory may still hold what was freed there: until the first operations write to it.
+        """
+        if self.operations - self._whole[number][1] <= 4:
+            del self._whole[number]
+        else:
+            self._ended(number)
 
     def _changed(self, number, change):
         if change < 0 and number in self._whole:
