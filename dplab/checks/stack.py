@@ -22,6 +22,7 @@ from dplab.exercises.ring_all_gather import ring_all_gather
 from dplab.exercises.ring_all_reduce import ring_all_reduce
 from dplab.exercises.ring_reduce_scatter import ring_reduce_scatter
 from dplab.exercises.ring_seconds import ring_seconds
+from dplab.exercises.shard_a_model import shard_model
 from dplab.exercises.sharded_unit import ShardedUnit
 from dplab.exercises.train_by_hand import train_by_hand
 
@@ -179,6 +180,13 @@ PARTS = (
                 "unit lies in another one, and no parameter in two places",
           chunks="rank r keeps chunk r", padding=_ITSELF,
           overwrites="the module's parameters: None stands in their places, but while it computes"),
+    _part("shard-a-model", "09", "shard_model(model, parts)", shard_model,
+          uses="broadcast-weights sharded-unit ring-all-gather unpack",
+          gives="(chunks, whole): the units' chunks, for an optimizer, and a function that gathers "
+                "the weights as they are when every rank calls it, in their shapes",
+          chunks="rank r keeps chunk r of each part", padding=_ITSELF,
+          overwrites="the model's parameters and buffers with rank 0's; then each part is a unit",
+          group="no: all ranks"),
     _part("predict-sharded-step", "09",
           "predict_sharded_step(layers, ranks, bandwidth, latency, ahead)", predict_sharded_step,
           uses="ring-seconds",

@@ -70,7 +70,7 @@ class Store:
 
 def train_step(store, order, x, target):
     stream, outputs = [x] * (len(order) // 2 + 1), {}
-    for layer, following in zip(order, [*order[1:], None]):
+    for layer, following in zip(order, [*order[1:], None], strict=True):
         weight = store.gather(layer)
         if following is not None:
             store.gather(following)
@@ -82,7 +82,7 @@ def train_step(store, order, x, target):
 
     back = order[::-1]
     to_stream = [2 * (stream[-1] - target) / target.numel()] * len(stream)
-    for layer, following in zip(back, [*back[1:], None]):
+    for layer, following in zip(back, [*back[1:], None], strict=True):
         weight = store.gather(layer)
         if following is not None:
             store.gather(following)
@@ -145,7 +145,7 @@ class Readings:
 
     def first_apart(self):
         """The first call that is not of the same layer on all ranks, or None."""
-        return next((place for place, calls in enumerate(zip(*self.sequences()))
+        return next((place for place, calls in enumerate(zip(*self.sequences(), strict=False))
                      if len(set(calls)) > 1), None)
 
     def sent(self):
@@ -171,7 +171,7 @@ def in_one_process(settings, ranks):
     losses, first = [], []
     for number in range(STEPS):
         x, target = (torch.cat(part) for part in zip(*(
-            batch_of(settings, number, rank) for rank in range(ranks))))
+            batch_of(settings, number, rank) for rank in range(ranks)), strict=False))
         for one, other in zip(weights[::2], weights[1::2], strict=True):
             x = x + torch.tanh(x @ one) + torch.tanh(x @ other)
         loss = (x - target).square().mean()

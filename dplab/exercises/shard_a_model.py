@@ -105,7 +105,7 @@ class ShardAModel(Exercise):
     def _weights(self, whole, when):
         found = [each.detach().clone() for each in whole()]
         return {f"the number of weights that `whole()` returns{when}": len(found),
-                **{f"`{name}`{when}": each for name, each in zip(NAMES, found)}}
+                **{f"`{name}`{when}": each for name, each in zip(NAMES, found, strict=False)}}
 
     def expected(self, world_size):
         model = Model(0)
