@@ -283,13 +283,13 @@ CASES = (
               {"apart", "right in step 1"}))),
     Case("e", "hoarded layers", Store, (
         Fault({"self.spare.append(self.whole.pop(layer))": "pass"},
-              "The loss is that of one GPU. But on {n} GPUs each one needs nearly as much memory as "
-              "one alone, so what do we divide?", {"as one process"}),
+              "The loss is that of one GPU. But on {n} GPUs each one needs nearly as much memory "
+              "as one alone, so what do we divide?", {"as one process"}),
         Fault({"self.spare.pop() if self.spare else ": "",
                "self.spare.append(self.whole.pop(layer))":
                "self.spare.append(self.whole[layer])\nself.whole.pop(layer)"},
-              "We bought {n} GPUs for a model that one does not hold, and now each of them is out of "
-              "memory. In a small model all losses are right.", {"as one process"}))),
+              "We bought {n} GPUs for a model that one does not hold, and now each of them is out "
+              "of memory. In a small model all losses are right.", {"as one process"}))),
 )
 
 

@@ -13,8 +13,7 @@ from dplab.measure import CallLog, sent_bytes
 
 
 class Gather(torch.autograd.Function):
-    """From each rank's chunk to the whole; backward, from the ranks' gradients to each chunk's mean.
-    """
+    """From each rank's chunk to the whole; backward, to the mean of the ranks' gradients."""
 
     @staticmethod
     def forward(ctx, chunk, group):

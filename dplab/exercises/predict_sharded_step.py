@@ -1,4 +1,4 @@
-"""When each unit is gathered and reduced, one after another or one ahead, and when the step ends."""
+"""When each unit is gathered and reduced, one after another or one ahead."""
 
 from dplab.checks.exercise import Calculation
 from dplab.checks.mistakes import Slip
@@ -113,8 +113,8 @@ class PredictShardedStep(Calculation):
              {"owed = half if is_backward else 0.0": "owed = 0.0"}),
         Slip("The last reduce-scatter is missing. Nothing is left to hide it behind.",
              {"max(free, end) + owed": "max(free, end)"}),
-        Slip("With one ahead you launch a gather when the layer before it has *ended*. It can leave "
-             "when that layer begins.", {"max(free, begin) + half": "max(free, end) + half"}),
+        Slip("With one ahead you launch a gather when the layer before it has *ended*. It can "
+             "leave when that layer begins.", {"max(free, begin) + half": "max(free, end) + half"}),
         Slip("With one ahead you gather more than one ahead: all gathers leave at the beginning. "
              "Each waits until the layer before it begins.",
              {"max(free, begin) + half": "free + half"}),

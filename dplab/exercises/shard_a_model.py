@@ -1,4 +1,4 @@
-"""A whole model on units: equal weights to begin with, chunks to train, and the whole to look at."""
+"""A model on units: equal weights to begin with, chunks to train, and the whole to look at."""
 
 import copy
 
@@ -141,8 +141,8 @@ class ShardAModel(Exercise):
     )
     slips = (
         Slip("The ranks begin with different weights, and each keeps a chunk of its own ones: what "
-             "is gathered is made of N models. Broadcast rank 0's weights, and do it before the cut: "
-             "afterwards the modules hold None, and nothing is sent.",
+             "is gathered is made of N models. Broadcast rank 0's weights, and do it before the "
+             "cut: afterwards the modules hold None, and nothing is sent.",
              {"broadcast_weights(model)  #": "pass  #"}),
         Slip("`whole` returns what the weights were when you cut them, and training has gone on. "
              "Gather the chunks when it is called.",

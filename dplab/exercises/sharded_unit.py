@@ -196,8 +196,8 @@ class MakeUnits(Exercise):
         "Begin without freeing: in the pre-hook, `Gather.apply` and `unpack`, and the views go to "
         "the parameters' places. In the forward hook the places get None. Then ask who still "
         "holds the whole: autograd does, for backward.",
-        "`saved_tensors_hooks(save, load)` can be entered in one hook, with `__enter__()`, and left "
-        "in the other one, with `__exit__()`. `save` returns a piece of the whole as (shape, "
+        "`saved_tensors_hooks(save, load)` can be entered in one hook, with `__enter__()`, and "
+        "left in the other one, with `__exit__()`. `save` returns a piece of the whole as (shape, "
         "stride, storage_offset), and any other tensor as it is. How does it tell a piece of the "
         "whole? By the address of its storage.",
         "`load` gets what `save` returned. Of a piece it gathers the whole again, once for all "

@@ -1,4 +1,4 @@
-"""Chapter 09's whole stack runs with no exercise done, with all, and with any one the reader's own."""
+"""Chapter 09's whole stack runs with no exercise done, with all, and with any one of them."""
 
 import ast
 import os
@@ -58,7 +58,7 @@ def uses_of(slug):
 
 
 def run_the_stack(steps=2):
-    """The cells of the chapter's last section, as they stand; the gap to `fully_shard`'s weights."""
+    """The cells of the chapter's last section as they stand: the gap to `fully_shard`'s weights."""
     names = {"__name__": "__main__"}
     for cell in ("setup", "imports", "own-rings", "the-stack", "a-transformer", "ways-to-wrap",
                  "one-step", "train"):
