@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING
 
 from matplotlib.patches import Rectangle
 
-from dplab.show.palette import INK, MUTED, PART_COLORS, REFERENCE, outline
-from dplab.show.theme import WIDTH, CourseFigure, style, wrapped_title
+from dplab.show.palette import INK, MUTED, PART_COLORS, REFERENCE, readable_on
+from dplab.show.theme import WIDTH, CourseFigure, add_area, style, wrapped_title
 
 if TYPE_CHECKING:
     from dplab.measure.whole_units import Whole
@@ -34,9 +34,9 @@ def units_over_step(spans: "Sequence[Whole]", nbytes: Sequence[float], names: Se
         figure.suptitle(wrapped_title(title), x=0.01, ha="left", weight="bold", size=13)
         for each in spans:
             color = PART_COLORS["forward" if each.start < forward else "backward"]
-            above.add_patch(Rectangle((each.start, each.unit - 0.4),
+            add_area(above, Rectangle((each.start, each.unit - 0.4),
                                       max(each.end - each.start, operations / 400), 0.8,
-                                      facecolor=color, edgecolor=outline(color), linewidth=0.8))
+                                      facecolor=color))
         above.set(ylim=(len(names) - 0.4, -0.6), xlim=(0, operations))
         above.set_yticks(range(len(names)), names)
         above.grid(axis="x", visible=False)
@@ -46,12 +46,13 @@ def units_over_step(spans: "Sequence[Whole]", nbytes: Sequence[float], names: Se
         above.text((forward + operations) / 2, -0.75, "backward", ha="center", color=MUTED)
         below.fill_between(place, [(chunks + each) / factor for each in held], step="post",
                            color=PART_COLORS["communication"], linewidth=0)
-        below.fill_between((0, operations), chunks / factor, color=PART_COLORS["optimizer"],
-                           linewidth=0)
+        kept = PART_COLORS["optimizer"]
+        below.add_patch(Rectangle((0, 0), operations, chunks / factor, facecolor=kept,
+                                  linewidth=0))
         below.axhline(whole / factor, color=REFERENCE, linestyle="--", linewidth=1.5)
         below.text(operations * 0.01, whole / factor, "the whole model", va="bottom", color=INK)
         below.text(operations * 0.01, chunks / factor * 0.45, "this rank's chunks", va="center",
-                   color="white", weight="bold")
+                   color=readable_on(kept), weight="bold")
         below.set(ylim=(0, 1.25 * whole / factor), ylabel=f"parameters [{unit}]",
                   xlabel="operations of torch, one after another")
     return figure

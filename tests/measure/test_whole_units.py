@@ -2,41 +2,42 @@
 
 import torch
 
-from dplab.measure import Whole, WholeUnits
+from dplab.measure import WholeUnits
 
-UNITS = [torch.sin(torch.arange(40.0)), torch.cos(torch.arange(40.0)), torch.arange(7.0)]
+UNITS = [torch.sin(torch.arange(40.0)), torch.cos(torch.arange(40.0)), torch.arange(7.0) + 1]
 
 
-def test_a_unit_is_whole_from_its_last_element_until_its_storage_is_freed():
+def touched(tensor):
+    for _ in range(6):
+        tensor.view(-1)
+
+
+def test_a_unit_is_whole_from_its_last_element_until_nobody_holds_its_storage():
     with WholeUnits(UNITS) as seen:
-        flat = torch.zeros(44)  # with padding
-        flat[:20] = UNITS[0][:20]
+        memory = torch.arange(44.0)  # with padding
+        memory[:20].sin_()
         half = seen.operations
-        flat[20:40] = UNITS[0][20:]
-        view = flat[:40].view(5, 8)
-        for _ in range(6):
-            view = view + 0 if False else view.view(8, 5)
-        del flat
+        memory[20:].sin_()
+        view = memory.view(4, 11)
+        touched(view)
+        del memory
         seen.mark("a view holds it")
+        touched(view)
         del view
+        seen.mark("nobody holds it")
         torch.zeros(3)
-        last = UNITS[2].clone()
-        torch.zeros(3)
-    assert [span.unit for span in seen.spans] == [0, 2]
-    first, other = seen.spans
-    assert half < first.start < first.end == seen.marks["a view holds it"]
-    assert other.end == seen.operations and len(last) == 7
+    [span] = seen.spans
+    assert span.unit == 0 and half < span.start < seen.marks["a view holds it"]
+    assert span.end == seen.marks["nobody holds it"] < seen.operations
 
 
-def test_memory_that_is_written_anew_holds_the_new_unit_and_gradients_are_no_unit():
-    with WholeUnits(UNITS[:2]) as seen:
-        memory = UNITS[0].clone()
-        for _ in range(6):
-            memory.view(-1)
-        memory.copy_(UNITS[1])
-        for _ in range(6):
-            memory.view(-1)
+def test_memory_that_is_written_anew_is_another_unit_and_what_is_left_is_whole_to_the_end():
+    with WholeUnits(UNITS) as seen:
+        memory = torch.arange(40.0).sin_()
+        touched(memory)
+        torch.arange(40.0, out=memory)
+        memory.cos_()
+        touched(memory)
         torch.ones(40)
     assert [span.unit for span in seen.spans] == [0, 1]
-    assert seen.spans[0].end == seen.spans[1].start
-    assert isinstance(seen.spans[0], Whole)
+    assert seen.spans[0].end < seen.spans[1].start < seen.spans[1].end == seen.operations
