@@ -20,6 +20,7 @@ _MODULE_OF = {
     "hint": "checks",
     "solution": "checks",
     "mine": "checks",
+    "whose": "checks",
     "reset": "checks",
     "progress": "checks",
     "guess": "desk.guesses",

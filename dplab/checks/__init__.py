@@ -20,7 +20,7 @@ from dplab.desk import cards, course, guesses, kept, record
 from dplab.spawn.parent.output import in_notebook, ipython
 
 __all__ = ["Exercise", "check", "every_exercise", "find", "hint", "mine", "progress", "reset",
-           "solution", "solution_source"]
+           "solution", "solution_source", "whose"]
 
 _CALL_OF_RESET = re.compile(
     r"""^(?:dplab\.)?reset\( *["']?([\w.-]+)["']? *\)[ ;]*(?:#.*)?$""", re.MULTILINE)
@@ -77,6 +77,18 @@ def mine(id: str):
     if own.is_asked_by_the_reader():
         print(whose)
     return value
+
+
+def whose(id: str) -> str:
+    """Whose part `mine` gives for this exercise: ``"yours"`` or ``"the course's"``.
+
+    Raises ValueError for another.
+    """
+    exercise = _known(id)
+    if exercise is None:
+        raise ValueError(outcomes.unknown(id, every_exercise()))
+    return "yours" if own.given(exercise)[1].startswith(f"{exercise.name}: yours") else (
+        "the course's")
 
 
 def solution(id: str) -> None:

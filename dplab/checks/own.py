@@ -13,6 +13,7 @@ from dplab.checks import compare
 from dplab.checks.exercise import PASSED, Exercise
 from dplab.desk import kept, record
 from dplab.desk.definition import CannotWrite
+from dplab.desk.edits import source_of as source_in_python
 from dplab.spawn.rank import device as devices
 
 _being_given: list[str] = []  # slugs; a part may ask for others while it is defined
@@ -48,11 +49,12 @@ def keep(exercise: Exercise, attempt) -> str:
 def given(exercise: Exercise):
     """What `dplab.mine` returns, and one line that says whose it is."""
     slug, place = exercise.slug, kept.place(exercise.slug)
-    course = exercise.solution
     if slug in _being_given:  # yours uses itself: below it, the course's takes over
-        return kept.given(course, slug), ""
+        return kept.given(exercise.solution, slug), ""
     _being_given.append(slug)
+    course = exercise.solution
     try:
+        course = _on_own_parts(exercise)
         source = kept.read(slug)
         if source is None:
             passed = record.entries("exercises").get(slug, {}).get("outcome") == PASSED
@@ -69,6 +71,21 @@ def given(exercise: Exercise):
     finally:
         _being_given.pop()
     return kept.given(course, slug), f"{exercise.name}: the course's, since {words}"
+
+
+def _on_own_parts(exercise):
+    """The course's version, which calls the reader's own parts of the stack where there are any."""
+    from dplab import checks
+    from dplab.checks.stack import PARTS  # which needs all exercises of the stack
+
+    used = next((part.uses for part in PARTS if part.slug == exercise.slug), ())
+    own = {part.name: given(checks.find(part.slug))[0] for part in PARTS
+           if part.slug in used and part.by == "reader"}
+    courses = {part.name: part.solution for part in PARTS}
+    if all(value is courses[name] for name, value in own.items()):
+        return exercise.solution
+    source = source_in_python(exercise.solution)
+    return source.compiled(source.text, own)
 
 
 def is_asked_by_the_reader() -> bool:

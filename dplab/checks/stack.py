@@ -12,17 +12,21 @@ from dataclasses import dataclass
 from dplab.exercises.average_gradients import average_gradients, pack, unpack
 from dplab.exercises.broadcast_weights import broadcast_weights
 from dplab.exercises.exchange import exchange
+from dplab.exercises.gather_chunks import Gather
 from dplab.exercises.gradient_buckets import average_in_buckets
 from dplab.exercises.hidden_zero import HiddenZeRO
 from dplab.exercises.make_buckets import make_buckets
 from dplab.exercises.overlapped_gradients import OverlappedGradients
+from dplab.exercises.predict_sharded_step import predict_sharded_step
 from dplab.exercises.predict_step import predict_step
 from dplab.exercises.ring_all_gather import ring_all_gather
 from dplab.exercises.ring_all_reduce import ring_all_reduce
 from dplab.exercises.ring_reduce_scatter import ring_reduce_scatter
 from dplab.exercises.ring_seconds import ring_seconds
 from dplab.exercises.scatter_gradients import scatter_gradients
+from dplab.exercises.shard_a_model import shard_model
 from dplab.exercises.sharded_optimizer import ShardedOptimizer
+from dplab.exercises.sharded_unit import ShardedUnit
 from dplab.exercises.train_by_hand import train_by_hand
 from dplab.exercises.zero_2 import ZeRO2
 
@@ -196,6 +200,34 @@ PARTS = (
           group="a group of its own, which nobody else uses",
           blocking="one thread sends. step() waits for the reduce-scatters alone, a layer's "
                    "forward for the layer's own all-gather, wait() for all"),
+
+    _part("gather-chunks", "09", "Gather.apply(chunk, group)", Gather,
+          uses="ring-all-gather ring-reduce-scatter",
+          gives="all ranks' chunks in rank order, as a step of autograd: in backward, rank r's "
+                "chunk gets the mean over the ranks of their gradients for it",
+          chunks="rank r brings chunk r; all chunks have the same length", dtypes=_FLOATS,
+          blocking="forward blocks, and so does backward: every rank runs it in the same order"),
+    _part("sharded-unit", "09", "ShardedUnit(module, group=None)", ShardedUnit,
+          uses="gather-chunks ring-all-gather pack unpack",
+          gives="an object whose `chunk` is an nn.Parameter: this rank's chunk of the module's "
+                "packed parameters. Forward and backward of the module gather them, and free them "
+                "when they have computed; each backward adds the mean gradient to `chunk.grad`. No "
+                "unit lies in another one, and no parameter in two places",
+          chunks="rank r keeps chunk r", padding=_ITSELF,
+          overwrites="the module's parameters: None stands in their places, but while it computes"),
+    _part("shard-a-model", "09", "shard_model(model, parts)", shard_model,
+          uses="broadcast-weights sharded-unit ring-all-gather unpack",
+          gives="(chunks, whole): the units' chunks, for an optimizer, and a function that gathers "
+                "the weights as they are when every rank calls it, in their shapes",
+          chunks="rank r keeps chunk r of each part", padding=_ITSELF,
+          overwrites="the model's parameters and buffers with rank 0's; then each part is a unit",
+          group="no: all ranks"),
+    _part("predict-sharded-step", "09",
+          "predict_sharded_step(layers, ranks, bandwidth, latency, ahead)", predict_sharded_step,
+          uses="ring-seconds",
+          gives="seconds of the step, from layers as in predict_step, whose gradient_bytes are "
+                "also those of the parameters",
+          chunks=_NONE, padding=_NONE, dtypes="numbers", group=_NO_RANKS),
 )
 
 

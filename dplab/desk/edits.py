@@ -58,13 +58,13 @@ class Source:
                 place = self.text.find(old, place + 1)
         return lines
 
-    def compiled(self, text: str) -> Callable:
-        """What the source defines, beside the other names of its module."""
+    def compiled(self, text: str, others: dict | None = None) -> Callable:
+        """What the source defines, beside the other names of its module, or ``others`` for them."""
         # A name that the launcher takes for a learner's file, so that its reports show the lines.
         file = f"{self.definition.__name__}-{next(self._count)}"
         linecache.cache[file] = len(text), None, text.splitlines(keepends=True), file
-        names = vars(sys.modules[self.definition.__module__])
-        names = {**names, "__name__": "__main__"}  # so that it travels to ranks by value
+        names = {**vars(sys.modules[self.definition.__module__]), **(others or {})}
+        names["__name__"] = "__main__"  # so that it travels to ranks by value
         exec(compile(text, file, "exec"), names)
         return names[self.definition.__name__]
 

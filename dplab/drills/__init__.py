@@ -18,7 +18,8 @@ _OF_CHAPTER = {0: ("failing_reports", "FailingReport"),
                5: ("late_buckets", "LateBuckets"),
                6: ("slow_jobs", "SlowJob"),
                7: ("wrong_steps", "WrongSteps"),
-               8: ("sharded_training", "ShardedTraining")}
+               8: ("sharded_training", "ShardedTraining"),
+               9: ("sharded_jobs", "ShardedJob")}
 
 
 def drill(chapter: str, seed: int | None = None) -> SickJob:

@@ -22,6 +22,7 @@ _MODULE_OF = {
     "ring_step": "ring",
     "row_limits": "limits",
     "memory_over_step": "memory_areas",
+    "units_over_step": "units_over_step",
     "heat_maps": "gradient_maps",
     "Bar": "predictions",
     "Beside": "predictions",

@@ -800,7 +800,7 @@ def really_gathered(queries, keys, temperature):
     ("11.3", WrittenAtOnce, "killed while it saved"),
     ("6.3", attributed(statistics.median, of_the_median_rank),
      "of a rank that computes faster"),
-    ("10.3", without_the_last_block, "`model.blocks[5]`"),
+    ("10.2", without_the_last_block, "`model.blocks[5]`"),
 ])
 def test_a_wrong_answer_is_named(number, answer, said):
     verdict = find(number).judge(answer)
@@ -895,7 +895,7 @@ def in_seconds_and_without_restart(failures, days, log_ranks, ranks, save_second
     ("gradient-buckets", summed_without_the_last, ("did not divide", "last bucket")),
     ("6.2", tokens_by(exposed_in_backward), ("has no forward", "with computing alone")),
     ("7.1", same_noise_and_order, ("same order", "draw the same noise")),
-    ("10.2", clips_by_its_own, ("own shards", "after clipping")),
+    ("10.1", clips_by_its_own, ("own shards", "after clipping")),
     ("11.4", in_seconds_and_without_restart, ("is in seconds", "leaves out the restart")),
 ])
 def test_of_two_mistakes_both_are_named(number, answer, halves, monkeypatch):
@@ -1007,7 +1007,7 @@ def misses_an_attribute(model):
 
 
 def test_a_crash_while_units_are_chosen_shows_the_readers_line():
-    verdict = find("10.3").judge(misses_an_attribute)
+    verdict = find("10.2").judge(misses_an_attribute)
     assert verdict.outcome == CRASHED
     assert "model.no_such_blocks" in verdict.detail
     assert "contract.py" not in verdict.detail and "rank 0" not in verdict.detail
@@ -1018,7 +1018,7 @@ def with_a_parameter(model):
 
 
 def test_units_that_torch_does_not_take_are_said_to_be_so():
-    verdict = find("10.3").judge(with_a_parameter)
+    verdict = find("10.2").judge(with_a_parameter)
     assert verdict.outcome == WRONG
     assert "whether `fully_shard` takes the units" in verdict.detail
     assert "contract.py" not in verdict.detail

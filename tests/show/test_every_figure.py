@@ -49,6 +49,10 @@ FIGURES = {
         {"a": {part: 9.0 for part in (*palette.PART_COLORS, *"uvwxyz")}}, title=TITLE),
     "timeline": lambda: show.timeline(STEPS, title=TITLE, note="Measured"),
     "ring_step": lambda: show.ring_step(RING, 2),
+    "units_over_step": lambda: show.units_over_step(
+        [SimpleNamespace(unit=unit, start=at, end=at + 2)
+         for unit, at in ((0, 1), (1, 4), (1, 8), (0, 11))], [3e6, 5e6], ["first", "second"],
+        forward=7, operations=14, chunks=2e6, title=TITLE),
     "memory_over_step": lambda: show.memory_over_step(
         HELD, [SimpleNamespace(name="forward", start=0, end=5)], title=TITLE, limit=9e9),
     "heat_maps": lambda: show.heat_maps(

@@ -5,6 +5,7 @@ import torch
 from dplab.drills import (
     failing_reports,
     late_buckets,
+    sharded_jobs,
     sharded_training,
     silent_failures,
     slow_jobs,
@@ -46,6 +47,16 @@ def of_late(readings):
                 torch.allclose(rank.after, ranks[0].after, rtol=1e-4) for rank in ranks)}
 
 
+def of_sharded_job(readings):
+    means = [sum(losses) / len(losses)
+             for losses in zip(*(rank.losses for rank in readings.ranks), strict=True)]
+    gaps = [abs(mean - loss) for mean, loss in zip(means, readings.losses, strict=True)]
+    right = gaps[0] < MATCHED
+    return {"apart": max(gaps) > 100 * MATCHED, "as one process": max(gaps) < MATCHED,
+            "from step 1": not right, "right in step 1": right,
+            "more calls": len(readings.ranks[0].calls) > 3 * readings.settings.layers}
+
+
 def of_slow(readings):
     """By the shortest steps: other programs on the machine only make steps longer."""
     if readings.stands_still:
@@ -61,7 +72,7 @@ def of_wrong_steps(readings):
             "fewer steps": len(here) < len(alone)}
 
 
-def of_sharded(readings):
+def of_sharded_training(readings):
     gaps = [abs(here - there) for here, there in zip(readings.losses, readings.one_process,
                                                      strict=True)]
     rank = readings.ranks[0]
@@ -75,4 +86,6 @@ def of_sharded(readings):
 
 _OF = {failing_reports.Readings: of_failing, silent_failures.Readings: of_silent,
        late_buckets.Readings: of_late, slow_jobs.Readings: of_slow,
-       wrong_steps.Readings: of_wrong_steps, sharded_training.Readings: of_sharded}
+       wrong_steps.Readings: of_wrong_steps,
+       sharded_training.Readings: of_sharded_training,
+       sharded_jobs.Readings: of_sharded_job}

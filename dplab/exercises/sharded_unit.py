@@ -1,0 +1,264 @@
+"""Hooks that make a module whole while it computes, and that keep autograd from holding it."""
+
+import contextlib
+import itertools
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from dplab.checks.compare import AtMost
+from dplab.checks.exercise import Exercise
+from dplab.checks.mistakes import Slip
+from dplab.checks.trials import seeded
+from dplab.exercises.average_gradients import pack, unpack
+from dplab.exercises.gather_chunks import Gather
+from dplab.exercises.ring_all_gather import ring_all_gather
+from dplab.measure import CallLog, MemoryTimeline, sent_bytes
+
+
+def parameter_places(module):
+    """The submodule and the name of each of its parameters: where it can be replaced."""
+    return [(part, name) for part in module.modules()
+            for name, _ in part.named_parameters(recurse=False)]
+
+
+class ShardedUnit:
+    """A module of which this rank keeps a chunk, and that is whole while it computes."""
+
+    def __init__(self, module, group=None):
+        self.group = group
+        self.places = parameter_places(module)
+        self.shapes = [getattr(part, name).to("meta") for part, name in self.places]
+        ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+        flat = pack([getattr(part, name) for part, name in self.places], ranks)
+        self.chunk = nn.Parameter(flat.chunk(ranks)[rank].clone())
+        self.put(len(self.places) * [None])
+        self.again = None  # the whole in backward
+        module.register_forward_pre_hook(self.before_forward)
+        module.register_forward_hook(self.after_forward)
+        self.chunk.register_post_accumulate_grad_hook(self.after_backward)
+
+    def put(self, tensors):
+        for (part, name), tensor in zip(self.places, tensors, strict=True):
+            part._parameters[name] = tensor
+
+    def before_forward(self, module, inputs):
+        whole = Gather.apply(self.chunk, self.group)
+        self.put(unpack(whole, self.shapes))
+        self.address = whole.untyped_storage().data_ptr()
+        self.saving = torch.autograd.graph.saved_tensors_hooks(self.save, self.load)
+        self.saving.__enter__()
+
+    def after_forward(self, module, inputs, output):
+        self.saving.__exit__()
+        self.put(len(self.places) * [None])
+
+    def save(self, tensor):
+        """What autograd keeps in place of a tensor: of a piece of the whole, only where it lies."""
+        if tensor.untyped_storage().data_ptr() != self.address:
+            return tensor
+        return tensor.shape, tensor.stride(), tensor.storage_offset()
+
+    def load(self, saved):
+        if isinstance(saved, torch.Tensor):
+            return saved
+        if self.again is None:
+            self.again = ring_all_gather(self.chunk.detach(), self.group)
+        return self.again.as_strided(*saved)
+
+    def after_backward(self, chunk):
+        self.again = None
+
+
+WIDTHS = (37, 41, 38, 40, 39, 41, 38, 40, 37)
+LAYERS = len(WIDTHS) - 1
+LARGEST = 4 * max((a + 1) * b for a, b in itertools.pairwise(WIDTHS))  # bytes of a whole layer
+FIRST, SECOND, AGAIN = " in step 1", " in step 2, after an update", " in a step after evaluation"
+AFTER = "whole layers that are held when forward has ended"
+MOST = "whole layers that are held at once during the step"
+BETWEEN = "the numbers of parameters that the modules hold between the steps"
+OWN = "that a chunk has memory of its own, and no more than it needs"
+THERE, BACK = "the number of bytes that forward sends", "the number of bytes that backward sends"
+IN_A_PAIR = ", in a group of two ranks"
+
+
+# Lines of the right answer.
+FREE = "def after_backward(self, chunk):\n        "
+CUT = "self.chunk = nn.Parameter(flat.chunk(ranks)[rank].clone())"
+
+
+class MakeUnits(Exercise):
+    number = "9.2"
+    title = "Whole while it computes"
+    minutes = 40
+    seconds = 12.0
+    world_sizes = (2, 3, 4, 1)
+    with_groups = True
+    solution = ShardedUnit
+
+    def trial(self, attempt):
+        rank, ranks = dist.get_rank(), dist.get_world_size()
+        facts = self._facts(attempt, "", rank, None)
+        if ranks == 4 and self.with_groups:
+            pair = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
+            facts |= self._facts(attempt, IN_A_PAIR, rank, pair)
+        return facts
+
+    def _facts(self, attempt, where, rank, group):
+        model = layers()
+        units = [attempt(layer, group) for layer in model]
+        facts = {f"the chunk of layer {number}{where}": unit.chunk.detach().clone()
+                 for number, unit in enumerate(units)}
+        facts[BETWEEN + where] = sum(each.numel() for each in model.parameters())
+        facts[OWN + where] = all(unit.chunk.untyped_storage().nbytes() == unit.chunk.nbytes
+                                 for unit in units)
+        facts |= self._step(model, units, rank, FIRST + where)
+        with torch.no_grad():
+            for unit in units:
+                unit.chunk -= unit.chunk.grad
+                unit.chunk.grad = None
+        facts |= self._step(model, units, rank, SECOND + where)
+        with torch.no_grad():
+            facts[f"the output of an evaluation{where}"] = model(input_of(rank, "evaluation"))
+        # Nothing has been updated and no gradient cleared: this one adds to that of step 2.
+        facts |= self._step(model, units, rank, AGAIN + where)
+        return facts
+
+    def _step(self, model, units, rank, where):
+        memory = MemoryTimeline(nn.ParameterList(unit.chunk for unit in units))
+        seen = where == FIRST  # following all operations takes long
+        with CallLog() as log, memory if seen else contextlib.nullcontext():
+            with memory.phase("forward"):
+                output = model(input_of(rank, where))
+                there = sum(map(sent_bytes, log.calls))
+            (output * target_of(rank, where)).sum().backward()
+        held = {AFTER: in_layers(memory.phases[0].end, memory),
+                MOST: in_layers(None, memory)} if seen else {}
+        sent = sum(map(sent_bytes, log.calls))
+        return {f"the output{where}": output.detach(), **held,
+                **{f"the gradient of layer {number}'s chunk{where}": None if unit.chunk.grad is None
+                   else unit.chunk.grad.clone() for number, unit in enumerate(units)},
+                THERE + where: there, BACK + where: sent - there}
+
+    def expected(self, world_size):
+        every = range(world_size)
+        found = [self._right("", rank, every) for rank in every]
+        if world_size == 4:
+            found = [facts | self._right(IN_A_PAIR, rank, [rank % 2, rank % 2 + 2])
+                     for rank, facts in enumerate(found)]
+        return found
+
+    def _right(self, where, rank, members):
+        ranks, place = len(members), list(members).index(rank)
+        model = layers()
+
+        def chunks(tensors_of):
+            return [pack(tensors_of(layer), ranks).chunk(ranks)[place] for layer in model]
+
+        facts = {f"the chunk of layer {number}{where}": chunk.clone()
+                 for number, chunk in enumerate(chunks(lambda each: each.parameters()))}
+        facts |= {BETWEEN + where: 0, OWN + where: True}
+        gather = (ranks - 1) * sum(4 * len(facts[f"the chunk of layer {number}{where}"])
+                                   for number in range(LAYERS))
+        for step in FIRST, SECOND, AGAIN:
+            if step == SECOND:
+                with torch.no_grad():
+                    for parameter in model.parameters():
+                        parameter -= parameter.grad
+                        parameter.grad = None
+            if step == AGAIN:
+                facts[f"the output of an evaluation{where}"] = model(
+                    input_of(rank, "evaluation")).detach()
+            when = step + where
+            facts[f"the output{when}"] = model(input_of(rank, when)).detach()
+            for each in members:
+                (model(input_of(each, when)) * target_of(each, when) / ranks).sum().backward()
+            facts |= {f"the gradient of layer {number}'s chunk{when}": chunk.clone()
+                      for number, chunk in enumerate(chunks(
+                          lambda each: [parameter.grad for parameter in each.parameters()]))}
+            if when == FIRST:
+                facts |= {
+                    AFTER: AtMost(1, "free each layer when it has computed; autograd may keep none "
+                                     "of it either", exact=False),
+                    MOST: AtMost(5, "one layer, its gradient, and what travels: no more is needed "
+                                    "at a time", exact=False)}
+            facts |= {
+                THERE + when: AtMost(gather, "one all-gather for each layer"),
+                BACK + when: AtMost(2 * gather, "for each layer one all-gather, and one "
+                                                "reduce-scatter of its gradient")}
+        return facts
+
+    def quantities(self, world_size, rank):
+        return {"the ranks": world_size}
+
+    hints = (
+        "Begin without freeing: in the pre-hook, `Gather.apply` and `unpack`, and the views go to "
+        "the parameters' places. In the forward hook the places get None. Then ask who still "
+        "holds the whole: autograd does, for backward.",
+        "`saved_tensors_hooks(save, load)` can be entered in one hook, with `__enter__()`, and "
+        "left in the other one, with `__exit__()`. `save` returns a piece of the whole as (shape, "
+        "stride, storage_offset), and any other tensor as it is. How does it tell a piece of the "
+        "whole? By the address of its storage.",
+        "`load` gets what `save` returned. Of a piece it gathers the whole again, once for all "
+        "pieces (`ring_all_gather`), and returns `whole.as_strided(shape, stride, offset)`. When "
+        "the chunk's gradient is there, the module's backward is over: "
+        "`chunk.register_post_accumulate_grad_hook` can free the whole.",
+    )
+    slips = (
+        Slip("Whole layers pile up in forward: something holds each of them after it has computed. "
+             "If no name of yours does, autograd does, which saves the weights for backward. Give "
+             "it something small to save in their place.",
+             {"if tensor.untyped_storage().data_ptr() != self.address:": "if True:"},
+             {"self.put(unpack(whole": "self.kept = whole\nself.put(unpack(whole"},
+             {"__exit__()\n        self.put(len(self.places) * [None])": "__exit__()"}),
+        Slip("In backward, whole layers pile up: what you gather again is still held when the "
+             "layer's gradient has gone. Let go of it then.",
+             {f"{FREE}self.again = None": f"{FREE}self.last, self.again = self.again, None"}),
+        Slip("In step 2, backward computes with the parameters of step 1: what you gathered again "
+             "was kept, and the chunk has changed since. Free it after each backward.",
+             {f"{FREE}self.again = None": f"{FREE}pass"}),
+        Slip("Backward gathers a layer once for each tensor that autograd asks for. Keep the whole "
+             "until the layer's backward is over: one all-gather.",
+             {"if self.again is None:": "for _ in range(2):"}),
+        Slip("The module still has its own parameters between the steps, so this rank holds all of "
+             "them. Put None in their places.",
+             {f"{CUT}\n        self.put(len(self.places) * [None])": CUT}),
+        Slip("Your chunk is a view into the flat tensor of all parameters, and keeps all of it in "
+             "memory: `clone()` it.", {"[rank].clone()": "[rank]"}),
+        Slip("Each rank has chunk 0. Rank r keeps chunk r.",
+             {"flat.chunk(ranks)[rank]": "flat.chunk(ranks)[0]"}),
+        Slip("You gather by `ring_all_gather` in forward, which autograd knows nothing of, so no "
+             "gradient comes back to the chunk. `Gather` has a backward.",
+             {"Gather.apply(self.chunk, self.group)":
+              "ring_all_gather(self.chunk.detach(), self.group).requires_grad_()"}),
+    )
+
+
+def layers():
+    """The same on all ranks: layers with a tanh, each of which is to be a unit."""
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(a, b), nn.Tanh())
+                            for a, b in itertools.pairwise(WIDTHS)))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(seeded(name, *parameter.shape) / 5)
+    return model
+
+
+def input_of(rank, where):
+    return seeded(f"x of rank {rank}{where}", 3, WIDTHS[0])
+
+
+def target_of(rank, where):
+    return seeded(f"target of rank {rank}{where}", 3, WIDTHS[-1]) / 10
+
+
+def in_layers(op, memory):
+    """How many whole layers are held: after that many operations, or at most.
+
+    What counts is neither a chunk nor its gradient. Activations are too small to count.
+    """
+    held = [sum(size for name, size in each.bytes.items()
+                if name not in ("parameters", "gradients"))
+            for each in memory.samples if op is None or each.op <= op]
+    return int((max(held) if op is None else held[-1]) / LARGEST)

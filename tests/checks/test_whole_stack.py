@@ -1,0 +1,80 @@
+"""Chapter 09's whole stack runs with no exercise done, with all, and with any one of them."""
+
+import ast
+import os
+import textwrap
+
+import notebooks
+import pytest
+import torch
+from sandbox import ROOT
+
+import dplab
+from dplab.checks import find
+from dplab.checks.stack import PARTS
+from dplab.desk import kept, record
+from dplab.desk.edits import source_of
+
+CELLS = {cell.id: cell.source
+         for cell in notebooks.read(ROOT / "chapters/09_zero_3_by_hand.ipynb").cells}
+USED = ("exchange", "ring-reduce-scatter", "ring-all-gather", "broadcast-weights", "gather-chunks",
+        "sharded-unit", "shard-a-model")
+PART = {part.slug: part for part in PARTS}
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path, monkeypatch):
+    monkeypatch.setenv("DPLAB_HOME", str(tmp_path))
+    return tmp_path
+
+
+def keep(slug):
+    """Keeps the right answer as the reader's own, which leaves a mark where it is called."""
+    exercise = find(slug)
+    lines = source_of(exercise.solution).text.splitlines()
+    tree = ast.parse("\n".join(lines))
+    [definition] = tree.body
+    first = definition if isinstance(definition, ast.FunctionDef) else next(
+        each for each in definition.body if isinstance(each, ast.FunctionDef))
+    statement = next(each for each in first.body if not (
+        isinstance(each, ast.Expr) and isinstance(each.value, ast.Constant)))
+    mark = f'open(os.path.join({os.environ["DPLAB_HOME"]!r}, "called-{slug}"), "w").close()'
+    lines.insert(statement.lineno - 1, " " * statement.col_offset + mark)
+    earlier = "\n".join(f"{PART[each].name} = dplab.mine({each!r})"
+                        for each in uses_of(slug) if PART[each].by == "reader")
+    given = "\n".join(textwrap.dedent(source_of(PART[each].solution).text)
+                      for each in uses_of(slug) if PART[each].by == "course")
+    kept.write(slug, "import os\nimport torch\nimport torch.distributed as dist\n"
+               "import torch.nn.functional as F\nfrom torch import nn\n\nimport dplab\n\n"
+               f"{earlier}\n{given}\n{HELPERS}\n" + "\n".join(lines) + "\n")
+    record.update("exercises", slug, lambda entry: entry.update(outcome="passed"))
+
+
+HELPERS = CELLS["places-of-parameters"]
+
+
+def uses_of(slug):
+    return PART[slug].uses
+
+
+def run_the_stack(steps=2):
+    """The cells of the chapter's last section as they stand: the gap to `fully_shard`'s weights."""
+    names = {"__name__": "__main__"}
+    for cell in ("setup", "imports", "own-rings", "the-stack", "a-transformer", "ways-to-wrap",
+                 "one-step", "train"):
+        source = "\n".join(line for line in CELLS[cell].splitlines() if not line.startswith("%"))
+        exec(compile(source, f"09-{cell}", "exec"), names)
+    ours, theirs = (dplab.run(names["train"], 4, names[wrap], steps, torch.float64,
+                              backend="gloo")[0][1] for wrap in ("by_hand", "by_torch"))
+    return (ours - theirs).abs().max().item()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("own", [(), USED, *((slug,) for slug in USED)],
+                         ids=["none", "all", *USED])
+def test_the_stack_trains_as_fully_shard_and_calls_the_readers_own_parts(own, home):
+    for slug in own:
+        keep(slug)
+    assert {slug for slug in USED if dplab.whose(slug) == "yours"} == set(own)
+    assert run_the_stack() < 1e-9
+    assert {path.name for path in home.glob("called-*")} == {f"called-{slug}" for slug in own}
