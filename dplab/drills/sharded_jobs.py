@@ -227,7 +227,7 @@ def hoarded(readings):
 SUSPECTS = (
     Suspect("swapped gathers", "Ranks ask for the layers in different orders.", "calls", swapped),
     Suspect("doubled reduction", "Each gradient goes to its owners twice.", "calls", doubled),
-    Suspect("early release", "A layer's memory is used again before the layer has computed.",
+    Suspect("early reuse", "A layer's memory is used again before the layer has computed.",
             "weights", early),
     Suspect("undivided sum", "Owners get the sum over the ranks in place of the mean.",
             "gradients", undivided),
@@ -259,7 +259,7 @@ CASES = (
                       "store.reduce(layer, store.kept[layer])"},
               "The loss on {n} GPUs moves in larger steps than on one. The network is busier than "
               "we had planned.", {"apart", "more calls"}))),
-    Case("c", "early release", train_step, (
+    Case("c", "early reuse", train_step, (
         Fault({f"{_AHEAD}outputs[layer] = torch.tanh(stream[layer // 2] @ weight)":
                "store.free(layer)\nif following is not None:\n    store.gather(following)\n"
                "outputs[layer] = torch.tanh(stream[layer // 2] @ weight)",
