@@ -97,7 +97,7 @@ def test_solved_jobs_come_last(capsys):
 
 
 @pytest.mark.parametrize(("chapter", "seed", "error"), [
-    ("07", None, ValueError), (None, None, ValueError), ("04", "7", TypeError),
+    ("03", None, ValueError), (None, None, ValueError), ("04", "7", TypeError),
     ("04", True, TypeError)])
 def test_a_chapter_or_a_seed_that_cannot_be(chapter, seed, error):
     with pytest.raises(error, match=r'"04"|integer'):
