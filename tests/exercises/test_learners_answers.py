@@ -863,7 +863,7 @@ def summed_without_the_last(buckets, group=None):
 
 
 def same_noise_and_order(seed, epoch, size):
-    """7.1: every epoch has the same order, and all ranks the same noise."""
+    """seeds-of-ranks: every epoch has the same order, and all ranks the same noise."""
     def seeded(number):
         return torch.Generator().manual_seed(number)
 
@@ -894,7 +894,7 @@ def in_seconds_and_without_restart(failures, days, log_ranks, ranks, save_second
     ("1.3", neither_gradients_nor_frozen_parameters, ("gradients are missing", "Frozen")),
     ("gradient-buckets", summed_without_the_last, ("did not divide", "last bucket")),
     ("6.2", tokens_by(exposed_in_backward), ("has no forward", "with computing alone")),
-    ("7.1", same_noise_and_order, ("same order", "draw the same noise")),
+    ("seeds-of-ranks", same_noise_and_order, ("same order", "draw the same noise")),
     ("10.1", clips_by_its_own, ("own shards", "after clipping")),
     ("11.4", in_seconds_and_without_restart, ("is in seconds", "leaves out the restart")),
 ])
@@ -1024,19 +1024,19 @@ def test_units_that_torch_does_not_take_are_said_to_be_so():
     assert "contract.py" not in verdict.detail
 
 
-def with_older_names(parameters):
-    ranks = dist.get_world_size()
+def with_older_names(parameters, group=None):
+    ranks = dist.get_world_size(group)
     flat = torch.cat([each.grad.flatten() for each in parameters])
     flat = F.pad(flat / ranks, (0, -len(flat) % ranks))
     own = torch.empty(len(flat) // ranks)
-    dist.reduce_scatter_tensor(own, flat)
+    dist.reduce_scatter_tensor(own, flat, group=group)
     for each in parameters:
         each.grad = None
     return own
 
 
 def test_older_names_of_collectives_warn_nobody(capfd):
-    assert find("8.3").judge(with_older_names).outcome == PASSED
+    assert find("scatter-gradients").judge(with_older_names).outcome == PASSED
     assert "Warning" not in "".join(capfd.readouterr())
 
 
