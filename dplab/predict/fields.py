@@ -17,8 +17,9 @@ from typing import Any
 from urllib.parse import parse_qsl, urlencode
 
 from dplab.predict.catalogue import GPUS, LINKS, MODELS
-from dplab.predict.choose import CHOICES, IN_BF16
-from dplab.predict.job import Cluster
+from dplab.predict.choose import CHOICES, PRECISION_CHOICES
+from dplab.predict.job import RECOMPUTE, Cluster
+from dplab.predict.rent import RESTART_SECONDS, SAVE_RATE
 from dplab.predict.transformer_config import TransformerConfig
 
 Value = str | int | float | bool | None
@@ -89,7 +90,7 @@ class Field:
                              f"{_shown(text)} is not a number: write one such as {such_as} or 4e6")
         value = float(digits)
         if value < self.least:
-            raise ValueError(f"{_shown(text)} is too small: take at least {self.least:,.0f}")
+            raise ValueError(f"{_shown(text)} is too small: take at least {self.least:,g}")
         if value > self.most:
             why = f" ({self.why_most})" if self.why_most else ""
             raise ValueError(f"{_shown(text)} is too large: take at most {self.most:,.0f}{why}")
@@ -193,25 +194,42 @@ FIELDS: tuple[Field, ...] = (
     Field("nics", "Links of a node to the network", "hardware", "whole", None,
           "How many links to the network a node has; left out, one for each of its GPUs.", most=72,
           why_most="as many as GPUs in the largest node", unit="links"),
-    Field("batch", "Batch on a GPU", "training", "whole", 1, "Sequences on each GPU in a step.",
-          most=65_536, unit="sequences", why_most=_RUN),
     Field("sequence", "Length of a sequence", "training", "whole", _usual_length,
           "Tokens in a sequence; by default what the model has positions for, up to 8,192.",
           most=1_048_576, unit="tokens", why_most=_RUN),
-    Field("strategy", "Strategy", "training", "choice", RECOMMENDED,
+    Field("global_batch", "Global batch", "training", "number", 4_194_304.0,
+          "What all GPUs take into one step together. Micro-batch and accumulation follow.",
+          most=1e12, why_most=_RUN),
+    Field("batch_in", "Global batch in", "training", "choice", "tokens",
+          "What the global batch counts.", {"tokens": "tokens", "sequences": "sequences"}),
+    Field("tokens", "Tokens to train on", "training", "number", 1e12,
+          "In the whole run: days, GPU-hours and money follow.", most=1e18, unit="tokens",
+          why_most=_RUN),
+    Field("strategy", "Strategy", "settings", "choice", RECOMMENDED,
           "What is copied and what is sharded; by default the fastest of them that fits.",
           {RECOMMENDED: "recommended: the fastest that fits",
            **{name: f"{name}: {strategy.what}" for name, strategy in CHOICES.items()}}),
-    Field("precision", "Precision", "training", "choice", "mixed",
+    Field("precision", "Precision", "settings", "choice", "mixed",
           "What is kept in fp32 and what in bf16. Matrix products are in bf16 in each.",
-          {name: f"{name}: {what}" for name, what in IN_BF16.items()}),
-    Field("recompute", "Recomputation", "training", "choice", AS_NEEDED,
-          "Whether backward computes the activations of a block again instead of keeping them.",
-          {AS_NEEDED: "as needed: where nothing else fits",
-           "none": "none: all activations are kept", "full": "full: only blocks' inputs kept"}),
-    Field("most_tokens", "Largest useful global batch", "training", "number", None,
-          "Tokens in a step beyond which training gains nothing; left out, there is no such limit.",
-          most=1e15, unit="tokens"),
+          {name: f"{name}: {what}" for name, what in PRECISION_CHOICES.items()}),
+    Field("recompute", "Recomputation", "settings", "choice", AS_NEEDED,
+          "Whether backward computes activations of a block again instead of keeping them.",
+          {AS_NEEDED: "as needed: what is fastest and fits",
+           **{name: f"{name}: {what}" for name, what in RECOMPUTE.items()}}),
+    Field("compile", "torch.compile", "settings", "flag", False,
+          "Whether blocks and loss are compiled. Memory is predicted as without."),
+    Field("batch", "Micro-batch", "settings", "whole", None,
+          "Sequences that a GPU computes at a time; left out, the largest that fits.",
+          most=65_536, unit="sequences", why_most=_RUN),
+    Field("price", "Price of a GPU-hour", "money", "number", None,
+          "What you pay for one GPU for one hour, in any currency; left out, no cost is given.",
+          least=0, most=1e6),
+    Field("save_rate", "Saved by a GPU", "money", "number", round(SAVE_RATE / 1e9, 3),
+          "GB of a checkpoint for each second that training waits; by default as 360 H200s did.",
+          least=0.001, most=1000, unit="GB/s"),
+    Field("restart", "Restart after a failure", "money", "number", RESTART_SECONDS / 60,
+          "Until training goes on from the last checkpoint; the default is an assumption.",
+          least=0, most=10_000, unit="minutes"),
 )
 BY_NAME: dict[str, Field] = {each.name: each for each in FIELDS}
 
@@ -288,12 +306,21 @@ def _between(values, wrong):
         if values["sequence"] > most:
             yield Wrong("sequence", f"the model has positions for {most:,} tokens, not for "
                                     f"{values['sequence']:,}: take at most {most:,}")
+    if right("global_batch", "batch_in", "sequence") and sequences_of(values) < 1:
+        yield Wrong("global_batch", f"{values['global_batch']:,g} tokens are less than a sequence "
+                                    f"of {values['sequence']:,}: take more, or shorter sequences")
 
 
 def query_of(values: Mapping[str, Value]) -> str:
     """The address's query for these values: what differs from the defaults, in order."""
     return urlencode([(each.name, each.text_of(values[each.name])) for each in FIELDS
                       if each.name in values and values[each.name] != each.default_for(values)])
+
+
+def sequences_of(values: Mapping[str, Any]) -> int:
+    """Of a global batch; what is left of the last one is dropped."""
+    tokens = values["batch_in"] == "tokens"
+    return int(values["global_batch"] // (values["sequence"] if tokens else 1))
 
 
 def model_of(values: Mapping[str, Any]) -> TransformerConfig:

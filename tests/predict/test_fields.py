@@ -8,7 +8,7 @@ from urllib.parse import parse_qsl, urlencode
 import pytest
 
 from dplab.predict.catalogue import GPUS, LINKS, MODELS
-from dplab.predict.choose import CHOICES, IN_BF16
+from dplab.predict.choose import CHOICES, PRECISION_CHOICES
 from dplab.predict.fields import BY_NAME, FIELDS, MOST_GPUS, cluster_of, model_of, query_of, read
 
 
@@ -60,7 +60,7 @@ def test_a_model_of_ones_own():
 
 @pytest.mark.parametrize(("name", "text", "value"), [
     ("sequence", "8,192", 8192), ("sequence", " 12 ", 12), ("sequence", "+0012", 12),
-    ("most_tokens", "4e6", 4e6), ("most_tokens", "", None), ("nics", "", None)])
+    ("tokens", "4e6", 4e6), ("price", "", None), ("price", "0", 0.0), ("nics", "", None)])
 def test_numbers_as_people_write_them(name, text, value):
     values, errors = read(urlencode({name: text}))
     assert not errors and values[name] == value
@@ -69,7 +69,7 @@ def test_numbers_as_people_write_them(name, text, value):
 @pytest.mark.parametrize("text", ["x", "nan", "-inf", "1e400", "1 2", "1,2", "0x10", "٣", "1_0",
                                   "--1", "1" * 5000, "-" + "9" * 5000, "0", "-1", "\0"])
 def test_no_other_number_is_taken(text):
-    for name in ("layers", "gpus", "most_tokens"):
+    for name in ("layers", "gpus", "global_batch"):
         why = wrong(urlencode({"model": "custom", name: text}))
         assert list(why) == [name] and len(why[name]) < 250
 
@@ -86,6 +86,7 @@ def test_no_other_number_is_taken(text):
     ("model=Lama-3+8B", "model", "did you mean 'Llama-3 8B'"),
     ("strategy=x", "strategy", "'FSDP', 'FSDP, kept', 'HSDP'"),
     ("gpu_count=8", "gpu_count", "did you mean"), ("gpus=8&gpus=16", "gpus", "twice"),
+    ("global_batch=8000", "global_batch", "less than a sequence of 8,192"),
     ("model=custom&tied=perhaps", "tied", "yes nor no"),
     ("model=GPT-2&layers=12", "layers", "only for a model of your own"),
     ("model=custom&context=12", "context", "GPT-2's family"),
@@ -112,7 +113,8 @@ def test_a_part_of_a_node_and_whole_nodes():
 
 def scrap(chance):
     """A name or a value such as nobody should write, or should."""
-    some = [*BY_NAME, *MODELS, *GPUS, *LINKS, *CHOICES, *IN_BF16, "custom", "gpt", "yes", "no", "",
+    some = [*BY_NAME, *MODELS, *GPUS, *LINKS, *CHOICES, *PRECISION_CHOICES, "custom", "gpt", "yes",
+            "no", "",
             "0", "-1", "1", "2", "3", "7", "8", "64", "1e9", "nan", "inf", "9" * 30, "\ud800", "é%",
             "<b>", "{}", "%00", "a" * 300, "١٢"]
     if chance.random() < 0.8:
