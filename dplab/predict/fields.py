@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 from urllib.parse import parse_qsl, urlencode
 
-from dplab.predict.catalogue import GPUS, LINKS, MODELS
+from dplab.predict.catalogue import GPUS, LINKS, MODELS, VARIANTS
 from dplab.predict.choose import CHOICES, PRECISION_CHOICES
 from dplab.predict.job import RECOMPUTE, Cluster
 from dplab.predict.rent import RESTART_SECONDS, SAVE_RATE
@@ -36,7 +36,8 @@ _NUMBERS = {"whole": r"[+-]?[0-9]+", "number": r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)
 class Field:
     """One thing that the planner asks for.
 
-    ``kind``: "choice" (one of ``choices``: value and label), "whole" (number), "number" or "flag".
+    ``kind``: "choice" (one of ``choices``: value and label), "whole" (number), "number", "flag", or
+    "config", which stands for other fields.
     ``least`` and ``most`` bound a number, and ``why_most`` says why there is a bound. ``default``
     None: it may be left out; a function: of the values of the fields before it, which may be
     missing. ``needs``: the values of other fields with which there is this one at all.
@@ -129,7 +130,7 @@ def _meant(text, names):
 _TYPED = {"model": CUSTOM}
 _SIZE = "that is beyond every model that these predictions were compared with"
 _RUN = "that is beyond every run that these predictions were compared with"
-_NVLINKS = {"A100": "NVLink 3", "B200": "NVLink 5"}
+_NVLINKS = {"A100": "NVLink 3", "A100 40 GB": "NVLink 3", "B200": "NVLink 5"}
 
 
 def _link(link):
@@ -147,6 +148,8 @@ FIELDS: tuple[Field, ...] = (
           "A published model, with its number of parameters, or one of your own.",
           {**{name: f"{name}, {model.parameters / 1e9:.3g} billion"
               for name, model in MODELS.items()}, CUSTOM: "layers and sizes of your own"}),
+    Field("config", "Hugging Face config.json", "model", "config", None,
+          "Paste one here: it fills in a model of your own. In a terminal, its file."),
     Field("family", "Family", "model", "choice", "llama",
           "Llama's blocks with rotary positions, or GPT-2's with learned ones.",
           {"llama": "Llama: RMSNorm, no biases", "gpt": "GPT-2: LayerNorm, biases"}, needs=_TYPED),
@@ -176,13 +179,13 @@ FIELDS: tuple[Field, ...] = (
     Field("gpu", "GPU", "hardware", "choice", "H100",
           "What each rank runs on: its memory, and its peak in bf16.",
           {name: f"{name}, {gpu.memory_bytes / 1e9:.3g} GB, {gpu.bf16_flops / 1e12:g} TFLOP/s"
-           for name, gpu in GPUS.items()}),
+           for name, gpu in (GPUS | VARIANTS).items()}),
     Field("inside", "Links inside a node", "hardware", "choice",
           lambda values: _NVLINKS.get(str(values.get("gpu")), "NVLink 4"),
           "Over which the GPUs of a node send to each other; by default the GPU's own NVLink.",
           {name: _link(link) for name, link in LINKS.items() if not name.endswith("Gb/s")}),
     Field("between", "Links between nodes", "hardware", "choice",
-          lambda values: "200 Gb/s" if values.get("gpu") == "A100" else "400 Gb/s",
+          lambda values: "200 Gb/s" if "A100" in str(values.get("gpu")) else "400 Gb/s",
           "One of a node's links to the network; by default as usual with the GPU.",
           {name: _link(link) for name, link in LINKS.items() if name.endswith("Gb/s")}),
     Field("gpus", "GPUs", "hardware", "whole", 64,
@@ -249,6 +252,8 @@ def read(query: str) -> tuple[dict[str, Value], list[Wrong]]:
     given, errors = _given(query)
     values: dict[str, Value] = {}
     for each in FIELDS:
+        if each.kind == "config":
+            continue
         text = given.get(each.name)
         if not each.is_asked(values):
             if text is not None and not {error.name for error in errors} & set(each.needs):
@@ -275,12 +280,55 @@ def _given(query):
             errors.append(Wrong(name, f"there is no field {_shown(name)}"
                                       f"{_meant(name, BY_NAME)} Leave it out, or take one of: "
                                       f"{', '.join(BY_NAME)}"))
+        elif name == "config":
+            try:
+                given |= _from_config(text)
+            except ValueError as error:
+                errors.append(Wrong(name, str(error)))
         elif name in given:
             errors.append(Wrong(name, f"given twice, as {_shown(given[name])} and as "
                                       f"{_shown(text)}: leave one out"))
         else:
             given[name] = text
     return given, errors
+
+
+_LLAMAS = ("llama", "mistral", "qwen2")  # the last has biases too, one in ten thousand
+_LLAMA_SIZES = {"layers": "num_hidden_layers", "d_model": "hidden_size",
+                "d_ff": "intermediate_size", "heads": "num_attention_heads",
+                "kv_heads": "num_key_value_heads", "vocabulary": "vocab_size"}
+_GPT_SIZES = {"layers": "n_layer", "d_model": "n_embd", "d_ff": "n_inner", "heads": "n_head",
+              "vocabulary": "vocab_size", "context": "n_positions"}
+
+
+def _from_config(text):
+    """The fields of a model of one's own, from a config.json of the families that are known.
+
+    What they cannot say is refused: other families, experts, heads of another width.
+    """
+    try:
+        config = json.loads(text)
+        kind = str(config.get("model_type"))
+    except (json.JSONDecodeError, AttributeError, RecursionError):
+        raise ValueError("is no config.json: paste the whole file, from { to }") from None
+    if kind not in (*_LLAMAS, "gpt2"):
+        raise ValueError(f"model_type {_shown(kind)} is none that is simulated: "
+                         f"{', '.join(_LLAMAS)} and gpt2 are. Type in layers and sizes that come "
+                         "near, or take published runs alone")
+    family, sizes = ("gpt", _GPT_SIZES) if kind == "gpt2" else ("llama", _LLAMA_SIZES)
+    found = {name: config.get(key) for name, key in sizes.items()}
+    if family == "gpt":
+        found["d_ff"] = found["d_ff"] or 4 * (found["d_model"] or 0)
+    for name, size in found.items():
+        if name != "kv_heads" and (type(size) is not int or size < 1):
+            raise ValueError(f"has no {sizes[name]}: paste the whole file")
+    width = config.get("head_dim") or found["d_model"] // found["heads"]
+    if width * found["heads"] != found["d_model"]:
+        raise ValueError(f"its {found['heads']} heads of {width} are not {found['d_model']} wide "
+                         "together, which is not simulated")
+    tied = config.get("tie_word_embeddings", family == "gpt")
+    return {"model": CUSTOM, "family": family, "tied": "yes" if tied else "no",
+            **{name: str(size) for name, size in found.items() if size is not None}}
 
 
 def _between(values, wrong):
@@ -338,6 +386,7 @@ def model_of(values: Mapping[str, Any]) -> TransformerConfig:
 
 def cluster_of(values: Mapping[str, Any]) -> Cluster:
     """The cluster that the values describe."""
-    node = Cluster(GPUS[values["gpu"]], 1, LINKS[values["inside"]], LINKS[values["between"]],
+    gpu = (GPUS | VARIANTS)[values["gpu"]]
+    node = Cluster(gpu, 1, LINKS[values["inside"]], LINKS[values["between"]],
                    per_node=values["per_node"], nics=values["nics"])
     return node.of(values["gpus"])

@@ -113,7 +113,7 @@ def _plan(option: Option, recommendation: Recommendation, values: dict) -> dict:
     like = None if outside else reached.reached(on.gpu.name, on.ranks)
     speeds = _speeds(option, like) if runs else None
     return {
-        "title": f"{job.model.name} on {on.ranks:,} × {on.gpu.name}, "
+        "title": f"{job.model.name} on {on.ranks:,} × {values['gpu']}, "
                  f"{(wish.global_batch if wish.starved else option.global_batch) * job.sequence:,} "
                  "tokens in a step",
         "model": {"name": job.model.name, "parameters": job.model.parameters},
@@ -355,6 +355,7 @@ def _row(option, recommendation, planned):
     runs = option.fits and not recommendation.wish.starved
     return {
         "strategy": option.strategy, "name": option.name, "recompute": option.job.recompute,
+        "what": choose.CHOICES[option.strategy].what,
         "micro": option.job.batch, "accumulation": option.job.accumulation,
         "bytes": option.budget.total, "fits": option.fits, "margin": option.margin,
         "best": option is recommendation.best, "planned": option.strategy == planned.strategy,

@@ -20,7 +20,8 @@ def wrong(query):
 def test_every_field_says_what_it_is_and_its_default_stands_in_no_address():
     assert {*BY_NAME["inside"].choices, *BY_NAME["between"].choices} == set(LINKS)
     for each in FIELDS:
-        assert each.kind in ("choice", "whole", "number", "flag") and each.label and each.help
+        assert each.kind in ("choice", "whole", "number", "flag", "config")
+        assert each.label and each.help
         assert bool(each.choices) is (each.kind == "choice")
         assert not set(each.needs) - set(BY_NAME)
         default = each.default_for({})
@@ -33,10 +34,11 @@ def test_every_field_says_what_it_is_and_its_default_stands_in_no_address():
 
 def test_a_default_follows_the_field_that_it_depends_on():
     for gpu, inside, between in (("A100", "NVLink 3", "200 Gb/s"), ("H200", "NVLink 4", "400 Gb/s"),
-                                 ("B200", "NVLink 5", "400 Gb/s")):
-        values, _ = read(f"gpu={gpu}")
+                                 ("B200", "NVLink 5", "400 Gb/s"),
+                                 ("A100 40 GB", "NVLink 3", "200 Gb/s")):
+        values, _ = read(urlencode({"gpu": gpu}))
         assert (values["inside"], values["between"]) == (inside, between)
-        assert query_of(values) == f"gpu={gpu}"
+        assert query_of(values) == urlencode({"gpu": gpu})
     assert query_of(read("gpu=A100&inside=NVLink+4")[0]) == "gpu=A100&inside=NVLink+4"
     own = "model=custom&family=gpt"
     for query, sequence in (("model=GPT-2", 1024), ("model=Llama-3.1+405B", 8192), (own, 1024),
@@ -56,6 +58,33 @@ def test_a_model_of_ones_own():
     assert not errors and model_of(gpt).parameters == MODELS["GPT-2"].parameters == 124_439_808
     tied = model_of(read("model=custom&kv_heads=8&tied=yes")[0])
     assert theirs.parameters - tied.parameters == 128_256 * 4096
+
+
+LLAMA = {"model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336,
+         "vocab_size": 128256, "num_hidden_layers": 32, "num_attention_heads": 32,
+         "num_key_value_heads": 8,
+         "tie_word_embeddings": False, "rope_theta": 500000.0, "torch_dtype": "bfloat16"}
+GPT = {"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "n_positions": 1024,
+       "vocab_size": 50257}
+
+
+def test_a_config_of_hugging_face_makes_the_model():
+    """The published sizes, by the names that transformers gives them."""
+    for config, name in ((LLAMA, "Llama-3 8B"), (GPT, "GPT-2")):
+        values, errors = read(urlencode({"config": json.dumps(config), "sequence": 1024}))
+        assert not errors and model_of(values).parameters == MODELS[name].parameters
+        again, errors = read(query_of(values))  # a link needs no config
+        assert again == values and not errors and "config" not in values
+
+
+@pytest.mark.parametrize(("config", "words"), [
+    ("{", "no config.json"), ("[]", "no config.json"),
+    (json.dumps({"model_type": "mixtral"}), "is none"),
+    (json.dumps(LLAMA | {"head_dim": 64}), "64 are not 4096 wide"),
+    (json.dumps(LLAMA | {"num_hidden_layers": "32"}), "num_hidden_layers")])
+def test_a_config_that_cannot_be_said_is_refused(config, words):
+    found = wrong(urlencode({"config": config}))
+    assert list(found) == ["config"] and words in found["config"]
 
 
 @pytest.mark.parametrize(("name", "text", "value"), [

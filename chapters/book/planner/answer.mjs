@@ -103,7 +103,7 @@ export function recommendation(found) {
       <tbody>${found.options.map((option) => html`
         <tr class="${[option.best && "best", !option.fits && "no-fit"].filter(Boolean).join(" ")}">
           <th scope="row">${called(option)}${mark(option)}
-            <small>${count(option.accumulation)} × ${count(option.micro)} sequences</small></th>
+            <small>${option.what}; ${count(option.accumulation)} × ${count(option.micro)} sequences</small></th>
           <td class="number">${bytes(option.bytes)}${option.fits ? "" : html` <small class="bad">does not
             fit</small>`}</td>
           ${option.seconds ? html`<td class="number">${short(option.tokens_per_second)}</td>
