@@ -64,7 +64,6 @@ updates round, and the memory of the states is half."""
 _MIXED = PRECISIONS["fp32 shards, bf16 gathered"]
 _PRECISIONS = dict(zip(PRECISION_CHOICES, (_MIXED, replace(_MIXED, reduced=2),
                                            PRECISIONS["pure bf16"]), strict=True))
-RECOMPUTE_CHOICES = tuple(RECOMPUTE)
 _MANY_NODES = [2**power for power in range(18)]
 _FREE = 0.1  # the share of memory that is left to the allocator and the libraries
 MEMORY_ERROR = 0.03
@@ -223,7 +222,6 @@ class Wish:
     precision: str = "mixed"
     recompute: Collection[str] = BLOCK_RECOMPUTE
     compiled: bool = False
-    most_tokens: float = math.inf
 
     @property
     def starved(self) -> bool:
@@ -302,11 +300,6 @@ class Recommendation:
         return [option for option in fitting if option.seconds <= (1 + TIE) * shortest]
 
     @property
-    def global_tokens(self) -> int:
-        """Of one step on all ranks."""
-        return self.options[0].global_batch * self.wish.sequence
-
-    @property
     def _leanest(self) -> Option:
         return next(option for option in self.options if option.strategy == "FSDP")
 
@@ -338,8 +331,7 @@ class Recommendation:
     def changes(self) -> list[Change]:
         """One thing changed at a time, predicted with the best strategy, the fastest first.
 
-        Empty where nothing fits now; left out is what does not fit, and a global batch that is
-        larger than ``most_tokens``.
+        Empty where nothing fits now; left out is what does not fit.
         """
         wish, best = self.wish, self.best
         if best is None:
@@ -369,8 +361,7 @@ class Recommendation:
             again = replace(wish, **changed)
             if grows:
                 again = replace(again, batch=None)
-            if again.starved or (
-                    grows and again.global_batch * wish.sequence > wish.most_tokens):
+            if again.starved:
                 continue
             strategy = "FSDP" if best.strategy == "HSDP" and again.cluster.nodes == 1 else (
                 best.strategy)
@@ -470,17 +461,7 @@ class Recommendation:
                     f"{wish.cluster.ranks:,} GPUs have none. At most {wish.global_batch:,} GPUs "
                     "can be data parallel. More GPUs have to share a sequence or a layer: tensor, "
                     "context or pipeline parallelism, which is not simulated here."]
-        if self.global_tokens <= wish.most_tokens:
-            return []
-        of_rank = self.options[0].job.tokens
-        most = wish.most_tokens // of_rank
-        if not most:
-            return [f"The {of_rank:,} tokens of one GPU exceed the largest useful global batch of "
-                    f"{wish.most_tokens:,.0f}: take a smaller local batch or shorter sequences."]
-        return [f"The global batch of {self.global_tokens:,} tokens exceeds "
-                f"{wish.most_tokens:,.0f}: at most {most:,.0f} of {wish.cluster.ranks:,} ranks can "
-                "be data parallel with this local batch. Where it cannot shrink, several ranks "
-                "must share a sequence or a layer: tensor, context, pipeline parallelism."]
+        return []
 
     def __str__(self):
         best, wish = self.best, self.wish
@@ -514,17 +495,16 @@ def _divisors(number):
 
 
 def recommend(model: TransformerConfig, cluster: Cluster, *, global_batch: int | None = None,
-              batch: int | None = None, sequence: int = 4096, most_tokens: float = math.inf,
-              precision: str = "mixed", recompute: str | Collection[str] = BLOCK_RECOMPUTE,
+              batch: int | None = None, sequence: int = 4096, precision: str = "mixed",
+              recompute: str | Collection[str] = BLOCK_RECOMPUTE,
               compiled: bool = False) -> Recommendation:
     """Which strategy trains ``model`` fastest, with ``global_batch`` sequences in a step.
 
     ``batch``: sequences of a micro-batch, by default the largest that fits; without a global batch,
-    all of a rank's sequences, by default one. ``most_tokens``: the largest global batch that
-    training can use, see chapter 07. ``precision``: one of `PRECISION_CHOICES`. ``recompute``: the
-    way or ways allowed, of `RECOMPUTE_CHOICES`. ``compiled``: see `Job`. A tenth of the memory is
-    left to the allocator and the libraries. Tensor, context and pipeline parallelism are not
-    considered. Raises like `checks.whole` for batches and sequence.
+    all of a rank's sequences, by default one. ``precision``: one of `PRECISION_CHOICES`.
+    ``recompute``: the way or ways allowed, of `job.RECOMPUTE`. ``compiled``: see `Job`. A tenth of
+    the memory is left to the allocator and the libraries. Tensor, context and pipeline parallelism
+    are not considered. Raises like `checks.whole` for batches and sequence.
     """
     if global_batch is None:
         batch = 1 if batch is None else batch
@@ -532,16 +512,13 @@ def recommend(model: TransformerConfig, cluster: Cluster, *, global_batch: int |
     whole(global_batch, "global_batch"), whole(sequence, "sequence")
     if batch is not None:
         whole(batch, "batch")
-    if not most_tokens > 0:
-        raise ValueError(f"most_tokens, the largest global batch, is above 0, not {most_tokens}")
     one_of(precision, PRECISION_CHOICES, "precision")
     recompute = (recompute,) if isinstance(recompute, str) else tuple(recompute)
     if not recompute:
-        raise ValueError(f"recompute allows nothing: give some of {RECOMPUTE_CHOICES}")
+        raise ValueError(f"recompute allows nothing: give some of {tuple(RECOMPUTE)}")
     for way in recompute:
-        one_of(way, RECOMPUTE_CHOICES, "recompute")
-    wish = Wish(model, cluster, sequence, global_batch, batch, precision, recompute, compiled,
-                most_tokens)
+        one_of(way, RECOMPUTE, "recompute")
+    wish = Wish(model, cluster, sequence, global_batch, batch, precision, recompute, compiled)
     return Recommendation(wish.options, wish)
 
 

@@ -359,10 +359,16 @@ def _row(option, recommendation, planned):
         "micro": option.job.batch, "accumulation": option.job.accumulation,
         "bytes": option.budget.total, "fits": option.fits, "margin": option.margin,
         "best": option is recommendation.best, "planned": option.strategy == planned.strategy,
-        "tie": option in recommendation.ties and len(recommendation.ties) > 1,
+        "mark": _mark(option, recommendation),
         "tokens_per_second": option.tokens_per_second if runs else None,
         "seconds": option.seconds if runs else None, "mfu": option.mfu if runs else None,
         "bound": option.bound if runs else None}
+
+
+def _mark(option, recommendation):
+    if option is recommendation.best:
+        return "recommended" if option.mfu >= LOW_MFU else "fastest, and a waste"
+    return "as fast" if option in recommendation.ties else ""
 
 
 def _fewer(planned, wish):

@@ -80,7 +80,7 @@ def _head(plan):
 def _strategies(options):
     yield f"   {'+ recomputation':22}{'micro-batches':>13}{'memory':>9}"
     for each in options:
-        mark = "→" if each["best"] else "=" if each["tie"] else " "
+        mark = "→" if each["best"] else "=" if each["mark"] else " "
         mark += "*" if each["planned"] else " "
         again = "" if each["recompute"] == "none" else f" + {each['recompute']}"
         name = f"{each['name']}{again}"
@@ -90,8 +90,9 @@ def _strategies(options):
                 else f"{readable(-each['margin'])} too much" if not each["fits"]
                 else "too few sequences")
         yield f"{mark} {name:24}{size:>11}{readable(each['bytes']):>10}  {rest}"
-    yield ("  *: planned; →: recommended; =: as fast, within what this prediction may be off"
-           if any(each["best"] for each in options) else "  *: planned. None of them runs.")
+    best = next((each["mark"] for each in options if each["best"]), "")
+    yield (f"  *: planned; →: {best}; =: as fast, within what this prediction may be off"
+           if best else "  *: planned. None of them runs.")
 
 
 def _published(plan):
@@ -117,16 +118,14 @@ def _run(rent):
 
 
 def _memory(memory):
-    for part in memory["parts"]:
-        if part["bytes"]:
-            yield f"  {part['name']:15}{readable(part['bytes']):>9}"
+    parts = ", ".join(f"{part['name']} {readable(part['bytes'])}" for part in memory["parts"]
+                      if part["bytes"])
     verdict = "fits" if memory["fits"] else f"{readable(-memory['margin'])} too much"
     if memory["uncertain"]:
         verdict += ", but by less than this prediction may be off"
-    yield (f"  {'together':15}{readable(memory['total']):>9} of {readable(memory['limit'])}: "
-           f"{verdict}")
-    yield (f"  A tenth of the GPU's {readable(memory['gpu'])} is left to the allocator and the "
-           "libraries.")
+    return _wrapped(f"{parts}: together {readable(memory['total'])} of "
+                    f"{readable(memory['limit'])}: {verdict}. A tenth of the GPU's "
+                    f"{readable(memory['gpu'])} is left to the allocator and the libraries.")
 
 
 def _traffic(traffic):
@@ -134,8 +133,8 @@ def _traffic(traffic):
         calls = "" if part["calls"] is None else f", {part['calls']:,} calls"
         yield (f"  {part['name']:34}{readable(part['bytes']):>9}  among {part['ranks']:,} "
                f"GPUs{part['where'] and ', '}{part['where']}{calls}")
-    yield (f"  {'together':34}{readable(traffic['sent_bytes']):>9}" if traffic["parts"]
-           else "  One GPU sends nothing.")
+    if not traffic["parts"]:
+        yield "  One GPU sends nothing."
 
 
 def _step(step):

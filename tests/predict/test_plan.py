@@ -203,6 +203,9 @@ def test_the_range_is_that_of_runs_like_it_or_there_is_none():
     ({"precision": "bf16"}, "small learning rates"),
     ({"gpus": 48}, "evenly")])
 def test_a_newcomer_is_warned(values, words):
+    """And what wastes the GPUs is recommended to nobody."""
+    marks = [row["mark"] for row in asked(**values)["recommendation"]["options"]]
+    assert ("recommended" in marks) is (words != "wastes the GPUs")
     assert any(words in line for line in asked("plan", **values)["plan"]["warnings"])
 
 

@@ -14,6 +14,7 @@ CLASSES = [(gpu, ranks) for gpu in ("A100", "H100") for ranks in (8, 64)]
 
 @pytest.mark.slow
 def test_the_stored_ratios_are_those_of_the_predictions():
+    """Else: python -m dplab.bench cluster --write dplab/predict/ratios.json."""
     assert reached.measured_ratios() == pytest.approx(reached.RATIOS, rel=1e-3)
 
 

@@ -116,9 +116,8 @@ export function recommendation(found) {
 }
 
 function mark(option) {
-  return html`${option.best ? html` <span class="mark best">recommended</span>`
-    : option.tie && html` <span class="mark">as fast</span>`}${
-    option.planned && html` <span class="mark">planned</span>`}`;
+  return html`${option.mark && html` <span class="mark${option.best ? " best" : ""}">${
+    option.mark}</span>`}${option.planned && html` <span class="mark">planned</span>`}`;
 }
 
 function memory(found) {
