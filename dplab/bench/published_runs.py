@@ -1,20 +1,31 @@
 """The cluster simulator beside published measurements of pure data-parallel and FSDP runs.
 
 Each run as an interval, from the slow to the fast pace of what was measured; nothing is fitted.
-Then what one known run of a series makes of the others, and rankings.
+Then what one known run of a series makes of the others, rankings, and the planner's ranges.
 """
 
+import json
+import textwrap
 from collections import Counter
+from pathlib import Path
 
+from dplab.predict import reached
 from dplab.predict.published import published_runs, rankings, runs_with_fitted_share, summary
 
 
 def add_arguments(parser):
     parser.add_argument("--runs", action="store_true",
                         help="each run as well, what it assumes, and its source")
+    parser.add_argument("--write", metavar="FILE",
+                        help="only write what each run reached of its prediction: ratios.json")
 
 
 def main(options):
+    if options.write:
+        ratios = json.dumps(reached.measured_ratios())
+        Path(options.write).write_text("\n".join(
+            textwrap.wrap(ratios, 118, break_long_words=False, break_on_hyphens=False)) + "\n")
+        return
     runs = published_runs()
     if options.runs:
         print_runs(runs)
@@ -29,6 +40,20 @@ def main(options):
     counts = Counter(pair for ranking in rankings(runs) for pair in ranking.pairs)
     print(f"rankings: of {counts.total()} pairs {counts['right']} right, {counts['wrong']} wrong, "
           f"{counts['tie']} a tie on one side alone")
+    print_ranges()
+
+
+def print_ranges():
+    """What runs of each class reached of their predictions, and how well that held."""
+    print(f"\n{'reached, of what is predicted':30}{'sources':>8}{'runs':>6}{'low':>7}{'middle':>8}"
+          f"{'high':>7}{'held out, inside':>18}")
+    for gpu, generation in reached.GENERATIONS.items():
+        for ranks in (1, reached.LARGE) if gpu != "H200" else ():
+            name = f"  {generation}, {'from' if ranks > 1 else 'below'} {reached.LARGE} GPUs"
+            found = reached.reached(gpu, ranks)
+            print(f"{name:30}" + ("  fewer than three sources" if found is None else
+                  f"{found.sources:8}{found.runs:6}{found.low:7.2f}{found.middle:8.2f}"
+                  f"{found.high:7.2f}{found.held_out:18.0%}"))
 
 
 def print_runs(runs):

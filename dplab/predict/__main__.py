@@ -1,10 +1,12 @@
 """``dplab plan`` and ``python -m dplab.predict``: a plan in the terminal, without torch."""
 
 import argparse
+import contextlib
 import io
 import json
 import os
 import sys
+from pathlib import Path
 from urllib.parse import urlencode
 
 from dplab.predict import plan, plan_as_text
@@ -68,7 +70,7 @@ def _parser():
             said.append(f"(default: {field.text_of(field.default)})")
         groups[field.group].add_argument(
             _option(field.name), dest=field.name, help=" ".join(said).replace("%", "%%"),
-            metavar={"choice": "NAME", "flag": "yes|no"}.get(field.kind, "N"))
+            metavar={"choice": "NAME", "flag": "yes|no", "config": "FILE"}.get(field.kind, "N"))
     return parser
 
 
@@ -83,6 +85,9 @@ def _options(values):
 def _query(options):
     """The query that the address and the options make together."""
     page, mark, query = options.address.partition("#")[0].partition("?")
+    if options.config is not None:
+        with contextlib.suppress(OSError):
+            options.config = Path(options.config).read_text("utf-8", errors="replace")
     if not mark and "=" in page:
         query = page  # and a page without a query shows the default plan
     given = urlencode({name: text for name, text in vars(options).items()

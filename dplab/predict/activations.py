@@ -17,6 +17,7 @@ from dplab.predict.transformer_config import TransformerConfig
 RECOMPUTE = {
     "none": "all is kept",
     "selective": "the attention scores are computed again in backward",
+    "products": "every second matrix product, norms and the unit between are computed again",
     "full": "of each block only its input is kept",
 }
 
@@ -65,9 +66,14 @@ def activations(model: TransformerConfig, batch: int, sequence: int, *, element:
     stream = 4 if autocast else element
     block = tokens * (_linear(model, element, dropout, stream) + scores)
     entry = tokens * stream * model.d_model
+    # As torchtitan's selective checkpointing by operation: the block's input, the outputs of the
+    # first, third, fifth and seventh product, and attention's.
+    products = entry + tokens * (scores + element * (
+        3 * model.d_model + model.d_kv + model.d_ff))
     kept, recomputed = {
         "none": (block, 0),
         "selective": (block, 0) if flash else (block - tokens * scores, tokens * scores),
+        "products": (products, block - products),
         "full": (entry, block - entry),
     }[recompute]
     ends = entry + tokens * model.d_model * (element + (1 if dropout else 0))

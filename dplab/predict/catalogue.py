@@ -2,7 +2,7 @@
 
 The numbers lie in ``catalogue.json``, each table with its source. Those of links and GPUs are
 peaks: in use they reach less. A GPU's memory is what ``nvidia-smi`` shows: the GB with which it is
-sold have 2³⁰ bytes each.
+sold have 2³⁰ bytes each. `VARIANTS` have other memory; their chip's name is theirs, for its rates.
 """
 
 import json
@@ -48,10 +48,10 @@ def _links(table):
                        f"{row['what']}; {source}") for name, row in table["rows"].items()}
 
 
-def _gpus(table):
-    return {name: Gpu(name, 1e12 * row["bf16"], 2**20 * row["memory"],
+def _gpus(table, rows="rows"):
+    return {name: Gpu(row.get("chip", name), 1e12 * row["bf16"], 2**20 * row["memory"],
                       1e12 * row["memory_bandwidth"], f"{row['what']}; {table['source']}")
-            for name, row in table["rows"].items()}
+            for name, row in table[rows].items()}
 
 
 def _models(table):
@@ -64,6 +64,7 @@ _TABLES = json.loads(resources.files(__package__).joinpath("catalogue.json").rea
 
 LINKS: dict[str, Link] = _links(_TABLES["links"])
 GPUS: dict[str, Gpu] = _gpus(_TABLES["gpus"])
+VARIANTS: dict[str, Gpu] = _gpus(_TABLES["gpus"], "variants")
 MODELS: dict[str, TransformerConfig] = _models(_TABLES["models"])
 
 MATMUL_SHARE = {"A100": 271.2 / 312, "H100": 794.5 / 989, "H200": 794.5 / 989,

@@ -1,13 +1,14 @@
-"""From a model, a cluster and a batch to a strategy: a recommendation that says why.
+"""From a model, a cluster and a global batch to a strategy: a recommendation that says why.
 
     cluster = Cluster(GPUS["H100"], 8, LINKS["NVLink 4"], LINKS["400 Gb/s"])
-    print(recommend(MODELS["Llama-3 8B"], cluster, batch=1, sequence=8192))
+    print(recommend(MODELS["Llama-3 8B"], cluster, global_batch=512, sequence=8192))
 
 Each strategy is taken as torch's usual settings make it (`settings` has the code). By default that
 is mixed precision: parameters, gradients and Adam's moments in fp32, 16 bytes a parameter in all;
-computing, gathers and activations in bf16; gradients reduced in fp32. `IN_BF16` has what else there
-is. `memory` says what that holds, `cluster` how long a step takes. What to change is found by
-trying: each change is predicted anew.
+computing, gathers and activations in bf16; gradients reduced in fp32. `PRECISION_CHOICES` has what
+else there is. `memory` says what that holds, `cluster` how long a step takes. Micro-batch,
+accumulation and recomputation are searched. What to change is found by trying: each change is
+predicted anew.
 """
 
 import math
@@ -15,12 +16,13 @@ import textwrap
 from bisect import bisect_left
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, lru_cache
+from typing import Any
 
 from dplab.predict import memory, network, shards
 from dplab.predict.checks import one_of, whole
 from dplab.predict.cluster import BLOCK_RECOMPUTE, Prediction, job_spans
-from dplab.predict.job import Cluster, Job
+from dplab.predict.job import RECOMPUTE, Cluster, Job
 from dplab.predict.memory import Budget
 from dplab.predict.moments import LOSS_BYTES
 from dplab.predict.network import collective_seconds
@@ -45,21 +47,23 @@ CHOICES = {
     "DDP": Strategy("everything on every rank", "DDP", "DDP", "DDP"),
     "ZeRO-1": Strategy("DDP, optimizer sharded", "ZeRO-1", "DDP", "ZeroRedundancyOptimizer"),
     "FSDP": Strategy("all sharded among all ranks", "ZeRO-3", "FSDP", "fully_shard"),
-    "FSDP, kept": Strategy("whole until backward", "ZeRO-3", "FSDP",
+    "FSDP, kept": Strategy("FSDP that gathers each block once a step", "ZeRO-3", "FSDP",
                            "fully_shard, reshard_after_forward=False", reshard=False),
     "HSDP": Strategy("sharded in a node, a copy on each", "ZeRO-3", "HSDP", "fully_shard"),
 }
 """From the simplest on: a later one is taken where it fits and is faster. "FSDP, kept" is without
 resharding after forward. On one rank DDP stands for the model without a wrapper."""
 
-IN_BF16 = {
-    "mixed": "states in fp32, computing in bf16",
+PRECISION_CHOICES = {
+    "mixed": "states in fp32, computing in bf16, gradients reduced in fp32",
+    "mixed, bf16 reduction": "the same, gradients of FSDP and HSDP reduced in bf16",
     "bf16": "all in bf16, Adam's moments too",
 }
-"""Precisions that compute in bf16, as the measured rates do, named as in `dplab.dryrun`. In "bf16"
+"""They compute in bf16, as the measured rates do, and are named as in `dplab.dryrun`. In "bf16"
 updates round, and the memory of the states is half."""
-_PRECISIONS = dict(zip(IN_BF16, (PRECISIONS["fp32 shards, bf16 gathered"],
-                                 PRECISIONS["pure bf16"]), strict=True))
+_MIXED = PRECISIONS["fp32 shards, bf16 gathered"]
+_PRECISIONS = dict(zip(PRECISION_CHOICES, (_MIXED, replace(_MIXED, reduced=2),
+                                           PRECISIONS["pure bf16"]), strict=True))
 _MANY_NODES = [2**power for power in range(18)]
 _FREE = 0.1  # the share of memory that is left to the allocator and the libraries
 MEMORY_ERROR = 0.03
@@ -98,7 +102,8 @@ class Option(Prediction):
         return memory.budget(
             job.model, ranks, self.cluster.gpu.memory_bytes, precision=stored,
             stage=CHOICES[self.strategy].stage, batch=job.batch, sequence=job.sequence,
-            recompute=job.recompute, reshard=job.reshard, bucket_views=True,
+            recompute={"selective": "products"}.get(job.recompute, job.recompute),
+            reshard=job.reshard, bucket_views=True, accumulates=job.accumulation > 1,
             held=fullest_rank(job.model, ranks, stored) if self.strategy == "ZeRO-1" else None)
 
     @property
@@ -136,11 +141,11 @@ class Option(Prediction):
 
     @property
     def transfers(self) -> list[Transfers]:
-        """The collectives of a step, by `traffic.collectives`.
+        """The collectives of a micro-batch, by `traffic.collectives`; see `times_sent`.
 
         Under HSDP the root is gathered once, as by torch, where `traffic` gathers all units twice.
         """
-        stored, cluster = _PRECISIONS[self.precision], self.cluster
+        stored, cluster = self._stored, self.cluster
         wire = stored.parameters if self.strategy == "ZeRO-1" else stored.gathered
 
         def sent(name, ranks, shard_ranks=None):
@@ -154,35 +159,132 @@ class Option(Prediction):
                 *(each for each in sent("HSDP", cluster.ranks, cluster.per_node)
                   if each.of == "shards of gradients")]
 
+    @property
+    def _stored(self) -> Precision:
+        """In DDP's buckets gradients stay in fp32."""
+        stored = _PRECISIONS[self.precision]
+        replicated = CHOICES[self.strategy].simulated == "DDP"
+        return replace(stored, reduced=stored.gradients) if replicated else stored
+
+    def times_sent(self, each: Transfers) -> int:
+        """How often in a step: what is all-reduced for the last micro-batch alone, else for all."""
+        alone = self.job.strategy == "DDP" or "all-reduce" in each.algorithm
+        return 1 if alone else self.job.accumulation
+
+    @property
+    def global_batch(self) -> int:
+        """Sequences in a step of all ranks."""
+        return self.cluster.ranks * self.job.batch * self.job.accumulation
+
+    @property
+    def gpu_seconds_per_token(self) -> float:
+        return self.cluster.ranks / self.tokens_per_second
+
     def recomputing(self, way: str) -> "Option":
         """The same with another way to recompute."""
         return replace(self, job=replace(self.job, recompute=way))
 
     def __str__(self):
-        again = ", blocks recomputed" if self.job.recompute == "full" else ""
+        again = {"none": "", "full": ", blocks recomputed", "selective": ", partly recomputed"}[
+            self.job.recompute]
         return f"{self.name}{again}"
 
 
 @dataclass(frozen=True)
 class Change:
-    """Something else to try: ``gain`` is in tokens/s of a GPU, relative; None if nothing fits."""
+    """Something else to try: ``speed`` and ``gpu_time``, of a token, are relative to now."""
 
     what: str
-    best: Option | None
-    gain: float | None
+    best: Option
+    speed: float
+    gpu_time: float
+
+    @property
+    def matters(self) -> bool:
+        """Whether more than the prediction may be off changes, and no loss is its price."""
+        faster, cheaper = self.speed > 1 + TIE, self.gpu_time < 1 - TIE
+        return faster or cheaper or (self.speed < 1 - TIE and self.gpu_time > 1 + TIE)
+
+    def __str__(self):
+        return (f"{self.what}: {self.speed:.2f} times the tokens/s, {_signed(self.gpu_time - 1)} "
+                "GPU-hours.")
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What `recommend` was asked for, with which it is asked again for a change."""
+
+    model: TransformerConfig
+    cluster: Cluster
+    sequence: int
+    global_batch: int
+    batch: int | None = None
+    precision: str = "mixed"
+    recompute: Collection[str] = BLOCK_RECOMPUTE
+    compiled: bool = False
+
+    @property
+    def starved(self) -> bool:
+        """Whether there are fewer sequences than ranks."""
+        return self.global_batch < self.cluster.ranks
+
+    @property
+    def sequences(self) -> int:
+        """Of a rank in a step; where the ranks do not divide the global batch, rounded."""
+        return max(1, round(self.global_batch / self.cluster.ranks))
+
+    def option(self, strategy: str) -> Option:
+        """The strategy at the micro-batch and the recomputation that make it fastest.
+
+        For each way to recompute the largest micro-batch that fits is predicted. Where none fits,
+        the one that holds least.
+        """
+        return _fastest(self, strategy)
+
+    def _largest(self, strategy, way):
+        def at(batch):
+            return option_of(strategy, self.model, self.cluster, batch=batch,
+                             accumulation=max(1, round(self.sequences / batch)),
+                             sequence=self.sequence, precision=self.precision, recompute=way,
+                             compiled=self.compiled)
+
+        if self.batch:
+            return at(min(self.batch, self.sequences))
+        if (whole_batch := at(self.sequences)).fits:
+            return whole_batch
+        sizes = _divisors(self.sequences)[:-1] or [1]
+        return at(sizes[max(0, bisect_left(sizes, True, key=lambda size: not at(size).fits) - 1)])
+
+    @property
+    def options(self) -> tuple[Option, ...]:
+        strategies = [name for name in CHOICES if name != "HSDP" or self.cluster.nodes > 1]
+        if self.cluster.ranks == 1:  # the others are the same as one of these, as HSDP in a node
+            strategies = ["DDP", "FSDP"]
+        return tuple(map(self.option, strategies))
+
+
+@lru_cache(maxsize=2048)
+def _fastest(wish, strategy):
+    """Kept, since one plan's curve and changes have most of the next plan's."""
+    first, *_ = ways = [wish._largest(strategy, way) for way in wish.recompute]
+    fitting = [option for option in ways if option.fits]
+    if not fitting:
+        return min(ways, key=lambda option: option.budget.total)
+    if wish.batch and wish.sequences == wish.batch:
+        return fitting[0]  # nothing to search: recomputed only where it must be
+    return min(fitting, key=lambda option: option.seconds * (1 if option is first else 1.01))
 
 
 @dataclass(frozen=True)
 class Recommendation:
-    """What `recommend` found, with two of its arguments; printed, it says why."""
+    """What `recommend` found; printed, it says why."""
 
     options: tuple[Option, ...]
-    most_tokens: float
-    recompute: Collection[str] = BLOCK_RECOMPUTE
+    wish: Wish
 
     @property
     def best(self) -> Option | None:
-        """The simplest of `ties`; None if none fits."""
+        """The simplest of `ties`; None if none fits, or if some ranks have no sequence."""
         return next(iter(self.ties), None)
 
     @cached_property
@@ -191,16 +293,11 @@ class Recommendation:
 
         On one rank nothing is shared, so that the simplest that fits stands alone.
         """
-        fitting = [option for option in self.options if option.fits]
-        if self.options[0].cluster.ranks == 1:
+        fitting = [option for option in self.options if option.fits and not self.wish.starved]
+        if self.wish.cluster.ranks == 1:
             return fitting[:1]
         shortest = min((option.seconds for option in fitting), default=0)
         return [option for option in fitting if option.seconds <= (1 + TIE) * shortest]
-
-    @property
-    def global_tokens(self) -> int:
-        """Of one step on all ranks."""
-        return self.options[0].cluster.ranks * self.options[0].job.tokens
 
     @property
     def _leanest(self) -> Option:
@@ -212,7 +309,7 @@ class Recommendation:
 
         None where it fits on no number of ranks.
         """
-        node, limit = self._leanest.cluster.node_size, self._leanest.limit
+        node, limit = self.wish.cluster.node_size, self._leanest.limit
 
         def fits(ranks):
             return self._leanest_on(ranks).total <= limit
@@ -225,55 +322,55 @@ class Recommendation:
         return node * bisect_left(range(most), True, lo=most // 2 + 1,
                                   key=lambda nodes: fits(nodes * node))
 
-    @cached_property
-    def _least(self) -> tuple[Budget, int]:
-        """What FSDP holds at least, recomputing, and on how many ranks.
-
-        On more ranks than a tensor has rows, filling these up to whole shards takes more again.
-        """
-        node = self._leanest.cluster.node_size
-        return min(((self._leanest_on(nodes * node), nodes * node) for nodes in _MANY_NODES),
-                   key=lambda found: found[0].total)
-
-    def _leanest_on(self, ranks, *, recompute="full", batch=None):
+    def _leanest_on(self, ranks):
         """What FSDP holds on so many ranks, with its blocks recomputed."""
-        job, cluster = self._leanest.job, self._leanest.cluster
-        return replace(self._leanest, cluster=cluster.of(ranks), job=replace(
-            job, recompute=recompute, batch=batch or job.batch)).budget
+        job = replace(self._leanest.job, recompute="full", batch=self.wish.batch or 1)
+        return replace(self._leanest, cluster=self.wish.cluster.of(ranks), job=job).budget
 
     @cached_property
     def changes(self) -> list[Change]:
-        """One thing changed at a time, the largest gain first; empty where nothing fits now.
+        """One thing changed at a time, predicted with the best strategy, the fastest first.
 
-        None makes the global batch larger than training can use.
+        Empty where nothing fits now; left out is what does not fit.
         """
-        best = self.best
+        wish, best = self.wish, self.best
         if best is None:
             return []
-        job, cluster = best.job, best.cluster
-        more = 2 * cluster.ranks
-        if more > cluster.node_size:
-            more = cluster.node_size * math.ceil(more / cluster.node_size)  # whole nodes
-        said = "twice the" if more == 2 * cluster.ranks else f"{more:,}"
-        tried = [("twice the batch on each rank", 2 * job.batch, cluster),
-                 (f"{said} ranks, the same batch on each", job.batch, cluster.of(more))]
-        if cluster.nodes > 1:
-            tried.append(("a network twice as fast", job.batch, replace(
-                cluster, between=replace(cluster.between,
-                                         bandwidth=2 * cluster.between.bandwidth))))
-        found, rate = [], job.tokens / best.seconds
-        for what, batch, other in tried:
-            tokens = other.ranks * batch * job.sequence
-            if tokens > max(self.most_tokens, self.global_tokens):
+        ranks, node, batch = wish.cluster.ranks, wish.cluster.node_size, wish.global_batch
+        more = 2 * ranks
+        if more > node:
+            more = node * math.ceil(more / node)  # whole nodes
+        tried: dict[str, dict[str, Any]] = {
+            f"{more:,} GPUs, the same global batch": {"cluster": wish.cluster.of(more)},
+            "Twice the global batch": {"global_batch": 2 * batch}}
+        tried[f"{more:,} GPUs and {more / ranks:g} times the global batch"] = {
+            "cluster": wish.cluster.of(more), "global_batch": batch * more // ranks}
+        if not wish.compiled:
+            tried["torch.compile"] = {"compiled": True}
+        if wish.precision == "mixed" and best.job.strategy != "DDP":
+            tried["Gradients reduced in bf16"] = {"precision": "mixed, bf16 reduction"}
+        if wish.cluster.nodes > 1:
+            fewer = max(node, ranks // 2 // node * node)
+            tried[f"{fewer:,} GPUs, the same global batch"] = {"cluster": wish.cluster.of(fewer)}
+            tried["A network twice as fast"] = {"cluster": replace(
+                wish.cluster, between=replace(wish.cluster.between,
+                                              bandwidth=2 * wish.cluster.between.bandwidth))}
+        found = []
+        for what, changed in tried.items():
+            grows = changed.get("global_batch", batch) > batch
+            again = replace(wish, **changed)
+            if grows:
+                again = replace(again, batch=None)
+            if again.starved:
                 continue
-            instead = replace(self, options=_options(
-                job.model, other, batch=batch, sequence=job.sequence, precision=best.precision,
-                recompute=self.recompute)).best
-            gain = None if instead is None else (
-                instead.job.tokens / instead.seconds / rate - 1)
-            found.append(Change(what, instead, gain))
-        return sorted(found, key=lambda change: -math.inf if change.gain is None else change.gain,
-                      reverse=True)
+            strategy = "FSDP" if best.strategy == "HSDP" and again.cluster.nodes == 1 else (
+                best.strategy)
+            option = again.option(strategy)
+            if option.fits:
+                found.append(Change(
+                    what, option, option.tokens_per_second / best.tokens_per_second,
+                    option.gpu_seconds_per_token / best.gpu_seconds_per_token))
+        return sorted(found, key=lambda change: -change.speed)
 
     @property
     def advice(self) -> list[str]:
@@ -285,30 +382,32 @@ class Recommendation:
     @property
     def unknown(self) -> tuple[str, ...]:
         """The links that nobody measured, and what stands in for each, in sentences."""
-        return network.basis(self.options[0].cluster, stand_ins=True)
+        return network.basis(self.wish.cluster, stand_ins=True)
 
     def _about_memory(self):
-        if self.best is not None:
+        if any(option.fits for option in self.options):
             return []
-        if self._leanest.recomputing("full").fits:
+        leanest, ranks, least = self._leanest, self.wish.cluster.ranks, self.least_ranks
+        if leanest.job.recompute != "full" and leanest.recomputing("full").fits:
             return ["With its blocks recomputed, FSDP fits: allow that."]
-        job, ranks, least = self._leanest.job, self._leanest.cluster.ranks, self.least_ranks
         if least is None:
-            held, ranks = self._least
-            loss = job.tokens * job.model.vocabulary * LOSS_BYTES
-            ways = ["a smaller local batch"] if job.batch > 1 else []
-            if held.moment == "loss":
-                ways.append(f"a loss in chunks (it takes {readable(loss)})")
+            held, ranks = min(((self._leanest_on(nodes * self.wish.cluster.node_size),
+                                nodes * self.wish.cluster.node_size) for nodes in _MANY_NODES),
+                              key=lambda found: found[0].total)
             parts = ", ".join(f"{name} {readable(size)}" for name, size in held.parts.items()
                               if size)
-            return [f"No number of ranks is enough. FSDP, with its blocks recomputed, needs least "
-                    f"on {ranks:,} ranks: {readable(held.total)} at its peak, {held.moment} "
-                    f"({parts}). It takes {', '.join([*ways, 'smaller units'])} or offloading; "
-                    "what is left then asks for tensor or context parallelism."]
+            loss = ""
+            if held.moment == "loss":
+                logits = leanest.job.sequence * leanest.job.model.vocabulary
+                loss = f" A loss in chunks saves up to {readable(logits * LOSS_BYTES)}."
+            return [f"No number of GPUs is enough for FSDP. With its blocks recomputed, it needs "
+                    f"least on {ranks:,}: {readable(held.total)} at its peak, {held.moment} "
+                    f"({parts}).{loss} What is left asks for tensor or context parallelism, or "
+                    "offloading; none of these is simulated here."]
         if least > ranks:
-            return [f"The states need more ranks: FSDP, with its blocks recomputed, needs at least "
+            return [f"The states need more GPUs: FSDP, with its blocks recomputed, needs at least "
                     f"{least:,}."]
-        return [f"These are too many ranks: the rows of each tensor are filled up to whole shards. "
+        return [f"These are too many GPUs: the rows of each tensor are filled up to whole shards. "
                 f"FSDP, with its blocks recomputed, fits on {least:,}."]
 
     def _about_margins(self, options):
@@ -321,7 +420,7 @@ class Recommendation:
                 for option in close]
 
     def _about_ties(self):
-        if self.best is not None and self.best.cluster.ranks == 1:
+        if self.best is not None and self.wish.cluster.ranks == 1:
             if self.best.is_plain:
                 return ["One GPU has nothing to share: train the model as it is, without DDP or "
                         "FSDP."]
@@ -335,59 +434,39 @@ class Recommendation:
                 "predictions is off in the median. It is the simplest; measure to tell them apart."]
 
     def _about_the_bound(self):
-        if self.best is None:
+        best = self.best
+        if best is None:
             return []
-        alone = self.best.cluster.ranks == 1
-        said = [(_REMEDIES | _ALONE if alone else _REMEDIES)[self.best.bound]]
-        (most, first), (next_most, second) = sorted(
-            ((saved / self.best.seconds, name) for name, saved in self.best.savings.items()),
-            reverse=True)[:2]
-        if next_most > max(TIE, most / 2):
-            said.append(f"Without the time of {first} the step would be {most:.0%} shorter, "
-                        f"without that of {second} {next_most:.0%}.")
-        if self.best.job.recompute == "full":
-            kept = self.best.recomputing("none")
-            more = self.best.compute_seconds / kept.compute_seconds - 1
-            if kept.fits:
-                said.append(f"Blocks are recomputed, which costs {more:.0%} more computing. "
-                            f"{self.best.strategy} fits without that too.")
-            else:
-                said.append(f"Blocks are recomputed to save memory, which costs {more:.0%} more "
-                            f"computing. {self._instead_of_recomputing()}")
-        return said + [f"Tried: {change.what}: {_told(change)}" for change in self.changes]
-
-    def _instead_of_recomputing(self):
-        """Which of two ways makes room to keep all activations."""
-        option = self._leanest
-        node, ranks = option.cluster.node_size, option.cluster.ranks
-        more = any(self._leanest_on(nodes * node, recompute="none").total <= option.limit
-                   for nodes in _MANY_NODES if nodes * node > ranks)
-        smaller = option.job.batch > 1 and (
-            self._leanest_on(ranks, recompute="none", batch=1).total <= option.limit)
-        ways = [way for way, avoids in (("more ranks", more), ("a smaller local batch", smaller))
-                if avoids]
-        if not ways:
-            return "Neither more ranks nor a smaller local batch alone would avoid that."
-        return f"With FSDP, {' or '.join(ways)} would avoid that."
+        shares = sorted(((saved / best.seconds, name) for name, saved in best.savings.items()
+                         if saved > TIE * best.seconds), reverse=True)
+        bounds = " and ".join(f"{name}, without whose time it would be {share:.0%} shorter"
+                              for share, name in shares[:2])
+        said = [f"What the step takes longest for: {bounds}."] if bounds else []
+        if best.job.recompute == "full" and self.wish.recompute != ("full",):
+            kept = best.recomputing("none")
+            more = best.compute_seconds / kept.compute_seconds - 1
+            said.append(f"Blocks are recomputed, which costs {more:.0%} more computing"
+                        + (", and makes room for the larger micro-batch." if kept.job.batch > 1
+                           else " and fits where keeping all does not."))
+        said += [f"Tried: {change}" for change in self.changes if change.matters]
+        others = [change.what for change in self.changes if not change.matters]
+        return said + ([f"Tried, and no gain beyond what the prediction may be off by: "
+                        f"{'; '.join(others)}."] if others else [])
 
     def _about_the_batch(self):
-        if self.global_tokens <= self.most_tokens:
-            return []
-        most = self.most_tokens // self.options[0].job.tokens
-        if not most:
-            return [f"The {self.options[0].job.tokens:,} tokens of one GPU exceed the largest "
-                    f"useful global batch of {self.most_tokens:,.0f}: take a smaller local batch "
-                    "or shorter sequences."]
-        return [f"The global batch of {self.global_tokens:,} tokens exceeds "
-                f"{self.most_tokens:,.0f}: at most {most:,.0f} of "
-                f"{self.options[0].cluster.ranks:,} ranks can be data parallel with this local "
-                "batch. Where it cannot shrink, several ranks must share a sequence or a layer: "
-                "tensor, context, pipeline parallelism."]
+        wish = self.wish
+        if wish.starved:
+            return [f"The global batch has {wish.global_batch:,} sequences of {wish.sequence:,} "
+                    f"tokens, so {wish.cluster.ranks - wish.global_batch:,} of "
+                    f"{wish.cluster.ranks:,} GPUs have none. At most {wish.global_batch:,} GPUs "
+                    "can be data parallel. More GPUs have to share a sequence or a layer: tensor, "
+                    "context or pipeline parallelism, which is not simulated here."]
+        return []
 
     def __str__(self):
-        best, cluster, job = self.best, self.options[0].cluster, self.options[0].job
-        lines = [f"{job.model.name} on {cluster.ranks:,} × {cluster.gpu.name}, {job.batch} × "
-                 f"{job.sequence:,} tokens each (prediction)", ""]
+        best, wish = self.best, self.wish
+        lines = [f"{wish.model.name} on {wish.cluster.ranks:,} × {wish.cluster.gpu.name}, "
+                 f"{wish.sequences} × {wish.sequence:,} tokens each (prediction)", ""]
         for option in self.options:
             mark = "→" if option is best else "=" if option in self.ties else " "
             if option.fits:
@@ -404,77 +483,64 @@ class Recommendation:
         return "\n".join([*lines, "", *advice, *unknown])
 
 
-def _told(change):
-    if change.best is None:
-        return "then nothing fits."
-    gain = f"{_signed(change.gain)} tokens/s per GPU, with {change.best}"
-    return f"{gain}." if abs(change.gain) > TIE else (
-        f"{gain}: no more than the prediction may be off.")
-
-
 def _signed(share):
     percents = round(100 * share, 1)
     return f"{'+' if percents > 0 else '−' if percents < 0 else ''}{abs(percents):.1f}%"
 
 
-_REMEDIES = {
-    "arithmetic": "Computing bounds it.",
-    "memory bandwidth": "The bandwidth of the GPU's memory bounds it: fuse operations "
-                        "(torch.compile), or share the optimizer's work among the ranks.",
-    "bandwidth inside nodes": "The links inside a node bound it: more tokens for each "
-                              "synchronisation, or fewer bytes.",
-    "bandwidth between nodes": "The network bounds it: more tokens for each synchronisation, "
-                               "fewer bytes between nodes, or a faster network.",
-    "latency": "Latency bounds it: larger units, more tokens.",
-}
-_ALONE = {"memory bandwidth": "The bandwidth of the GPU's memory bounds it: fuse operations "
-                              "(torch.compile)."}
-"""What else there is to say on one rank."""
+@cache
+def _divisors(number):
+    small = [size for size in range(1, math.isqrt(number) + 1) if number % size == 0]
+    return sorted({*small, *(number // size for size in small)})
 
 
-def recommend(model: TransformerConfig, cluster: Cluster, *, batch: int = 1, sequence: int = 4096,
-              most_tokens: float = math.inf, precision: str = "mixed",
-              recompute: str | Collection[str] = BLOCK_RECOMPUTE) -> Recommendation:
-    """Which strategy trains ``model`` fastest, with ``batch`` sequences on each rank.
+def recommend(model: TransformerConfig, cluster: Cluster, *, global_batch: int | None = None,
+              batch: int | None = None, sequence: int = 4096, precision: str = "mixed",
+              recompute: str | Collection[str] = BLOCK_RECOMPUTE,
+              compiled: bool = False) -> Recommendation:
+    """Which strategy trains ``model`` fastest, with ``global_batch`` sequences in a step.
 
-    ``most_tokens``: the largest global batch that training can use, see chapter 07. ``precision``:
-    one of `IN_BF16`. ``recompute``: the way or ways allowed, of `cluster.BLOCK_RECOMPUTE`; the
-    first that fits is taken, so that by default blocks are recomputed only where nothing else
-    fits. A tenth of the memory is left to the allocator and the libraries. Adding up gradients over
-    several micro-batches is not considered, nor are tensor, context and pipeline parallelism, which
-    it can only ask for. Raises like `checks.whole` for batch and sequence.
+    ``batch``: sequences of a micro-batch, by default the largest that fits; without a global batch,
+    all of a rank's sequences, by default one. ``precision``: one of `PRECISION_CHOICES`.
+    ``recompute``: the way or ways allowed, of `job.RECOMPUTE`. ``compiled``: see `Job`. A tenth of
+    the memory is left to the allocator and the libraries. Tensor, context and pipeline parallelism
+    are not considered. Raises like `checks.whole` for batches and sequence.
     """
-    whole(batch, "batch"), whole(sequence, "sequence")
-    if not most_tokens > 0:
-        raise ValueError(f"most_tokens, the largest global batch, is above 0, not {most_tokens}")
-    one_of(precision, IN_BF16, "precision")
-    recompute = _ways(recompute)
+    if global_batch is None:
+        batch = 1 if batch is None else batch
+        global_batch = whole(batch, "batch") * cluster.ranks
+    whole(global_batch, "global_batch"), whole(sequence, "sequence")
+    if batch is not None:
+        whole(batch, "batch")
+    one_of(precision, PRECISION_CHOICES, "precision")
+    recompute = (recompute,) if isinstance(recompute, str) else tuple(recompute)
     if not recompute:
-        raise ValueError(f"recompute allows nothing: give some of {BLOCK_RECOMPUTE}")
+        raise ValueError(f"recompute allows nothing: give some of {tuple(RECOMPUTE)}")
     for way in recompute:
-        one_of(way, BLOCK_RECOMPUTE, "recompute")
-    options = _options(model, cluster, batch=batch, sequence=sequence, precision=precision,
-                       recompute=recompute)
-    return Recommendation(options, most_tokens, recompute)
+        one_of(way, RECOMPUTE, "recompute")
+    wish = Wish(model, cluster, sequence, global_batch, batch, precision, recompute, compiled)
+    return Recommendation(wish.options, wish)
 
 
 def option_of(strategy: str, model: TransformerConfig, cluster: Cluster, *, batch: int,
-              sequence: int, precision: str = "mixed",
-              recompute: str | Collection[str] = BLOCK_RECOMPUTE) -> Option:
+              sequence: int, accumulation: int = 1, precision: str = "mixed",
+              recompute: str | Collection[str] = BLOCK_RECOMPUTE,
+              compiled: bool = False) -> Option:
     """One strategy, with the first way to ``recompute`` that fits, or else the last.
 
     In mixed precision DDP and ZeRO-1 compute under autocast; their gradients are views of buckets.
-    Raises ValueError for an unknown strategy, and for a precision that is not one of `IN_BF16`.
+    Raises ValueError for an unknown strategy, and for a precision that is none of
+    `PRECISION_CHOICES`.
     """
     chosen = CHOICES[one_of(strategy, CHOICES, "strategy")]
-    stored = _PRECISIONS[one_of(precision, IN_BF16, "precision")]
-    first, *others = _ways(recompute)
-    casts = stored.gathered < stored.parameters
+    stored = _PRECISIONS[one_of(precision, PRECISION_CHOICES, "precision")]
+    first, *others = (recompute,) if isinstance(recompute, str) else recompute
+    casts, replicated = stored.gathered < stored.parameters, chosen.simulated == "DDP"
     job = Job(
         model, batch, sequence, chosen.simulated, recompute=first, reshard=chosen.reshard,
-        parameter_bytes=stored.gathered, gradient_bytes=stored.reduced,
-        optimizer_bytes=stored.optimizer + (4 if casts else 0),
-        cast_weights=casts and chosen.simulated == "DDP",
+        parameter_bytes=stored.gathered, compiled=compiled, accumulation=accumulation,
+        gradient_bytes=stored.gradients if replicated else stored.reduced,
+        optimizer_bytes=stored.optimizer + (4 if casts else 0), cast_weights=casts and replicated,
         # The optimizer reads and writes parameters and moments, and reads gradients.
         update_bytes=2 * (stored.parameters + stored.optimizer) + stored.gradients)
     option = Option(job, cluster, strategy, precision)
@@ -483,17 +549,6 @@ def option_of(strategy: str, model: TransformerConfig, cluster: Cluster, *, batc
             break
         option = option.recomputing(way)
     return option
-
-
-def _ways(recompute: str | Collection[str]) -> Collection[str]:
-    return (recompute,) if isinstance(recompute, str) else recompute
-
-
-def _options(model, cluster, **settings):
-    strategies = [name for name in CHOICES if name != "HSDP" or cluster.nodes > 1]
-    if cluster.ranks == 1:  # the others are the same as one of these, as HSDP is within a node
-        strategies = ["DDP", "FSDP"]
-    return tuple(option_of(name, model, cluster, **settings) for name in strategies)
 
 
 def fullest_rank(model: TransformerConfig, ranks: int, precision: Precision | str) -> States:

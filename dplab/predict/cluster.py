@@ -8,8 +8,10 @@
 and prefetch. All ranks do the same at the same time, so one rank stands
 for all, and 100,000 ranks take no longer to simulate than 8. Computing that runs beside a
 collective of NCCL takes longer, by `network.computing_slowdown`. The time of computing comes from
-`kernels`, at the rates that others measured. Left out: the CPU's time beyond the launches, loading
-of data, accumulation of gradients. All of these make a step longer. What breaks the symmetry, slow
+`kernels`, at the rates that others measured. Of several micro-batches DDP all-reduces the sum
+(``no_sync``), FSDP gathers and reduces for each, and HSDP all-reduces among its copies for the last
+alone (``set_requires_all_reduce``). Left out: the CPU's time beyond the launches, loading of data.
+Both make a step longer. What breaks the symmetry, slow
 ranks and failing ones, is in `reliability`. Tensor and pipeline parallelism are not covered.
 
 Sources: `network` has those of the collectives, `kernels` those of computing, `step` DDP's; torch
@@ -169,7 +171,7 @@ class Prediction:
 
     @functools.cached_property
     def spans(self) -> Sequence[Span]:
-        """What each rank does in a step, in seconds."""
+        """What each rank does for the last micro-batch of a step, and to update, in seconds."""
         return job_spans(self.job, self.cluster)
 
     def at(self, pace: str) -> Self:
@@ -177,9 +179,25 @@ class Prediction:
         return replace(self, cluster=replace(self.cluster, pace=pace))
 
     @functools.cached_property
+    def _earlier(self) -> tuple[float, float]:
+        """Of the micro-batches before the last: their seconds, and how long they compute."""
+        if self.job.accumulation == 1:
+            return 0.0, 0.0
+        job, size = replace(self.job, accumulation=1), self.cluster.per_node
+        one = Prediction(job, self.cluster)
+        if job.strategy == "HSDP":
+            size = job.shard_ranks or size
+            one = Prediction(replace(job, strategy="FSDP", shard_ranks=None),
+                             self.cluster.of(size))
+        update = one.spans[-1].seconds
+        computing = one.compute_seconds - update
+        seconds = computing if job.strategy == "DDP" else one.seconds - update
+        return ((self.job.accumulation - 1) * seconds, (self.job.accumulation - 1) * computing)
+
+    @functools.cached_property
     def seconds(self) -> float:
         """Of the step."""
-        return step.step_seconds(self.spans)
+        return step.step_seconds(self.spans) + self._earlier[0]
 
     @functools.cached_property
     def interval(self) -> tuple[float, float]:
@@ -216,12 +234,12 @@ class Prediction:
     @property
     def compute_seconds(self) -> float:
         """Of the step, computing, the optimizer's part too."""
-        return sum(span.seconds for span in self.spans if span.lane == COMPUTE)
+        return self._earlier[1] + sum(span.seconds for span in self.spans if span.lane == COMPUTE)
 
     @property
     def exposed_seconds(self) -> float:
         """Of the step, neither computing nor hidden behind it."""
-        return step.exposed_seconds(self.spans)
+        return step.exposed_seconds(self.spans) + self._earlier[0] - self._earlier[1]
 
     @property
     def tokens_per_second(self) -> float:

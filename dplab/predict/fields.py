@@ -16,9 +16,10 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 from urllib.parse import parse_qsl, urlencode
 
-from dplab.predict.catalogue import GPUS, LINKS, MODELS
-from dplab.predict.choose import CHOICES, IN_BF16
-from dplab.predict.job import Cluster
+from dplab.predict.catalogue import GPUS, LINKS, MODELS, VARIANTS
+from dplab.predict.choose import CHOICES, PRECISION_CHOICES
+from dplab.predict.job import RECOMPUTE, Cluster
+from dplab.predict.rent import RESTART_SECONDS, SAVE_RATE
 from dplab.predict.transformer_config import TransformerConfig
 
 Value = str | int | float | bool | None
@@ -35,7 +36,8 @@ _NUMBERS = {"whole": r"[+-]?[0-9]+", "number": r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)
 class Field:
     """One thing that the planner asks for.
 
-    ``kind``: "choice" (one of ``choices``: value and label), "whole" (number), "number" or "flag".
+    ``kind``: "choice" (one of ``choices``: value and label), "whole" (number), "number", "flag", or
+    "config", which stands for other fields.
     ``least`` and ``most`` bound a number, and ``why_most`` says why there is a bound. ``default``
     None: it may be left out; a function: of the values of the fields before it, which may be
     missing. ``needs``: the values of other fields with which there is this one at all.
@@ -89,7 +91,7 @@ class Field:
                              f"{_shown(text)} is not a number: write one such as {such_as} or 4e6")
         value = float(digits)
         if value < self.least:
-            raise ValueError(f"{_shown(text)} is too small: take at least {self.least:,.0f}")
+            raise ValueError(f"{_shown(text)} is too small: take at least {self.least:,g}")
         if value > self.most:
             why = f" ({self.why_most})" if self.why_most else ""
             raise ValueError(f"{_shown(text)} is too large: take at most {self.most:,.0f}{why}")
@@ -128,7 +130,7 @@ def _meant(text, names):
 _TYPED = {"model": CUSTOM}
 _SIZE = "that is beyond every model that these predictions were compared with"
 _RUN = "that is beyond every run that these predictions were compared with"
-_NVLINKS = {"A100": "NVLink 3", "B200": "NVLink 5"}
+_NVLINKS = {"A100": "NVLink 3", "A100 40 GB": "NVLink 3", "B200": "NVLink 5"}
 
 
 def _link(link):
@@ -146,6 +148,8 @@ FIELDS: tuple[Field, ...] = (
           "A published model, with its number of parameters, or one of your own.",
           {**{name: f"{name}, {model.parameters / 1e9:.3g} billion"
               for name, model in MODELS.items()}, CUSTOM: "layers and sizes of your own"}),
+    Field("config", "Hugging Face config.json", "model", "config", None,
+          "Paste one here: it fills in a model of your own. In a terminal, its file."),
     Field("family", "Family", "model", "choice", "llama",
           "Llama's blocks with rotary positions, or GPT-2's with learned ones.",
           {"llama": "Llama: RMSNorm, no biases", "gpt": "GPT-2: LayerNorm, biases"}, needs=_TYPED),
@@ -175,13 +179,13 @@ FIELDS: tuple[Field, ...] = (
     Field("gpu", "GPU", "hardware", "choice", "H100",
           "What each rank runs on: its memory, and its peak in bf16.",
           {name: f"{name}, {gpu.memory_bytes / 1e9:.3g} GB, {gpu.bf16_flops / 1e12:g} TFLOP/s"
-           for name, gpu in GPUS.items()}),
+           for name, gpu in (GPUS | VARIANTS).items()}),
     Field("inside", "Links inside a node", "hardware", "choice",
           lambda values: _NVLINKS.get(str(values.get("gpu")), "NVLink 4"),
           "Over which the GPUs of a node send to each other; by default the GPU's own NVLink.",
           {name: _link(link) for name, link in LINKS.items() if not name.endswith("Gb/s")}),
     Field("between", "Links between nodes", "hardware", "choice",
-          lambda values: "200 Gb/s" if values.get("gpu") == "A100" else "400 Gb/s",
+          lambda values: "200 Gb/s" if "A100" in str(values.get("gpu")) else "400 Gb/s",
           "One of a node's links to the network; by default as usual with the GPU.",
           {name: _link(link) for name, link in LINKS.items() if name.endswith("Gb/s")}),
     Field("gpus", "GPUs", "hardware", "whole", 64,
@@ -193,25 +197,42 @@ FIELDS: tuple[Field, ...] = (
     Field("nics", "Links of a node to the network", "hardware", "whole", None,
           "How many links to the network a node has; left out, one for each of its GPUs.", most=72,
           why_most="as many as GPUs in the largest node", unit="links"),
-    Field("batch", "Batch on a GPU", "training", "whole", 1, "Sequences on each GPU in a step.",
-          most=65_536, unit="sequences", why_most=_RUN),
     Field("sequence", "Length of a sequence", "training", "whole", _usual_length,
           "Tokens in a sequence; by default what the model has positions for, up to 8,192.",
           most=1_048_576, unit="tokens", why_most=_RUN),
-    Field("strategy", "Strategy", "training", "choice", RECOMMENDED,
+    Field("global_batch", "Global batch", "training", "number", 4_194_304.0,
+          "What all GPUs take into one step together. Micro-batch and accumulation follow.",
+          most=1e12, why_most=_RUN),
+    Field("batch_in", "Global batch in", "training", "choice", "tokens",
+          "What the global batch counts.", {"tokens": "tokens", "sequences": "sequences"}),
+    Field("tokens", "Tokens to train on", "training", "number", 1e12,
+          "In the whole run: days, GPU-hours and money follow.", most=1e18, unit="tokens",
+          why_most=_RUN),
+    Field("strategy", "Strategy", "settings", "choice", RECOMMENDED,
           "What is copied and what is sharded; by default the fastest of them that fits.",
           {RECOMMENDED: "recommended: the fastest that fits",
            **{name: f"{name}: {strategy.what}" for name, strategy in CHOICES.items()}}),
-    Field("precision", "Precision", "training", "choice", "mixed",
+    Field("precision", "Precision", "settings", "choice", "mixed",
           "What is kept in fp32 and what in bf16. Matrix products are in bf16 in each.",
-          {name: f"{name}: {what}" for name, what in IN_BF16.items()}),
-    Field("recompute", "Recomputation", "training", "choice", AS_NEEDED,
-          "Whether backward computes the activations of a block again instead of keeping them.",
-          {AS_NEEDED: "as needed: where nothing else fits",
-           "none": "none: all activations are kept", "full": "full: only blocks' inputs kept"}),
-    Field("most_tokens", "Largest useful global batch", "training", "number", None,
-          "Tokens in a step beyond which training gains nothing; left out, there is no such limit.",
-          most=1e15, unit="tokens"),
+          {name: f"{name}: {what}" for name, what in PRECISION_CHOICES.items()}),
+    Field("recompute", "Recomputation", "settings", "choice", AS_NEEDED,
+          "Whether backward computes activations of a block again instead of keeping them.",
+          {AS_NEEDED: "as needed: what is fastest and fits",
+           **{name: f"{name}: {what}" for name, what in RECOMPUTE.items()}}),
+    Field("compile", "torch.compile", "settings", "flag", False,
+          "Whether blocks and loss are compiled. Memory is predicted as without."),
+    Field("batch", "Micro-batch", "settings", "whole", None,
+          "Sequences that a GPU computes at a time; left out, the largest that fits.",
+          most=65_536, unit="sequences", why_most=_RUN),
+    Field("price", "Price of a GPU-hour", "money", "number", None,
+          "What you pay for one GPU for one hour, in any currency; left out, no cost is given.",
+          least=0, most=1e6),
+    Field("save_rate", "Saved by a GPU", "money", "number", round(SAVE_RATE / 1e9, 3),
+          "GB of a checkpoint for each second that training waits; by default as 360 H200s did.",
+          least=0.001, most=1000, unit="GB/s"),
+    Field("restart", "Restart after a failure", "money", "number", RESTART_SECONDS / 60,
+          "Until training goes on from the last checkpoint; the default is an assumption.",
+          least=0, most=10_000, unit="minutes"),
 )
 BY_NAME: dict[str, Field] = {each.name: each for each in FIELDS}
 
@@ -231,6 +252,8 @@ def read(query: str) -> tuple[dict[str, Value], list[Wrong]]:
     given, errors = _given(query)
     values: dict[str, Value] = {}
     for each in FIELDS:
+        if each.kind == "config":
+            continue
         text = given.get(each.name)
         if not each.is_asked(values):
             if text is not None and not {error.name for error in errors} & set(each.needs):
@@ -257,12 +280,55 @@ def _given(query):
             errors.append(Wrong(name, f"there is no field {_shown(name)}"
                                       f"{_meant(name, BY_NAME)} Leave it out, or take one of: "
                                       f"{', '.join(BY_NAME)}"))
+        elif name == "config":
+            try:
+                given |= _from_config(text)
+            except ValueError as error:
+                errors.append(Wrong(name, str(error)))
         elif name in given:
             errors.append(Wrong(name, f"given twice, as {_shown(given[name])} and as "
                                       f"{_shown(text)}: leave one out"))
         else:
             given[name] = text
     return given, errors
+
+
+_LLAMAS = ("llama", "mistral", "qwen2")  # the last has biases too, one in ten thousand
+_LLAMA_SIZES = {"layers": "num_hidden_layers", "d_model": "hidden_size",
+                "d_ff": "intermediate_size", "heads": "num_attention_heads",
+                "kv_heads": "num_key_value_heads", "vocabulary": "vocab_size"}
+_GPT_SIZES = {"layers": "n_layer", "d_model": "n_embd", "d_ff": "n_inner", "heads": "n_head",
+              "vocabulary": "vocab_size", "context": "n_positions"}
+
+
+def _from_config(text):
+    """The fields of a model of one's own, from a config.json of the families that are known.
+
+    What they cannot say is refused: other families, experts, heads of another width.
+    """
+    try:
+        config = json.loads(text)
+        kind = str(config.get("model_type"))
+    except (json.JSONDecodeError, AttributeError, RecursionError):
+        raise ValueError("is no config.json: paste the whole file, from { to }") from None
+    if kind not in (*_LLAMAS, "gpt2"):
+        raise ValueError(f"model_type {_shown(kind)} is none that is simulated: "
+                         f"{', '.join(_LLAMAS)} and gpt2 are. Type in layers and sizes that come "
+                         "near, or take published runs alone")
+    family, sizes = ("gpt", _GPT_SIZES) if kind == "gpt2" else ("llama", _LLAMA_SIZES)
+    found = {name: config.get(key) for name, key in sizes.items()}
+    if family == "gpt":
+        found["d_ff"] = found["d_ff"] or 4 * (found["d_model"] or 0)
+    for name, size in found.items():
+        if name != "kv_heads" and (type(size) is not int or size < 1):
+            raise ValueError(f"has no {sizes[name]}: paste the whole file")
+    width = config.get("head_dim") or found["d_model"] // found["heads"]
+    if width * found["heads"] != found["d_model"]:
+        raise ValueError(f"its {found['heads']} heads of {width} are not {found['d_model']} wide "
+                         "together, which is not simulated")
+    tied = config.get("tie_word_embeddings", family == "gpt")
+    return {"model": CUSTOM, "family": family, "tied": "yes" if tied else "no",
+            **{name: str(size) for name, size in found.items() if size is not None}}
 
 
 def _between(values, wrong):
@@ -288,12 +354,21 @@ def _between(values, wrong):
         if values["sequence"] > most:
             yield Wrong("sequence", f"the model has positions for {most:,} tokens, not for "
                                     f"{values['sequence']:,}: take at most {most:,}")
+    if right("global_batch", "batch_in", "sequence") and sequences_of(values) < 1:
+        yield Wrong("global_batch", f"{values['global_batch']:,g} tokens are less than a sequence "
+                                    f"of {values['sequence']:,}: take more, or shorter sequences")
 
 
 def query_of(values: Mapping[str, Value]) -> str:
     """The address's query for these values: what differs from the defaults, in order."""
     return urlencode([(each.name, each.text_of(values[each.name])) for each in FIELDS
                       if each.name in values and values[each.name] != each.default_for(values)])
+
+
+def sequences_of(values: Mapping[str, Any]) -> int:
+    """Of a global batch; what is left of the last one is dropped."""
+    tokens = values["batch_in"] == "tokens"
+    return int(values["global_batch"] // (values["sequence"] if tokens else 1))
 
 
 def model_of(values: Mapping[str, Any]) -> TransformerConfig:
@@ -311,6 +386,7 @@ def model_of(values: Mapping[str, Any]) -> TransformerConfig:
 
 def cluster_of(values: Mapping[str, Any]) -> Cluster:
     """The cluster that the values describe."""
-    node = Cluster(GPUS[values["gpu"]], 1, LINKS[values["inside"]], LINKS[values["between"]],
+    gpu = (GPUS | VARIANTS)[values["gpu"]]
+    node = Cluster(gpu, 1, LINKS[values["inside"]], LINKS[values["between"]],
                    per_node=values["per_node"], nics=values["nics"])
     return node.of(values["gpus"])

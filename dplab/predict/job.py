@@ -75,7 +75,8 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Job:
-    """A model trained with ``batch`` sequences of ``sequence`` tokens on each rank, one backward.
+    """A model trained with ``accumulation`` micro-batches a step on each rank, each of ``batch``
+    sequences of ``sequence`` tokens.
 
     ``strategy``: one of `SIMULATED_STRATEGIES`; HSDP shards among ``shard_ranks`` (by default a
     node) and all-reduces shards among the copies. ``recompute``: one of `RECOMPUTE`. Bytes:
@@ -87,7 +88,8 @@ class Job:
     fp32 where they are used are cast to bf16 each time, as under autocast, and their gradients
     back; ``fused_optimizer``: AdamW as one kernel, not torch's foreach; ``update_bytes``: that it
     reads and writes for a parameter, by default 2K + 4. Raises ValueError for what
-    is none of these, and like `checks.whole` for batch, sequence and prefetch.
+    is none of these, and like `checks.whole` for batch, sequence,
+    accumulation and prefetch.
     """
 
     model: TransformerConfig
@@ -109,10 +111,11 @@ class Job:
     cast_weights: bool = False
     fused_optimizer: bool = True
     update_bytes: int | None = None
+    accumulation: int = 1
 
     def __post_init__(self):
         whole(self.batch, "batch"), whole(self.sequence, "sequence")
-        whole(self.prefetch, "prefetch", least=0)
+        whole(self.accumulation, "accumulation"), whole(self.prefetch, "prefetch", least=0)
         whole(self.parameter_bytes, "parameter_bytes"), whole(self.gradient_bytes, "gradient_bytes")
         whole(self.optimizer_bytes, "optimizer_bytes", least=0)
         if self.update_bytes is not None:
@@ -131,7 +134,7 @@ class Job:
     @property
     def tokens(self) -> int:
         """Of one rank in a step."""
-        return self.batch * self.sequence
+        return self.accumulation * self.batch * self.sequence
 
     @property
     def model_flops(self) -> float:

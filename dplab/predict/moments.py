@@ -69,7 +69,7 @@ class Step:
     """One rank's step, of which the moments are wanted. ``ranks``: those that share one copy.
 
     ``sharded``: of "parameters", "gradients" and "optimizer" what is divided among the ranks.
-    ``reshard``, ``bucket_views`` and ``foreach``: see `memory.budget`.
+    ``reshard``, ``bucket_views``, ``foreach`` and ``accumulates``: see `memory.budget`.
     """
 
     model: TransformerConfig
@@ -83,6 +83,7 @@ class Step:
     reshard: bool = True
     bucket_views: bool = False
     foreach: bool = False
+    accumulates: bool = False
 
     @property
     def autocast(self) -> bool:
@@ -150,6 +151,8 @@ class Step:
 
     def moment(self, name: str, *, gathered: float = 0, gradients: float = 0,
                communication: float = 0, activations: float = 0, other: float = 0) -> Moment:
+        if self.accumulates and "gradients" in self.sharded and name != "optimizer step":
+            gradients += self.states.gradients  # the sum of the micro-batches before
         return Moment(name, {
             "parameters": self.states.parameters, "optimizer": self.states.optimizer,
             "gathered": gathered, "gradients": gradients, "communication": communication,

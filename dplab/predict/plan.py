@@ -8,50 +8,50 @@ an address, `settings` the code to copy.
 """
 
 import json
-import math
-from dataclasses import replace
-from functools import lru_cache
+from dataclasses import asdict, replace
+from functools import cache, lru_cache
 from typing import Any
 
-from dplab.predict import choose, cluster, fields, settings
+from dplab.predict import choose, cluster, fields, reached, settings
 from dplab.predict.checks import one_of
-from dplab.predict.choose import MEMORY_ERROR, Option, Recommendation
-from dplab.predict.cluster import BLOCK_RECOMPUTE
+from dplab.predict.choose import MEMORY_ERROR, TIE, Option, Recommendation, Wish
 from dplab.predict.fields import AS_NEEDED, MOST_GPUS, RECOMMENDED
+from dplab.predict.job import RECOMPUTE
+from dplab.predict.published import ROWS, model_of
+from dplab.predict.reached import LARGE, Range
+from dplab.predict.rent import Rent
 from dplab.predict.step import COMMUNICATION
 
 PARTS = ("all", "plan", "recommendation")
 DIGITS = 6
 BETWEEN = "between nodes"
 """The lane of HSDP's all-reduces, which go on beside the gathers inside the nodes."""
-
-COMPARED = {"runs": 313, "inside": 0.55, "within_30_percent": 0.87}
-"""Of the published runs of `published` that are predicted: how many there are, and the shares whose
-speed lies in the predicted interval, and within 30 % of the prediction."""
-SCALED = {"pairs": 49, "too_high": 44, "lost": 0.026, "predicted": 0.002, "most_gpus": 512}
-"""Of `published.scaling`: how many there are, how many lost more speed per GPU than predicted, what
-the median pair lost, published and predicted, and the most GPUs."""
+LOW_MFU = 0.05
+"""Below this share of what the GPUs could do, a plan is called a waste."""
 
 ASSUMED = (
-    "torch runs eagerly (no torch.compile), with FlashAttention-2 or the measured kernel nearest "
-    "to it.",
-    "One backward to each step: no gradient accumulation.",
+    "FlashAttention-2, or the measured kernel nearest to it. Without torch.compile, torch runs "
+    "eagerly.",
+    "Of several micro-batches DDP all-reduces the sum (no_sync), FSDP gathers and reduces for "
+    "each, and HSDP all-reduces between nodes for the last alone (set_requires_all_reduce).",
     "The optimizer is AdamW, fused.",
     "MFU (model FLOPs utilisation) is the FLOPs of the model over what the GPUs could do in bf16 "
     "in that time. Recomputing does not count; attention counts in full, without its mask.",
-    "Left out, and each makes training slower: loading data, the CPU's work beyond launches, "
-    "checkpoints, slow ranks, failures, and other jobs on the network.",
+    "What kernels allow leaves out loading data, the CPU's work beyond launches, slow ranks, and "
+    "other jobs on the network. What runs like yours reached has them, as far as theirs had.",
+    "Failures come as often per GPU as in Llama 3's run on 16,384 H100s. Training waits while a "
+    "checkpoint is staged; checkpoints are as far apart as loses least (Daly).",
 )
 """What each plan takes for granted, in sentences."""
-STEP_NOTE = (
-    "The range is the spread of the measured rates. "
-    f"Of {COMPARED['runs']} published runs, {COMPARED['inside']:.0%} lie in their range, and "
-    f"{COMPARED['within_30_percent']:.0%} within 30% of the prediction.")
-SCALING_NOTE = (
-    f"Of {SCALED['pairs']} published pairs with the same batch on few and on many GPUs, "
-    f"{SCALED['too_high']} lost more speed per GPU than predicted: the median pair lost "
-    f"{SCALED['lost']:.1%}, where {SCALED['predicted']:.1%} was predicted. None of them had more "
-    f"than {SCALED['most_gpus']} GPUs.")
+RANGE_NOTE = (
+    "The range is made of {runs} published runs from {sources} sources, each source counting the "
+    "same, on GPUs of this generation and {size} of them: what they reached over what is predicted "
+    "for them. With each source left out in turn, {held_out:.0%} of its runs lie in the range.")
+SETTINGS_NOTE = (
+    "Settings, as published only: torchtitan's Llama-3.1 8B on 8 H100s reached 5,762 tokens/s of a "
+    "GPU without torch.compile, 6,667 with it, and 8,532 with fp8 too; on 128 it reached 5,605, "
+    "6,514 and 8,380. fp8 is not predicted here.")
+NO_RANGE = "No runs like yours: fewer than three sources published runs on such GPUs."
 
 
 def answer(query: str, part: str = "all") -> str:
@@ -72,12 +72,12 @@ def answer(query: str, part: str = "all") -> str:
                    for error in errors],
         "plan": None, "recommendation": None}
     if not errors:
-        recommendation, option, scaling = _predicted(tuple(values.items()))
+        recommendation, option, wish = _predicted(tuple(values.items()))
         if part != "recommendation":
-            found["plan"] = _plan(option, scaling)
+            found["plan"] = _plan(option, recommendation, values)
         if part != "plan":
-            found["recommendation"] = _advice(recommendation, option, scaling["points"])
-    return json.dumps(_rounded(found), allow_nan=False)
+            found["recommendation"] = _advice(recommendation, option, wish)
+    return json.dumps(_rounded(found) | {"fields": values}, allow_nan=False)
 
 
 def _rounded(value):
@@ -89,41 +89,142 @@ def _rounded(value):
 
 
 @lru_cache(maxsize=16)
-def _predicted(items: tuple) -> tuple[Recommendation, Option, dict]:
-    """The recommendation; the strategy asked for, or else the best; how that one scales."""
+def _predicted(items: tuple) -> tuple[Recommendation, Option, Wish]:
+    """The recommendation; the strategy asked for, or else the best; and what was asked."""
     values = dict(items)
-    wish = {"model": fields.model_of(values), "cluster": fields.cluster_of(values),
-            "batch": values["batch"], "sequence": values["sequence"],
-            "precision": values["precision"], "recompute": (
-                BLOCK_RECOMPUTE if values["recompute"] == AS_NEEDED else values["recompute"])}
-    found = choose.recommend(**wish, most_tokens=values["most_tokens"] or math.inf)
+    found = choose.recommend(
+        fields.model_of(values), fields.cluster_of(values), batch=values["batch"],
+        global_batch=fields.sequences_of(values), sequence=values["sequence"],
+        precision=values["precision"], compiled=values["compile"],
+        recompute=tuple(RECOMPUTE) if values["recompute"] == AS_NEEDED else values["recompute"])
     option = found.best
     if option is None or values["strategy"] != RECOMMENDED:
         # FSDP needs least where nothing fits.
         name = "FSDP" if values["strategy"] == RECOMMENDED else values["strategy"]
         option = next((each for each in found.options if each.strategy == name), None) or (
-            choose.option_of(name, **wish))
-    scaling = _scaling(option, None if found.best else found.least_ranks)
-    most = values["most_tokens"]
-    return found, option, scaling | {
-        "most_gpus": None if most is None else int(most // option.job.tokens)}
+            found.wish.option(name))
+    return found, option, found.wish
 
 
-def _plan(option: Option, scaling: dict) -> dict:
-    job, on, budget = option.job, option.cluster, option.budget
+def _plan(option: Option, recommendation: Recommendation, values: dict) -> dict:
+    job, on, budget, wish = option.job, option.cluster, option.budget, recommendation.wish
+    runs = option.fits and not wish.starved
+    outside = _outside(option)
+    like = None if outside else reached.reached(on.gpu.name, on.ranks)
+    speeds = _speeds(option, like) if runs else None
     return {
-        "title": f"{job.model.name} on {on.ranks:,} × {on.gpu.name}, {job.batch:,} × "
-                 f"{job.sequence:,} tokens each",
+        "title": f"{job.model.name} on {on.ranks:,} × {values['gpu']}, "
+                 f"{(wish.global_batch if wish.starved else option.global_batch) * job.sequence:,} "
+                 "tokens in a step",
         "model": {"name": job.model.name, "parameters": job.model.parameters},
         "strategy": option.strategy, "name": option.name, "recompute": job.recompute,
+        "runs": runs, "starved": wish.starved,
+        "batch": {"micro": job.batch, "accumulation": job.accumulation, "gpus": on.ranks,
+                  "sequences": option.global_batch, "asked": wish.global_batch,
+                  "sequence": job.sequence},
+        "speeds": speeds, "range": _said(like, on.ranks), "outside": outside,
+        "settings": SETTINGS_NOTE,
+        "warnings": _warnings(option, values) if runs else [],
+        "rent": _rents(option, speeds, values) if runs else None,
+        "nearest": [asdict(each) for each in reached.nearest(
+            on.gpu.name, on.ranks, job.model.parameters, job.compiled)],
+        "other_ways": _other_ways(option, runs, wish),
         "memory": {
             "parts": [{"name": name, "bytes": size} for name, size in budget.parts.items()],
             "total": budget.total, "limit": option.limit, "gpu": budget.memory_bytes,
             "fits": option.fits, "margin": option.margin, "moment": budget.moment,
             "uncertain": abs(option.margin) <= MEMORY_ERROR * budget.total},
-        "traffic": _traffic(option), "step": _step(option) if option.fits else None,
-        "scaling": scaling, "launch": _launch(option), "assumed": ASSUMED,
+        "traffic": _traffic(option), "step": _step(option) if runs else None,
+        "scaling": _scaling(option, wish, values, None if recommendation.best else (
+            recommendation.least_ranks)),
+        "launch": _launch(option, runs), "assumed": ASSUMED,
         "basis": option.basis, "stand_ins": option.stand_ins}
+
+
+def _speeds(option, like: Range | None):
+    """Tokens/s of all GPUs: what kernels allow, and what runs like this one reached."""
+    allowed = option.tokens_per_second
+    return {"allowed": allowed, **{name: like and getattr(like, name) * allowed
+                                   for name in ("low", "middle", "high")}}
+
+
+def _said(like, ranks):
+    size = f"{'at least' if ranks >= LARGE else 'fewer than'} {LARGE}"
+    return NO_RANGE if like is None else RANGE_NOTE.format(**asdict(like), size=size)
+
+
+@cache
+def _compared():
+    """The least and the most of the runs that were compared: parameters, GPUs, sequence."""
+    rows = [ROWS[name] for name in reached.RATIOS]
+    ends = [[model_of(row).parameters for row in rows], [row["ranks"] for row in rows],
+            [row["sequence"] for row in rows]]
+    return [(min(each), max(each)) for each in ends]
+
+
+def _outside(option):
+    """What is more than twice beyond every run that was compared, in a sentence; else ""."""
+    job = option.job
+    asked = zip(("parameters", "GPUs", "tokens in a sequence"),
+                (job.model.parameters, option.cluster.ranks, job.sequence), _compared(),
+                strict=True)
+    beyond = [f"{value:,} {what} (there {least:,} to {most:,})"
+              for what, value, (least, most) in asked if not least / 2 <= value <= 2 * most]
+    return f"Outside what was compared with published runs: {'; '.join(beyond)}." if beyond else ""
+
+
+def _warnings(option, values):
+    """What a newcomer would not see, in sentences."""
+    said = []
+    if option.mfu < LOW_MFU:
+        said.append(f"This wastes the GPUs: they do {option.mfu:.1%} of the model FLOPs that they "
+                    f"could. The step waits for {option.bound}.")
+    asked = fields.sequences_of(values)
+    if option.global_batch != asked:
+        said.append(f"{option.cluster.ranks:,} GPUs cannot share {asked:,} sequences evenly: the "
+                    f"plan takes {option.global_batch:,}.")
+    if values["precision"] == "bf16":
+        said.append("AdamW over weights in bf16 loses small updates: one below about 1/512 of its "
+                    "weight rounds away, which happens at small learning rates (chapter 08 shows "
+                    "it). Keep the weights in fp32 unless you round stochastically.")
+    return said
+
+
+def _rents(option, speeds, values):
+    """`Rent` at what kernels allow and at what was reached; the fastest and the slowest."""
+    found = {name: speed and _rent(option, speed, values) for name, speed in speeds.items()}
+    one = found["allowed"]
+    return {"tokens": values["tokens"], "price": values["price"],
+            "checkpoint_bytes": one.checkpoint_bytes, "save_seconds": one.save_seconds,
+            "save_every": one.save_every, "failures_a_day": one.failures_a_day,
+            "goodput": one.goodput,
+            **{name: each and {"days": each.days, "gpu_hours": each.gpu_hours, "money": each.money}
+               for name, each in found.items()}}
+
+
+def _rent(option, speed, values):
+    stored = option.budget.step.precision
+    return Rent(values["tokens"], speed, option.cluster.ranks,
+                (stored.parameters + stored.optimizer) * option.job.model.parameters,
+                values["price"], 1e9 * values["save_rate"], 60 * values["restart"])
+
+
+def _other_ways(option, runs, wish):
+    """Published runs of such a model that FSDP alone did not make, and why one would."""
+    rows = reached.other_ways(option.cluster.gpu.name, option.cluster.ranks,
+                              option.job.model.parameters)
+    if not rows:
+        return None
+    if wish.starved:
+        why = ("The global batch has fewer sequences than there are GPUs: several GPUs have to "
+               "share one.")
+    elif not runs:
+        why = "FSDP alone does not fit into memory here."
+    elif "between" in option.bound:
+        why = "The network bounds this plan; tensor parallelism keeps its traffic inside nodes."
+    else:
+        why = "For comparison, since these split layers or sequences too."
+    return {"why": why, "rows": [asdict(each) for each in rows]}
 
 
 def _traffic(option):
@@ -137,31 +238,26 @@ def _traffic(option):
         name = f"{each.algorithm.removeprefix('ring ')} of {each.of}"
         part = parts.setdefault(name, {"name": name, "bytes": 0, "calls": 0,
                                        "ranks": each.world_size, "where": where})
-        part["bytes"] += each.bytes_sent
-        part["calls"] = None if each.count is None else part["calls"] + each.count
+        times = option.times_sent(each)
+        part["bytes"] += times * each.bytes_sent
+        part["calls"] = None if each.count is None else part["calls"] + times * each.count
     return {"parts": list(parts.values()),
             "sent_bytes": sum(part["bytes"] for part in parts.values())}
 
 
-def _times(option):
-    """What there is to say of an option that fits."""
-    fast, slow = option.interval
-    return {"seconds": option.seconds, "fast": fast, "slow": slow, "mfu": option.mfu,
-            "bound": option.bound}
-
-
 def _step(option):
-    return _times(option) | {
-        "note": STEP_NOTE, "compute_seconds": option.compute_seconds,
-        "exposed_seconds": option.exposed_seconds, "tokens_per_second": option.tokens_per_second,
-        "global_tokens": option.cluster.ranks * option.job.tokens,
+    return {
+        "seconds": option.seconds, "mfu": option.mfu, "bound": option.bound,
+        "compute_seconds": option.compute_seconds, "exposed_seconds": option.exposed_seconds,
+        "tokens_per_second": option.tokens_per_second,
+        "global_tokens": option.global_batch * option.job.sequence,
         "savings": [{"resource": name, "seconds": saved}
                     for name, saved in option.savings.items()],
         "spans": _drawn(option)}
 
 
 def _drawn(option):
-    """The spans to draw: one for those of a lane and of one name that touch each other."""
+    """The spans of the last micro-batch to draw, as one where they touch in lane and name."""
     drawn: list[dict] = []
     last: dict[str, dict] = {}
     apart = option.strategy == "HSDP" and option.cluster.nodes > 1
@@ -178,51 +274,58 @@ def _drawn(option):
     return drawn
 
 
-def _scaling(option: Option, advised: int | None) -> dict:
-    """The same batch on each rank, at each number of ranks on which it fits."""
+def _scaling(option: Option, wish: Wish, values: dict, advised: int | None) -> dict:
+    """The same global batch at each number of GPUs that it has sequences for."""
     on = option.cluster
     points: list[dict[str, Any]] = []
     curve = []
-    for ranks in _counts(on, advised):
-        there = option if ranks == on.ranks else replace(option, cluster=on.of(ranks))
-        if there.fits:
+    for ranks in _counts(on, wish.global_batch, advised):
+        there = option if ranks == on.ranks else replace(
+            wish, cluster=on.of(ranks)).option(option.strategy)
+        runs = there.fits and ranks <= wish.global_batch
+        point: dict[str, Any] = {"gpus": ranks, "runs": runs}
+        if runs:
+            speeds = _speeds(there, None if _outside(there) else reached.reached(
+                on.gpu.name, ranks))
             curve.append((ranks, there.tokens_per_second))
-        points.append({"gpus": ranks, "fits": there.fits,
-                       "seconds": there.seconds if there.fits else None,
-                       "tokens_per_second": there.tokens_per_second if there.fits else None,
-                       "efficiency": cluster.efficiency(curve)[-1] if there.fits else None})
-    return {"points": points, "stops_paying": cluster.stops_paying(curve) if curve else None,
-            "note": SCALING_NOTE}
+            rent = _rent(there, speeds["middle"] or speeds["allowed"], values)
+            point |= speeds | {"seconds": there.seconds, "days": rent.days,
+                               "gpu_hours": rent.gpu_hours, "money": rent.money}
+        points.append(point)
+    return {"points": points, "stops_paying": cluster.stops_paying(curve) if curve else None}
 
 
-def _counts(on, advised):
-    """Numbers of ranks: doubled from 1 to a node, then whole nodes, to 8 times as many as asked.
+def _counts(on, sequences, advised):
+    """Numbers of GPUs: doubled from 1 to a node, then whole nodes, to 8 times as many as asked.
 
-    With them the number asked for, and the one that the advice names where nothing fits.
+    With them the number asked for, and the one that the advice names where nothing fits; but none
+    for which the global batch has no sequence.
     """
-    node, most = on.node_size, min(MOST_GPUS, max(1024, 8 * on.ranks))
+    node, most = on.node_size, min(MOST_GPUS, 8 * on.ranks, max(sequences, on.ranks))
     powers = [2**power for power in range(18)]
-    return sorted({on.ranks, advised or on.ranks,
-                   *(count for count in powers if count <= node),
+    return sorted({on.ranks, *([advised] if advised else []),
+                   *(count for count in powers if count <= min(node, most)),
                    *(node * count for count in powers if node * count <= most)})
 
 
-def _launch(option):
+def _launch(option, runs):
     job, on, strategy = option.job, option.cluster, option.strategy
     deepspeed = None
-    notes = ["The numbers here are those of torch with these settings." if option.fits else
-             "This plan does not fit: it would run out of memory."]
+    notes = ["The numbers here are those of torch with these settings." if runs else
+             "This plan does not fit: it would run out of memory." if not option.fits else
+             "This plan cannot run: some GPUs have no sequence."]
     if on.nodes > 1:
         notes.append(f"Run the torchrun line on each of the {on.nodes:,} nodes; FIRST_HOST is the "
                      "name of one of them.")
     if option.is_plain:
         pass  # nothing is distributed
-    elif option.precision == "mixed":
+    elif option.precision != "bf16":
         near = "ZeRO-2" if strategy == "FSDP, kept" else strategy
-        deepspeed = settings.in_deepspeed(near, job.batch, on.per_node)
+        deepspeed = settings.in_deepspeed(
+            near, job.batch, on.per_node, accumulation=job.accumulation)
         notes.append("DeepSpeed's file comes nearest to torch's settings; it holds and sends "
                      "other bytes.")
-        if job.recompute == "full":
+        if job.recompute != "none":
             notes.append("With DeepSpeed too, the blocks are wrapped with checkpoint_wrapper.")
     else:
         notes.append("There is no file for DeepSpeed: this planner does not know its switches for "
@@ -231,11 +334,12 @@ def _launch(option):
         "torchrun": "python train.py" if option.is_plain else settings.torchrun(
             on.nodes, on.per_node),
         "torch": settings.in_torch(strategy, on.ranks, on.per_node, recompute=job.recompute,
-                                   precision=option.precision),
+                                   precision=option.precision, compiled=job.compiled,
+                                   accumulation=job.accumulation),
         "deepspeed": deepspeed, "notes": notes}
 
 
-def _advice(recommendation: Recommendation, planned: Option, points: list[dict]) -> dict:
+def _advice(recommendation: Recommendation, planned: Option, wish: Wish) -> dict:
     options, best = [*recommendation.options], recommendation.best
     if planned.strategy not in {each.strategy for each in options}:
         options.append(planned)
@@ -243,29 +347,42 @@ def _advice(recommendation: Recommendation, planned: Option, points: list[dict])
         f"You chose {planned}. What follows is about {best}, which is recommended."]
     return {
         "options": [_row(each, recommendation, planned) for each in options],
-        "advice": [*_fewer(planned, points), *whose, *recommendation.advice],
+        "advice": [*_fewer(planned, wish), *whose, *recommendation.advice],
         "unknown": recommendation.unknown}
 
 
 def _row(option, recommendation, planned):
-    times = dict.fromkeys(("seconds", "fast", "slow", "mfu", "bound"))
+    runs = option.fits and not recommendation.wish.starved
     return {
         "strategy": option.strategy, "name": option.name, "recompute": option.job.recompute,
+        "what": choose.CHOICES[option.strategy].what,
+        "micro": option.job.batch, "accumulation": option.job.accumulation,
         "bytes": option.budget.total, "fits": option.fits, "margin": option.margin,
         "best": option is recommendation.best, "planned": option.strategy == planned.strategy,
-        "tie": option in recommendation.ties and len(recommendation.ties) > 1,
-        **(_times(option) if option.fits else times)}
+        "mark": _mark(option, recommendation),
+        "tokens_per_second": option.tokens_per_second if runs else None,
+        "seconds": option.seconds if runs else None, "mfu": option.mfu if runs else None,
+        "bound": option.bound if runs else None}
 
 
-def _fewer(planned, points):
-    """Advice where the plan's curve has fewer GPUs that do more in all."""
-    fewer = [point for point in points if point["fits"] and point["gpus"] < planned.cluster.ranks]
-    best = max(fewer, key=lambda point: point["tokens_per_second"], default=None)
-    if best is None or not planned.fits or (
-            best["tokens_per_second"] <= planned.tokens_per_second):
+def _mark(option, recommendation):
+    if option is recommendation.best:
+        return "recommended" if option.mfu >= LOW_MFU else "fastest, and a waste"
+    return "as fast" if option in recommendation.ties else ""
+
+
+def _fewer(planned, wish):
+    """Advice where fewer GPUs do as much or more, with the same global batch."""
+    on = planned.cluster
+    if not planned.fits or wish.starved or on.ranks == 1:
         return []
-    count = best["gpus"]
-    more, less = map(_rounded, (best["tokens_per_second"], planned.tokens_per_second))
-    return [f"Use fewer GPUs. With {planned.strategy}, {count:,} "
-            f"{'GPUs reach' if count > 1 else 'GPU reaches'} {more:,.0f} tokens/s in all, and "
-            f"{planned.cluster.ranks:,} GPUs only {less:,.0f}."]
+    there = [replace(wish, cluster=on.of(count)).option(planned.strategy)
+             for count in _counts(on, on.ranks, None) if count < on.ranks]
+    best = max((option for option in there if option.fits), default=None,
+               key=lambda option: option.tokens_per_second)
+    if best is None or best.tokens_per_second * (1 + TIE) < planned.tokens_per_second:
+        return []
+    count, more, less = best.cluster.ranks, best.tokens_per_second, planned.tokens_per_second
+    return [f"Use fewer GPUs. With {planned.strategy} and the same global batch, {count:,} "
+            f"{'GPUs reach' if count > 1 else 'GPU reaches'} {_rounded(more):,.0f} tokens/s in "
+            f"all, and {on.ranks:,} GPUs {_rounded(less):,.0f}."]

@@ -10,72 +10,122 @@ from dplab.predict.precision import readable
 
 _WIDTH = 100
 _UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
+_AGAIN = {"none": "", "selective": ", partly recomputed", "full": ", recomputed"}
 
 
 def page(answer: Mapping[str, Any]) -> str:
     """The page of an answer without errors, whose plan and recommendation are both there."""
     plan, recommendation = answer["plan"], answer["recommendation"]
-    recomputed = ", blocks recomputed" if plan["recompute"] == "full" else ""
-    launch, memory, basis = plan["launch"], plan["memory"], (
-        f"{len(plan['basis'])} published rates, of which {len(plan['stand_ins'])} stand in for a "
-        "shape, a GPU or a link that nobody measured: --json names them all, under basis and "
-        "stand_ins.")
+    launch, memory = plan["launch"], plan["memory"]
+    basis = (f"{len(plan['basis'])} published rates, of which {len(plan['stand_ins'])} stand in "
+             "for a shape, a GPU or a link that nobody measured: --json names them all, under "
+             "basis and stand_ins.")
     parts = {
-        f"{plan['title']} (prediction)": [f"{plan['model']['parameters']:,} parameters; planned: "
-                                          f"{plan['name']}{recomputed}"],
+        f"{plan['title']} (prediction)": _head(plan),
         "Strategies": _strategies(recommendation["options"]),
+        "Advice": _listed([*plan["warnings"], *recommendation["advice"]]),
+        "Published nearby": _published(plan),
+        "The same global batch on other numbers of GPUs": _scaling(plan["scaling"]),
+        "The run": _run(plan["rent"]),
         f"Memory of a GPU, at its highest: {memory['moment']}": _memory(memory),
         "Sent by a GPU in a step": _traffic(plan["traffic"]),
-        "Time of a step": _step(plan["step"]),
-        f"Scaling of {plan['strategy']}{recomputed}, with the same batch on each GPU":
-            _scaling(plan["scaling"]),
-        "Advice": _listed(recommendation["advice"]),
+        "Time of a step, as kernels allow": _step(plan["step"]),
         "Start it": [*_code(launch["torchrun"]), *_listed(launch["notes"])],
         "Settings for torch": _code(launch["torch"]),
         "Settings for DeepSpeed": _code(launch["deepspeed"] or ""),
         "What is assumed": _listed(plan["assumed"]),
-        "What it rests on": _listed([basis, *(f"{each}." for each in recommendation["unknown"])])}
+        "What it rests on": _listed([plan["range"], basis, *(
+            f"{each}." for each in recommendation["unknown"])])}
     pages = ((title, [*lines]) for title, lines in parts.items())
     return "\n\n".join("\n".join([title, *lines]) for title, lines in pages if lines)
 
 
-def duration(seconds: float, like: float | None = None) -> str:
-    """Seconds with three digits: "1.23 s", "45.6 ms"; in the unit and decimals of ``like``."""
-    like = seconds if like is None else like
-    size, unit = next((each for each in _UNITS if like >= 0.9995 * each[0]), _UNITS[-1])
-    decimals = 2 if like / size < 9.995 else 1 if like / size < 99.95 else 0
+def duration(seconds: float) -> str:
+    """Seconds with three digits: "1.23 s", "45.6 ms"."""
+    size, unit = next((each for each in _UNITS if seconds >= 0.9995 * each[0]), _UNITS[-1])
+    decimals = 2 if seconds / size < 9.995 else 1 if seconds / size < 99.95 else 0
     return f"{seconds / size:,.{decimals}f} {unit}"
 
 
-def _interval(times):
-    """"1.23 s (1.11 to 1.35)", in the unit of the first."""
-    fast, slow = (duration(times[each], times["seconds"]).split()[0] for each in ("fast", "slow"))
-    return f"{duration(times['seconds'])} ({fast} to {slow})"
+def few(value: float) -> str:
+    """A number with three digits, or all that stand before the point."""
+    return f"{value:,.0f}" if value >= 99.5 else f"{value:.3g}"
+
+
+def _head(plan):
+    batch, speeds, rent = plan["batch"], plan["speeds"], plan["rent"]
+    how = f"{plan['name']}{_AGAIN[plan['recompute']]}"
+    yield f"  {plan['model']['parameters']:,} parameters; {how}"
+    yield (f"  {batch['accumulation']:,} micro-batches of {batch['micro']:,} × "
+           f"{batch['sequence']:,} tokens on each GPU")
+    if not plan["runs"]:
+        why = "too few sequences" if plan["memory"]["fits"] else "not enough memory"
+        yield f"  Does not run: {why}."
+        return
+    yield f"  {'':25}{'tokens/s':>16}{'days':>14}{'GPU-hours':>16}{'cost':>16}"
+    rows = {"allowed": "what kernels allow", "middle": "runs like yours reached",
+            "high": "  at best", "low": "  at worst"}
+    for name, words in rows.items():
+        if speeds[name]:
+            found = rent[name]
+            money = "" if found["money"] is None else few(found["money"])
+            yield (f"  {words:25}{few(speeds[name]):>16}{few(found['days']):>14}"
+                   f"{few(found['gpu_hours']):>16}{money:>16}")
+    if not speeds["middle"]:
+        yield from _wrapped(plan["outside"] or plan["range"])
+    yield f"  for {rent['tokens']:,.4g} tokens" + (
+        "" if rent["price"] is not None else "; --price gives the cost")
 
 
 def _strategies(options):
+    yield f"   {'+ recomputation':22}{'micro-batches':>13}{'memory':>9}"
     for each in options:
-        mark = "→" if each["best"] else "=" if each["tie"] else " "
+        mark = "→" if each["best"] else "=" if each["mark"] else " "
         mark += "*" if each["planned"] else " "
-        name = each["name"] + (", recomputed" if each["recompute"] == "full" else "")
-        rest = (f"{_interval(each):26}{each['mfu']:6.1%} MFU  {each['bound']}" if each["fits"]
-                else f"{readable(-each['margin'])} too much")
-        yield f"{mark} {name:23}{readable(each['bytes']):>9}  {rest}"
-    yield ("  *: planned; →: recommended; =: as fast, within what this prediction may be off"
-           if any(each["best"] for each in options) else "  *: planned. None of them fits.")
+        again = "" if each["recompute"] == "none" else f" + {each['recompute']}"
+        name = f"{each['name']}{again}"
+        size = f"{each['accumulation']} × {each['micro']}"
+        rest = (f"{each['tokens_per_second']:13,.0f} tokens/s {each['mfu']:5.1%} MFU  "
+                f"{each['bound']}" if each["seconds"]
+                else f"{readable(-each['margin'])} too much" if not each["fits"]
+                else "too few sequences")
+        yield f"{mark} {name:24}{size:>11}{readable(each['bytes']):>10}  {rest}"
+    best = next((each["mark"] for each in options if each["best"]), "")
+    yield (f"  *: planned; →: {best}; =: as fast, within what this prediction may be off"
+           if best else "  *: planned. None of them runs.")
+
+
+def _published(plan):
+    yield from _wrapped(plan["settings"])
+    ways = plan["other_ways"]
+    rows = [("", plan["nearest"])] + ([(ways["why"], ways["rows"])] if ways else [])
+    for why, found in rows:
+        yield from _wrapped(why)
+        for each in found:
+            yield from _wrapped(
+                f"{each['what']}, {each['ranks']:,} × {each['gpu']}, {each['how']}: "
+                f"{each['rate']:,.0f} tokens/s of a GPU ({each['source']})")
+
+
+def _run(rent):
+    if rent is None:
+        return
+    often = f"{rent['failures_a_day']:.2g}"
+    yield from _wrapped(
+        f"{often} failures a day; a checkpoint has {readable(rent['checkpoint_bytes'])} and holds "
+        f"training up for {duration(rent['save_seconds'])}; save every "
+        f"{few(rent['save_every'] / 60)} minutes: {rent['goodput']:.1%} of the time trains.")
 
 
 def _memory(memory):
-    for part in memory["parts"]:
-        if part["bytes"]:
-            yield f"  {part['name']:15}{readable(part['bytes']):>9}"
+    parts = ", ".join(f"{part['name']} {readable(part['bytes'])}" for part in memory["parts"]
+                      if part["bytes"])
     verdict = "fits" if memory["fits"] else f"{readable(-memory['margin'])} too much"
     if memory["uncertain"]:
         verdict += ", but by less than this prediction may be off"
-    yield (f"  {'together':15}{readable(memory['total']):>9} of {readable(memory['limit'])}: "
-           f"{verdict}")
-    yield (f"  A tenth of the GPU's {readable(memory['gpu'])} is left to the allocator and the "
-           "libraries.")
+    return _wrapped(f"{parts}: together {readable(memory['total'])} of "
+                    f"{readable(memory['limit'])}: {verdict}. A tenth of the GPU's "
+                    f"{readable(memory['gpu'])} is left to the allocator and the libraries.")
 
 
 def _traffic(traffic):
@@ -83,20 +133,17 @@ def _traffic(traffic):
         calls = "" if part["calls"] is None else f", {part['calls']:,} calls"
         yield (f"  {part['name']:34}{readable(part['bytes']):>9}  among {part['ranks']:,} "
                f"GPUs{part['where'] and ', '}{part['where']}{calls}")
-    yield (f"  {'together':34}{readable(traffic['sent_bytes']):>9}" if traffic["parts"]
-           else "  One GPU sends nothing.")
+    if not traffic["parts"]:
+        yield "  One GPU sends nothing."
 
 
 def _step(step):
     if step is None:
-        yield "  No time is predicted for what does not fit."
+        yield "  No time is predicted for what does not run."
         return
-    yield f"  {_interval(step)}, bound by {step['bound']}"
-    yield from _wrapped(step["note"])
-    yield (f"  {duration(step['compute_seconds'])} computing, "
+    yield (f"  {duration(step['seconds'])}, bound by {step['bound']}: "
+           f"{duration(step['compute_seconds'])} computing, "
            f"{duration(step['exposed_seconds'])} only sending; MFU {step['mfu']:.1%}")
-    yield (f"  {step['tokens_per_second']:,.0f} tokens/s of all GPUs, {step['global_tokens']:,} "
-           "tokens in a step")
     saved = ", ".join(f"{each['resource']} {each['seconds'] / step['seconds']:.0%}"
                       for each in step["savings"] if each["seconds"] >= 0.005 * step["seconds"])
     if saved:
@@ -105,25 +152,22 @@ def _step(step):
 
 
 def _scaling(scaling):
-    yield f"  {'GPUs':>7}  {'a step':>8}  {'tokens/s':>14}  efficiency"
-    for fits, points in itertools.groupby(scaling["points"], key=itemgetter("fits")):
+    yield f"  {'GPUs':>7}  {'tokens/s':>14}  {'from':>14}  {'to':>14}  {'GPU-hours':>12}"
+    for runs, points in itertools.groupby(scaling["points"], key=itemgetter("runs")):
         points = list(points)
-        if not fits:
+        if not runs:
             until = f" to {points[-1]['gpus']:,}" if len(points) > 1 else ""
-            yield f"  {points[0]['gpus']:7,}{until}: does not fit"
+            yield f"  {points[0]['gpus']:7,}{until}: does not run"
             continue
-        for point in points:
-            yield (f"  {point['gpus']:7,}  {duration(point['seconds']):>8}  "
-                   f"{point['tokens_per_second']:14,.0f}  {point['efficiency']:10.1%}")
-    stops, most = scaling["stops_paying"], scaling["most_gpus"]
+        for each in points:
+            speed = each["middle"] or each["allowed"]
+            ends = "  ".join(f"{each[end]:14,.0f}" if each[end] else f"{'–':>14}"
+                             for end in ("low", "high"))
+            yield f"  {each['gpus']:7,}  {speed:14,.0f}  {ends}  {few(each['gpu_hours']):>12}"
+    stops = scaling["stops_paying"]
     if stops is not None:
         yield (f"  Beyond {stops:,} GPU{'s' if stops > 1 else ''} more no longer pay: each brings "
                "less than half of what the first ones do.")
-    if most is not None:
-        yield (f"  The largest useful batch is enough for {most:,} GPUs." if most else
-               "  The largest useful batch is smaller than that of one GPU.")
-    if any(point["fits"] for point in scaling["points"]):
-        yield from _wrapped(scaling["note"])
 
 
 def _wrapped(text):

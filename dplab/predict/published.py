@@ -28,8 +28,8 @@ from dplab.predict.transformer_config import TransformerConfig
 EQUAL = 0.01
 """Two rates that differ by less, relatively, count as equal."""
 
-_TABLE = json.loads(resources.files(__package__).joinpath("runs.json").read_text("utf-8"))
-_ROWS = {row["id"]: row for row in _TABLE["runs"]}
+TABLE = json.loads(resources.files(__package__).joinpath("runs.json").read_text("utf-8"))
+ROWS = {row["id"]: row for row in TABLE["runs"]}
 # What each published strategy is to `Job`, and whether it sends once in a step of micro-batches.
 # ZeRO-1 and ZeRO-2 send the bytes of FSDP without resharding, and hold their share of the states.
 _JOBS = {
@@ -136,7 +136,7 @@ class Ranking:
 
 def published_runs() -> list[PublishedRun]:
     """Every published figure: first efficiencies, then the runs in the order of ``runs.json``."""
-    return [*map(_efficiency, _TABLE["efficiencies"]), *map(_run, _TABLE["runs"])]
+    return [*map(_efficiency, TABLE["efficiencies"]), *map(_run, TABLE["runs"])]
 
 
 def runs_with_fitted_share(runs: Iterable[PublishedRun] | None = None) -> list[PublishedRun]:
@@ -178,10 +178,10 @@ def rankings(runs: Iterable[PublishedRun] | None = None) -> list[Ranking]:
     by_id = {run.id: run for run in (published_runs() if runs is None else runs)}
 
     def rates(ids, which):
-        return tuple(_token_rate(_ROWS[each], getattr(by_id[each], which)) for each in ids)
+        return tuple(_token_rate(ROWS[each], getattr(by_id[each], which)) for each in ids)
 
     return [Ranking(each["what"], tuple(each["runs"]), rates(each["runs"], "published"),
-                    rates(each["runs"], "predicted")) for each in _TABLE["rankings"]]
+                    rates(each["runs"], "predicted")) for each in TABLE["rankings"]]
 
 
 def summary(runs: Iterable[PublishedRun]) -> Summary:
@@ -205,8 +205,8 @@ def _series(runs, same_batch=False):
     """Lists of two runs or more of one series and unit, in rising ranks."""
     groups: dict[tuple, list[PublishedRun]] = {}
     for run in published_runs() if runs is None else runs:
-        if run.predicted is not None and run.id in _ROWS:
-            row = _ROWS[run.id]
+        if run.predicted is not None and run.id in ROWS:
+            row = ROWS[run.id]
             batch = (row["batch"], row.get("accumulation", 1)) if same_batch else ()
             groups.setdefault((run.table, run.series, run.unit, *batch), []).append(run)
     return [sorted(group, key=lambda run: run.ranks) for group in groups.values() if len(group) > 1]
@@ -224,15 +224,15 @@ def _cluster(machine):
     return Cluster(gpu, 1, LINKS[machine["inside"]], between, machine["per_node"], machine["nics"])
 
 
-CLUSTERS = {name: _cluster(machine) for name, machine in _TABLE["machines"].items()}
+CLUSTERS = {name: _cluster(machine) for name, machine in TABLE["machines"].items()}
 
 
 def model_of(row: dict) -> TransformerConfig:
     """The model of a row of ``runs.json``; where positions are learned, as many as its tokens."""
-    if row["model"] not in _TABLE["models"]:
+    if row["model"] not in TABLE["models"]:
         return MODELS[row["model"]]
-    sizes = {key: value for key, value in _TABLE["models"][row["model"]].items() if key != "family"}
-    family = _TABLE["families"][_TABLE["models"][row["model"]]["family"]]
+    sizes = {key: value for key, value in TABLE["models"][row["model"]].items() if key != "family"}
+    family = TABLE["families"][TABLE["models"][row["model"]]["family"]]
     return TransformerConfig(**sizes, **family, context=row["sequence"], name=row["model"])
 
 
@@ -279,8 +279,15 @@ def _in_unit(row, seconds):
 
 def _per_gpu(run, value):
     """A speed of one GPU, in a unit that the runs of a series share."""
-    row = _ROWS[run.id]
+    row = ROWS[run.id]
     return value if run.unit in ("MFU", "TFLOP/s/GPU") else _token_rate(row, value)
+
+
+def tokens_per_gpu(row: dict) -> float:
+    """What a row of ``runs.json`` in scope reached, in tokens per second of one GPU."""
+    seconds = row["published"] if row["unit"] == "s/step" else (
+        _in_unit(row, 1.0) / row["published"])
+    return row["batch"] * row["sequence"] * row.get("accumulation", 1) / seconds
 
 
 def _token_rate(row, value):
@@ -309,10 +316,10 @@ def _efficiency(row):
 
 
 def _beside(row, what, ranks, unit, paces):
-    table = _TABLE["tables"][row["table"]]
+    table = TABLE["tables"][row["table"]]
     said = [row.get("machine"), row.get("assumed") if paces else f"out of scope: {row['reason']}"]
     low, middle, high = (min(paces), paces[1], max(paces)) if paces else (None, None, None)
-    machine = _TABLE["machines"].get(row.get("machine"))
+    machine = TABLE["machines"].get(row.get("machine"))
     return PublishedRun(what, ranks, unit, row["published"], middle, low, high,
                         "; ".join(each for each in said if each),
                         "; ".join(each for each in (table["source"], row.get("at")) if each),

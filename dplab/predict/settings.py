@@ -8,8 +8,8 @@ Sources: torch 2.13, distributed/fsdp, nn/parallel/distributed.py and distribute
 import json
 
 from dplab.predict.checks import one_of, whole
-from dplab.predict.choose import CHOICES, IN_BF16
-from dplab.predict.cluster import BLOCK_RECOMPUTE
+from dplab.predict.choose import CHOICES, PRECISION_CHOICES
+from dplab.predict.job import RECOMPUTE
 
 DEEPSPEED_STAGES = {"DDP": 0, "ZeRO-1": 1, "ZeRO-2": 2, "FSDP": 3, "HSDP": 3}
 """What comes nearest to each in DeepSpeed. ZeRO-2 has no setting in torch; "FSDP, kept" is near it.
@@ -48,11 +48,46 @@ init_weights(model)  # yours: it sets all parameters and buffers, or loads a che
 optimizer = {optimizer}
 """
 _POLICY = ("policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, "
-           "reduce_dtype=torch.float32)\n")
+           "reduce_dtype=torch.{})\n")
 _TO_BF16 = "model.to(torch.bfloat16)\n"
 _CHECKPOINT = "model.blocks = nn.ModuleList(checkpoint_wrapper(block) for block in model.blocks)\n"
+_SELECTIVE = """\
+model.blocks = nn.ModuleList(
+    checkpoint_wrapper(block, context_fn=every_second_product) for block in model.blocks)
+"""
+_EVERY_SECOND = """\
+PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default}
+ATTENTION = {
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+}
+
+
+def every_second_product():
+    count = Counter()  # forward and recomputation count for themselves
+
+    def policy(context, operation, *args, **kwargs):
+        count[context.is_recompute] += operation in PRODUCTS
+        second = operation in PRODUCTS and count[context.is_recompute] % 2
+        keep = second or operation in ATTENTION
+        return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
+
+
+"""
+_COMPILE = "for block in model.blocks:\n    block.compile()\n"
+_ACCUMULATE = {
+    "DDP": "\n# Of each step's {n} micro-batches all but the last run under model.no_sync();\n"
+           "# each loss is divided by {n}.\n",
+    "FSDP": "\n# Each step has {n} micro-batches; each loss is divided by {n}.\n",
+    "HSDP": "\n# Of each step's {n} micro-batches only the last needs the other nodes:\n"
+            "# model.set_requires_all_reduce(is_last); each loss is divided by {n}.\n",
+}
 _IMPORTS = {
     "os.": "import os\n",
+    "Counter(": "from collections import Counter\n",
     "": "import torch",
     "dist.": "import torch.distributed as dist",
     "nn.": "from torch import nn",
@@ -62,25 +97,31 @@ _IMPORTS = {
     "MixedPrecisionPolicy(": "from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard",
     "fully_shard(": "from torch.distributed.fsdp import fully_shard",
     "ZeroRedundancyOptimizer(": "from torch.distributed.optim import ZeroRedundancyOptimizer",
+    "create_selective_checkpoint_contexts(": "from torch.utils.checkpoint import (\n"
+        "    CheckpointPolicy,\n    create_selective_checkpoint_contexts,\n)",
     "DDP(": "from torch.nn.parallel import DistributedDataParallel as DDP",
 }
 
 
 def in_torch(strategy: str, ranks: int, per_node: int = 8, *, recompute: str = "none",
-             precision: str = "mixed") -> str:
+             precision: str = "mixed", compiled: bool = False, accumulation: int = 1) -> str:
     """The head of a training script: it makes ``model``, wrapped, and ``optimizer``.
 
     It runs as it is under `torchrun`'s line; ``build_model`` and ``init_weights`` are the reader's.
     ``strategy``: one of `choose.CHOICES`; on one rank DDP is a model without a wrapper.
-    ``recompute``: "none" or "full"; ``precision``: one of `choose.IN_BF16`. No line is longer than
+    ``recompute``: one of `job.RECOMPUTE`; ``precision``: one of `choose.PRECISION_CHOICES`;
+    ``accumulation``: micro-batches in a step, which a comment explains. No line is longer than
     88 columns. Raises ValueError for another, and under HSDP for ranks that do not fill nodes of
     ``per_node``.
     """
     one_of(strategy, CHOICES, "strategy")
-    one_of(recompute, BLOCK_RECOMPUTE, "recompute")
-    mixed = one_of(precision, IN_BF16, "precision") == "mixed"
+    one_of(recompute, RECOMPUTE, "recompute")
+    mixed = one_of(precision, PRECISION_CHOICES, "precision") != "bf16"
+    whole(accumulation, "accumulation")
     alone = whole(ranks, "ranks") == 1 and strategy == "DDP"
-    first = ("" if mixed else _TO_BF16) + (_CHECKPOINT if recompute == "full" else "")
+    first = ("" if mixed else _TO_BF16) + {
+        "none": "", "selective": _SELECTIVE, "full": _CHECKPOINT}[recompute] + (
+        _COMPILE if compiled else "")
     # Without `fused` torch updates all tensors at once on a GPU, which needs as much room again.
     adamw = ", ".join(f"{name}={value}" for name, value in (ADAMW | {"fused": True}).items())
     optimizer = f"torch.optim.AdamW(\n    model.parameters(), {adamw})"
@@ -93,6 +134,7 @@ def in_torch(strategy: str, ranks: int, per_node: int = 8, *, recompute: str = "
             body += _AUTOCAST
     else:
         shape = f"({ranks},)"
+        policy = _POLICY.format("bfloat16" if "bf16" in precision else "float32")
         if strategy == "HSDP":
             if ranks % whole(per_node, "per_node"):
                 raise ValueError(f"{ranks} ranks do not fill nodes of {per_node}: give per_node")
@@ -102,8 +144,12 @@ def in_torch(strategy: str, ranks: int, per_node: int = 8, *, recompute: str = "
         if strategy == "FSDP, kept":
             options += ", reshard_after_forward=False"
         body = _SHARDED.format(first=first, shape=shape, options=options,
-                               policy=_POLICY if mixed else "", optimizer=optimizer)
+                               policy=policy if mixed else "", optimizer=optimizer)
+    if accumulation > 1:
+        body += _ACCUMULATE["FSDP" if alone else CHOICES[strategy].simulated].format(n=accumulation)
     body = ("" if alone else _START) + _YOURS + body
+    if recompute == "selective":
+        body = _EVERY_SECOND + body
     imports = {name: line for name, line in _IMPORTS.items() if name in body}
     if "MixedPrecisionPolicy(" in imports:
         del imports["fully_shard("]
@@ -123,7 +169,7 @@ def torchrun(nodes: int, per_node: int, script: str = "train.py") -> str:
             f"--rdzv-endpoint FIRST_HOST:29500 {script}")
 
 
-def in_deepspeed(strategy: str, batch: int, per_node: int = 8) -> str:
+def in_deepspeed(strategy: str, batch: int, per_node: int = 8, *, accumulation: int = 1) -> str:
     """A DeepSpeed configuration in JSON, for ``batch`` sequences on each rank.
 
     ``strategy``: one of `DEEPSPEED_STAGES`. bf16 with fp32 master weights; the gradient is clipped
@@ -135,7 +181,7 @@ def in_deepspeed(strategy: str, batch: int, per_node: int = 8) -> str:
         zero["zero_hpz_partition_size"] = whole(per_node, "per_node")
     return json.dumps({
         "train_micro_batch_size_per_gpu": whole(batch, "batch"),
-        "gradient_accumulation_steps": 1,
+        "gradient_accumulation_steps": whole(accumulation, "accumulation"),
         "gradient_clipping": 0.0,
         "bf16": {"enabled": True},
         "optimizer": {"type": "AdamW", "params": ADAMW},

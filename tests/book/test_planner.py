@@ -21,7 +21,7 @@ from web_server import served
 
 from dplab.predict import fields, plan
 from dplab.predict.catalogue import GPUS, MODELS
-from dplab.predict.choose import CHOICES
+from dplab.predict.choose import CHOICES, PRECISION_CHOICES
 
 BOOK = Path(__file__).resolve().parents[2] / "chapters" / "book"
 NODE_MODULES = BOOK / "node_modules"
@@ -95,6 +95,8 @@ class Page:
     def plan(self, **expected):
         """Waits for the plan and the advice of the default query, changed by these fields."""
         found = answer(urlencode(expected))
+        self.tab.evaluate("for (const fold of document.querySelectorAll('.plan details')) "
+                          "fold.open = true")
         self.tab.wait_for_function(
             """([title, advice]) =>
                 document.getElementById('plan-title').textContent.includes(title)
@@ -194,16 +196,34 @@ def test_defaults_follow_the_field_that_they_depend_on(live):
     live.tab.select_option("#field-gpu", "A100")
     live.plan(gpu="A100")
     for name, value in answer("gpu=A100")["fields"].items():
-        assert live.tab.locator(f"#field-{name}").input_value() == str(
-            "" if value is None else value)
+        assert live.tab.locator(f"#field-{name}").input_value() == (
+            fields.BY_NAME[name].text_of(value)) or value in (True, False)
     assert live.given() == {"gpu": "A100"}
     live.reset()
     live.tab.select_option("#field-model", "custom")
     live.tab.select_option("#field-family", "gpt")
     live.tab.fill("#field-context", "512")
     live.wait("live").plan(model="custom", family="gpt", context=512)
+    live.settle()  # the title is the same as before
     assert live.tab.locator("#field-sequence").input_value() == "512"
     assert live.given() == {"model": "custom", "family": "gpt", "context": "512"}
+
+
+@pytest.mark.slow
+def test_a_pasted_config_fills_in_a_model_and_a_wrong_one_says_why(live):
+    live.tab.fill("#field-config", '{"model_type": "mixtral"}')
+    live.wait("error")
+    assert "mixtral" in live.text("#why-config")
+    sizes = {"model_type": "llama", "hidden_size": 2048, "intermediate_size": 8192,
+             "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8,
+             "vocab_size": 128256, "tie_word_embeddings": True}
+    live.tab.fill("#field-config", json.dumps(sizes))
+    live.wait("live").plan(
+        model="custom", layers=16, d_model=2048, d_ff=8192, kv_heads=8, tied="yes")
+    live.tab.focus("#field-gpus")
+    assert live.tab.locator("#field-layers").input_value() == "16"
+    assert live.tab.locator("#field-config").input_value() == ""
+    assert "config" not in live.given() and live.given()["tied"] == "yes"
 
 
 @pytest.mark.slow
@@ -245,15 +265,15 @@ def test_newer_input_overtakes_older(live):
         let sent = 0;
         const post = Worker.prototype.postMessage;
         Worker.prototype.postMessage = function (...all) { sent += 1; post.apply(this, all); };
-        const input = document.getElementById('field-batch');
+        const input = document.getElementById('field-global_batch');
         for (let batch = 1; batch <= 20; batch++) {
-            input.value = batch;
+            input.value = batch * 64 * 8192;
             input.dispatchEvent(new Event('input', {bubbles: true}));
         }
         window.sentNow = () => { Worker.prototype.postMessage = post; return sent; };
         return sent;
     }""")
-    live.plan(batch=20)
+    live.plan(global_batch=20 * 64 * 8192)
     assert sent == 1
     assert live.tab.evaluate("sentNow()") == 3  # the first plan, the last, and its advice
 
@@ -318,13 +338,14 @@ def drawn(number, chance):
         given = {"model": chance.choice([*MODELS, "custom", "custom"]),
                  "gpu": chance.choice([*GPUS]),
                  "gpus": chance.choice([1, 2, 8, 16, 64, 256, 1024]),
-                 "batch": chance.choice([1, 2, 4]),
+                 "global_batch": chance.choice(["5e5", "4e6", "3e7"]),
+                 "compile": chance.choice(["yes", "no"]),
                  "strategy": chance.choice(["recommended", *CHOICES]),
-                 "precision": chance.choice(["mixed", "bf16"]),
-                 "recompute": chance.choice(["as needed", "none", "full"])}
+                 "precision": chance.choice([*PRECISION_CHOICES]),
+                 "recompute": chance.choice(choices("recompute"))}
         given |= {name: chance.choice(values) for name, values in {
             "inside": choices("inside"), "between": choices("between"), "per_node": [4, 8, 16],
-            "sequence": [1000, 1024], "nics": [1, 4], "most_tokens": ["1e6", "4e6"],
+            "sequence": [1000, 1024], "nics": [1, 4], "price": ["2.5"], "batch": [1, 2],
         }.items() if chance.random() < 0.3}
         if given["model"] == "custom":
             given |= {"layers": chance.randint(1, 48), "d_model": 128 * chance.randint(4, 64),
@@ -370,7 +391,8 @@ def test_without_javascript_the_stored_plan_stands_and_says_what_to_do(browser, 
     found = answer()
     assert found["plan"]["title"] in page.text("#plan-title")
     assert found["recommendation"]["advice"][0] in page.text("[data-section=recommendation]")
-    assert found["plan"]["launch"]["torchrun"] in page.text("#code-torchrun")
+    assert found["plan"]["launch"]["torchrun"] in page.tab.locator(
+        "#code-torchrun").text_content()  # in a fold, which opens without a script
     assert "dplab plan" in page.text("#planner-state")
     assert page.tab.locator("#field-gpus").is_disabled()
 

@@ -8,7 +8,7 @@ from urllib.parse import parse_qsl, urlencode
 import pytest
 
 from dplab.predict.catalogue import GPUS, LINKS, MODELS
-from dplab.predict.choose import CHOICES, IN_BF16
+from dplab.predict.choose import CHOICES, PRECISION_CHOICES
 from dplab.predict.fields import BY_NAME, FIELDS, MOST_GPUS, cluster_of, model_of, query_of, read
 
 
@@ -20,7 +20,8 @@ def wrong(query):
 def test_every_field_says_what_it_is_and_its_default_stands_in_no_address():
     assert {*BY_NAME["inside"].choices, *BY_NAME["between"].choices} == set(LINKS)
     for each in FIELDS:
-        assert each.kind in ("choice", "whole", "number", "flag") and each.label and each.help
+        assert each.kind in ("choice", "whole", "number", "flag", "config")
+        assert each.label and each.help
         assert bool(each.choices) is (each.kind == "choice")
         assert not set(each.needs) - set(BY_NAME)
         default = each.default_for({})
@@ -33,10 +34,11 @@ def test_every_field_says_what_it_is_and_its_default_stands_in_no_address():
 
 def test_a_default_follows_the_field_that_it_depends_on():
     for gpu, inside, between in (("A100", "NVLink 3", "200 Gb/s"), ("H200", "NVLink 4", "400 Gb/s"),
-                                 ("B200", "NVLink 5", "400 Gb/s")):
-        values, _ = read(f"gpu={gpu}")
+                                 ("B200", "NVLink 5", "400 Gb/s"),
+                                 ("A100 40 GB", "NVLink 3", "200 Gb/s")):
+        values, _ = read(urlencode({"gpu": gpu}))
         assert (values["inside"], values["between"]) == (inside, between)
-        assert query_of(values) == f"gpu={gpu}"
+        assert query_of(values) == urlencode({"gpu": gpu})
     assert query_of(read("gpu=A100&inside=NVLink+4")[0]) == "gpu=A100&inside=NVLink+4"
     own = "model=custom&family=gpt"
     for query, sequence in (("model=GPT-2", 1024), ("model=Llama-3.1+405B", 8192), (own, 1024),
@@ -58,9 +60,36 @@ def test_a_model_of_ones_own():
     assert theirs.parameters - tied.parameters == 128_256 * 4096
 
 
+LLAMA = {"model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336,
+         "vocab_size": 128256, "num_hidden_layers": 32, "num_attention_heads": 32,
+         "num_key_value_heads": 8,
+         "tie_word_embeddings": False, "rope_theta": 500000.0, "torch_dtype": "bfloat16"}
+GPT = {"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "n_positions": 1024,
+       "vocab_size": 50257}
+
+
+def test_a_config_of_hugging_face_makes_the_model():
+    """The published sizes, by the names that transformers gives them."""
+    for config, name in ((LLAMA, "Llama-3 8B"), (GPT, "GPT-2")):
+        values, errors = read(urlencode({"config": json.dumps(config), "sequence": 1024}))
+        assert not errors and model_of(values).parameters == MODELS[name].parameters
+        again, errors = read(query_of(values))  # a link needs no config
+        assert again == values and not errors and "config" not in values
+
+
+@pytest.mark.parametrize(("config", "words"), [
+    ("{", "no config.json"), ("[]", "no config.json"),
+    (json.dumps({"model_type": "mixtral"}), "is none"),
+    (json.dumps(LLAMA | {"head_dim": 64}), "64 are not 4096 wide"),
+    (json.dumps(LLAMA | {"num_hidden_layers": "32"}), "num_hidden_layers")])
+def test_a_config_that_cannot_be_said_is_refused(config, words):
+    found = wrong(urlencode({"config": config}))
+    assert list(found) == ["config"] and words in found["config"]
+
+
 @pytest.mark.parametrize(("name", "text", "value"), [
     ("sequence", "8,192", 8192), ("sequence", " 12 ", 12), ("sequence", "+0012", 12),
-    ("most_tokens", "4e6", 4e6), ("most_tokens", "", None), ("nics", "", None)])
+    ("tokens", "4e6", 4e6), ("price", "", None), ("price", "0", 0.0), ("nics", "", None)])
 def test_numbers_as_people_write_them(name, text, value):
     values, errors = read(urlencode({name: text}))
     assert not errors and values[name] == value
@@ -69,7 +98,7 @@ def test_numbers_as_people_write_them(name, text, value):
 @pytest.mark.parametrize("text", ["x", "nan", "-inf", "1e400", "1 2", "1,2", "0x10", "٣", "1_0",
                                   "--1", "1" * 5000, "-" + "9" * 5000, "0", "-1", "\0"])
 def test_no_other_number_is_taken(text):
-    for name in ("layers", "gpus", "most_tokens"):
+    for name in ("layers", "gpus", "global_batch"):
         why = wrong(urlencode({"model": "custom", name: text}))
         assert list(why) == [name] and len(why[name]) < 250
 
@@ -86,6 +115,7 @@ def test_no_other_number_is_taken(text):
     ("model=Lama-3+8B", "model", "did you mean 'Llama-3 8B'"),
     ("strategy=x", "strategy", "'FSDP', 'FSDP, kept', 'HSDP'"),
     ("gpu_count=8", "gpu_count", "did you mean"), ("gpus=8&gpus=16", "gpus", "twice"),
+    ("global_batch=8000", "global_batch", "less than a sequence of 8,192"),
     ("model=custom&tied=perhaps", "tied", "yes nor no"),
     ("model=GPT-2&layers=12", "layers", "only for a model of your own"),
     ("model=custom&context=12", "context", "GPT-2's family"),
@@ -112,7 +142,8 @@ def test_a_part_of_a_node_and_whole_nodes():
 
 def scrap(chance):
     """A name or a value such as nobody should write, or should."""
-    some = [*BY_NAME, *MODELS, *GPUS, *LINKS, *CHOICES, *IN_BF16, "custom", "gpt", "yes", "no", "",
+    some = [*BY_NAME, *MODELS, *GPUS, *LINKS, *CHOICES, *PRECISION_CHOICES, "custom", "gpt", "yes",
+            "no", "",
             "0", "-1", "1", "2", "3", "7", "8", "64", "1e9", "nan", "inf", "9" * 30, "\ud800", "é%",
             "<b>", "{}", "%00", "a" * 300, "١٢"]
     if chance.random() < 0.8:

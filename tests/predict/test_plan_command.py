@@ -31,23 +31,24 @@ def refused(capsys, *arguments):
 
 @pytest.mark.parametrize("arguments", [
     GPT, ["--model", "Llama-3.1 405B", "--gpus", "1024"], ["--gpus", "1", "--strategy", "DDP"],
-    ["--gpus", "131072", "--most-tokens", "4e6", "--gpu", "A100", "--batch", "4"]])
+    ["--gpus", "131072", "--global-batch", "4e9", "--gpu", "A100", "--price", "2"]])
 def test_the_page_shows_the_plan_and_is_at_most_100_columns_wide(capsys, arguments):
     out, found = printed(capsys, *arguments), json.loads(printed(capsys, *arguments, "--json"))
     *body, _, link = out.splitlines()
     assert max(map(len, body)) <= 100 and link == f"?{found['query']}"
-    for title in ("Strategies", "Memory of a GPU", "Sent by a GPU", "Time of a step", "Scaling",
-                  "Advice", "Start it", "Settings for torch"):
+    for title in ("Strategies", "Memory of a GPU", "Sent by a GPU", "Time of a step",
+                  "The same global batch", "Published nearby", "Advice", "Start it",
+                  "Settings for torch"):
         assert any(line.startswith(title) for line in body), title
     shown, words = found["plan"], " ".join(out.replace("\n- ", "\n").split())
     assert shown["title"] in out and f"{shown['model']['parameters']:,} parameters" in out
     for text in (*found["recommendation"]["advice"], shown["launch"]["torchrun"]):
         assert " ".join(text.split()) in words
     assert shown["launch"]["torch"].splitlines()[-1] in out
-    step, note = shown["step"], shown["scaling"]["note"].split(":")[0]
+    step, rent = shown["step"], shown["rent"]
     if step:
         assert plan_as_text.duration(step["seconds"]) in out and f"{step['mfu']:.1%}" in out
-    assert (note in words) is any(point["fits"] for point in shown["scaling"]["points"])
+        assert plan_as_text.few(rent["allowed"]["days"]) in out
 
 
 def test_a_link_leads_to_the_same_plan(capsys):

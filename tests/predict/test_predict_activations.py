@@ -155,7 +155,8 @@ def test_configurations_that_cannot_be_are_refused(change, error, says):
 @pytest.mark.parametrize(("call", "error", "says"), [
     (lambda: activations(GPT, 0, 8), ValueError, "batch is at least 1"),
     (lambda: activations(GPT, 1, 17), ValueError, "positions for 16 tokens, not for 17"),
-    (lambda: activations(GPT, 1, 8, recompute="some"), ValueError, "'none', 'selective', 'full'"),
+    (lambda: activations(GPT, 1, 8, recompute="some"), ValueError,
+     "'none', 'selective', 'products', 'full'"),
 ])
 def test_activations_that_cannot_be_are_refused(call, error, says):
     with pytest.raises(error, match=says):

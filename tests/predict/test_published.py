@@ -9,7 +9,7 @@ from dplab.predict.catalogue import MODELS
 from dplab.predict.cluster import Job, predict
 from dplab.predict.published import PublishedRun, Ranking
 
-ROWS = {row["id"]: row for row in published._TABLE["runs"]}
+ROWS = {row["id"]: row for row in published.TABLE["runs"]}
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +23,7 @@ def beside(published, predicted, unit="tokens/s/GPU", low=None, high=None):
 
 
 def test_every_row_is_there_and_every_row_in_scope_is_predicted(runs):
-    rows = [*published._TABLE["efficiencies"], *published._TABLE["runs"]]
+    rows = [*published.TABLE["efficiencies"], *published.TABLE["runs"]]
     assert [run.id for run in runs] == [row["id"] for row in rows]
     for run, row in zip(runs, rows, strict=True):
         assert (run.published, run.held_out) == (row["published"], row["held_out"])
@@ -109,7 +109,7 @@ def test_rankings_are_right_wrong_or_tied():
 
 def test_rankings_compare_tokens_of_one_gpu(runs):
     found = {ranking.what: ranking for ranking in published.rankings(runs)}
-    assert len(found) == len(published._TABLE["rankings"])
+    assert len(found) == len(published.TABLE["rankings"])
     nodes = next(ranking for ranking in found.values() if "oumi-2b-fsdp-16" in ranking.runs)
     assert nodes.published == pytest.approx((74.41 * 2048 / 16, 55.349 * 2048 / 16))
     kept = next(ranking for ranking in found.values() if "smollm3-zero2" in ranking.runs)

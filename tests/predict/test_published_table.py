@@ -47,7 +47,7 @@ def test_rows_out_of_scope_say_why():
 
 
 def test_each_table_has_a_source_that_can_be_found_again():
-    exact = re.compile(r"arXiv:\d{4}\.\d{5}|[\w.-]+/[\w.-]+ [0-9a-f]{7,}, |issue \d+")
+    exact = re.compile(r"arXiv:\d{4}\.\d{5}|[\w.-]+/[\w.-]+ [0-9a-f]{7,}, |issue \d+|\w+\.com/\S+")
     for name, table in TABLE["tables"].items():
         at = [row.get("at") for row in TABLE["runs"] if row["table"] == name]
         assert exact.search(table["source"]) or all(at), name
@@ -70,8 +70,8 @@ def test_the_held_out_rows_are_those_of_the_rule():
 def test_no_row_leaves():
     """The ids as they were frozen: a row is added here, never taken away."""
     ids = sorted([*RUNS, *(row["id"] for row in TABLE["efficiencies"])])
-    assert (len(RUNS), len(IN_SCOPE), len(TABLE["efficiencies"])) == (341, 313, 7)
-    assert hashlib.sha256("\n".join(ids).encode()).hexdigest()[:16] == "0ce7a673fe45341e"
+    assert (len(RUNS), len(IN_SCOPE), len(TABLE["efficiencies"])) == (351, 322, 7)
+    assert hashlib.sha256("\n".join(ids).encode()).hexdigest()[:16] == "e21c21f0d35182e5"
 
 
 def test_the_figures_of_a_row_agree():

@@ -1,6 +1,6 @@
 // The drawings. Lengths are per cent of what the page gives, so that text keeps its size.
 
-import { bytes, count, percent, seconds } from "./format.mjs";
+import { bytes, count, seconds, short } from "./format.mjs";
 import { html } from "./html.mjs";
 
 const COMPUTING = ["forward", "backward", "optimizer"];
@@ -57,41 +57,58 @@ function legend(rows) {
     <li><i class="swatch ${kind}"></i>${words}</li>`)}</ul>`;
 }
 
-// Efficiency over the number of GPUs, whose axis is logarithmic. A cross: does not fit.
-export function scalingCurve(scaling, now) {
-  const points = scaling.points;
-  const [first, last] = [points[0].gpus, points.at(-1).gpus];
-  const top = Math.max(1, ...points.map((point) => point.efficiency ?? 0)) * 1.08;
-  const x = (gpus) => `${(last > first ? 93 * Math.log(gpus / first) / Math.log(last / first) + 2 : 50).toFixed(2)}%`;
-  const y = (share) => `${(100 - 100 * share / top).toFixed(2)}%`;
-  const upright = (gpus, words) => gpus && gpus >= first && gpus <= last && html`<line class="upright"
-    x1="${x(gpus)}" x2="${x(gpus)}" y1="0" y2="100%"/><text x="${x(gpus)}" y="${y(0.25)}"
-    dx="-6">${words}</text>`;
-  const fitting = points.filter((point) => point.fits);
-  const lines = fitting.slice(1).map((point, index) => html`<line x1="${x(fitting[index].gpus)}"
-    y1="${y(fitting[index].efficiency)}" x2="${x(point.gpus)}" y2="${y(point.efficiency)}"/>`);
-  const marks = points.map((point) => point.fits
-    ? html`<circle${point.gpus === now ? html` class="now"` : ""} cx="${x(point.gpus)}" cy="${
-        y(point.efficiency)}" r="${point.gpus === now ? 6 : 3.5}"><title>${pointSaid(point)}</title></circle>`
-    : html`<svg x="${x(point.gpus)}" y="100%" class="cross${point.gpus === now ? " now" : ""}"><title>${
-        pointSaid(point)}</title><path d="M-4-12l8 8m-8 0l8-8"/></svg>`);
-  const apart = Math.ceil(points.length / 6);
-  const shares = [0, 0.5, 1].filter((share) => share < top);
+// Tokens/s, and what that costs, over the number of GPUs; both axes logarithmic. A cross: does not run.
+export function scalingCurves(scaling, now, money) {
+  const cost = money ? "money" : "gpu_hours";
   return html`
-    <div class="curve" role="img" aria-label="${points.map(pointSaid).join("; ")}">
-      <div class="up">${shares.map((share) => html`<span style="top:${y(share)}">${percent(share)}</span>`)}</div>
-      <svg>
-        ${shares.map((share) => html`<line class="grid" x1="0" x2="100%" y1="${y(share)}" y2="${y(share)}"/>`)}
-        ${upright(scaling.stops_paying, "more do not pay")}${
-          upright(scaling.most_gpus, "largest useful batch")}${lines}${marks}
+    ${curve("tokens/s", scaling, now, (point) => point.middle ?? point.allowed,
+      (point) => point.middle && [point.low, point.high])}
+    ${curve(money ? "cost" : "GPU-hours", scaling, now, (point) => point[cost],
+      (point) => point.middle && [point.high, point.low].map(
+        (end) => point[cost] * point.middle / end))}
+    <p class="axis-title">number of GPUs, logarithmic</p>`;
+}
+
+function curve(title, { points, stops_paying: stops }, now, value, range) {
+  const running = points.filter((point) => point.runs);
+  const values = running.flatMap((point) => [value(point), ...(range(point) || [])]);
+  const [least, most] = [0.8 * Math.min(...values), 1.25 * Math.max(...values)];
+  const [first, last] = [points[0].gpus, points.at(-1).gpus];
+  const x = (gpus) => `${(last > first ? 93 * Math.log(gpus / first) / Math.log(last / first) + 2 : 50).toFixed(2)}%`;
+  const y = (amount) => `${(100 - 100 * Math.log(amount / least) / Math.log(most / least)).toFixed(2)}%`;
+  const lines = running.slice(1).map((point, index) => html`<line x1="${x(running[index].gpus)}"
+    y1="${y(value(running[index]))}" x2="${x(point.gpus)}" y2="${y(value(point))}"/>`);
+  const bars = running.filter(range).map((point) => html`<line class="range" x1="${x(point.gpus)}"
+    x2="${x(point.gpus)}" y1="${y(range(point)[0])}" y2="${y(range(point)[1])}"/>`);
+  const marks = points.map((point) => point.runs
+    ? html`<circle${point.gpus === now ? html` class="now"` : ""} cx="${x(point.gpus)}" cy="${
+        y(value(point))}" r="${point.gpus === now ? 6 : 3.5}"><title>${count(point.gpus)} GPUs: ${
+        short(value(point))} ${title}</title></circle>`
+    : html`<svg class="cross" x="${x(point.gpus)}" y="97%"><title>${count(point.gpus)} GPUs: does not
+        run</title><path d="M-4 -4L4 4M-4 4L4 -4"/></svg>`);
+  const apart = Math.ceil(points.length / 6);
+  return html`
+    <h4>${title}</h4>
+    <div class="curve" role="img" aria-label="${title}: ${running.map((point) =>
+      `${count(point.gpus)} GPUs ${short(value(point))}`).join(", ")}.">
+      <div class="up">${decades(least, most).map((tick) => html`<span style="top:${y(tick)}">${
+        short(tick)}</span>`)}</div>
+      <svg>${decades(least, most).map((tick) => html`<line class="grid" x1="0" x2="100%" y1="${
+        y(tick)}" y2="${y(tick)}"/>`)}
+        ${stops && html`<line class="upright" x1="${x(stops)}" x2="${x(stops)}" y1="0" y2="100%"/>
+        <text x="${x(stops)}" y="12%" dx="-6">more do not pay</text>`}${bars}${lines}${marks}
       </svg>
       <div class="along">${points.filter((_, index) => index % apart === 0).map((point) => html`
         <span style="left:${x(point.gpus)}">${count(point.gpus)}</span>`)}</div>
     </div>`;
 }
 
-function pointSaid(point) {
-  return `${count(point.gpus)} GPUs ${point.fits ? percent(point.efficiency) : "do not fit"}`;
+// 1, 2 and 5 times powers of ten, as few as there is room for.
+function decades(least, most) {
+  const steps = Math.log10(most / least) > 1.5 ? [1] : [1, 2, 5];
+  const powers = Array.from({ length: 40 }, (_, index) => 10 ** (index - 6));
+  return powers.flatMap((power) => steps.map((step) => step * power))
+    .filter((tick) => tick > least && tick < most);
 }
 
 export function slug(name) {

@@ -27,6 +27,11 @@ export function short(value) {
   return scaled(value, 3, [[1e12, "trillion"], [1e9, "billion"], [1e6, "million"]]);
 }
 
+// Three digits, or all that stand before the point.
+export function amount(value) {
+  return Math.abs(value) >= 99.5 ? count(value) : significant(value, 3);
+}
+
 export function percent(share) {
   return `${(100 * share).toFixed(share >= 0.0995 || share === 0 ? 0 : 1)}%`;
 }

@@ -4,7 +4,7 @@
 
 import { readFileSync } from "node:fs";
 
-import { lens, planSections, recommendation, SECTIONS, TOLD } from "./answer.mjs";
+import { FOLDED, lens, planSections, recommendation, SECTIONS, TOLD } from "./answer.mjs";
 import { form } from "./form.mjs";
 import { html } from "./html.mjs";
 
@@ -13,10 +13,12 @@ const drawn = { ...planSections(answer), recommendation: recommendation(answer.r
 
 function section([name, title]) {
   if (!title) return "";
+  const heading = html`<h3 id="title-of-${name}">${title} ${TOLD.includes(name) ? "" : lens()}</h3>`;
+  const body = html`<div data-section="${name}">${drawn[name]}</div>`;
   return html`
     <section aria-labelledby="title-of-${name}">
-      <h3 id="title-of-${name}">${title} ${TOLD.includes(name) ? "" : lens()}</h3>
-      <div data-section="${name}">${drawn[name]}</div>
+      ${FOLDED.includes(name) ? html`<details id="fold-${name}"><summary>${heading}</summary>${
+        body}</details>` : html`${heading}${body}`}
     </section>`;
 }
 
