@@ -18,7 +18,7 @@ from dplab.exercises.sharded_unit import ShardedUnit
 def shard_model(model, parts):
     """Makes each part a unit; returns the chunks, and a function that gathers all weights."""
     broadcast_weights(model)  # before the cut: afterwards nobody has whole weights to send
-    shapes = [[parameter.to("meta") for parameter in part.parameters()] for part in parts]
+    shapes = [[parameter.detach().to("meta") for parameter in part.parameters()] for part in parts]
     chunks = [ShardedUnit(part).chunk for part in parts]
 
     def whole():

@@ -1,7 +1,9 @@
 """Hooks that make a module whole while it computes, and that keep autograd from holding it."""
 
 import contextlib
+import gc
 import itertools
+import weakref
 
 import torch
 import torch.distributed as dist
@@ -29,7 +31,7 @@ class ShardedUnit:
     def __init__(self, module, group=None):
         self.group = group
         self.places = parameter_places(module)
-        self.shapes = [getattr(part, name).to("meta") for part, name in self.places]
+        self.shapes = [getattr(part, name).detach().to("meta") for part, name in self.places]
         ranks, rank = dist.get_world_size(group), dist.get_rank(group)
         flat = pack([getattr(part, name) for part, name in self.places], ranks)
         self.chunk = nn.Parameter(flat.chunk(ranks)[rank].clone())
@@ -71,13 +73,15 @@ class ShardedUnit:
         self.again = None
 
 
-WIDTHS = (37, 41, 38, 40, 39, 41, 38, 40, 37)
-LAYERS = len(WIDTHS) - 1
-LARGEST = 4 * max((a + 1) * b for a, b in itertools.pairwise(WIDTHS))  # bytes of a whole layer
+WIDTHS = (41, 43, 38, 40, 39, 41, 38, 40, 37, 41, 38)
+UNITS = len(WIDTHS) // 2  # of two layers each, so that a weight lies behind another one
+LARGEST = 4 * max((a + 1) * b + (b + 1) * c for a, b, c in
+                  zip(WIDTHS[::2], WIDTHS[1::2], WIDTHS[2::2], strict=False))  # bytes, whole
 FIRST, SECOND, AGAIN = " in step 1", " in step 2, after an update", " in a step after evaluation"
-AFTER = "whole layers that are held when forward has ended"
-MOST = "whole layers that are held at once during the step"
+AFTER = "whole units that are held when forward has ended"
+MOST = "whole units that are held at once during the step"
 BETWEEN = "the numbers of parameters that the modules hold between the steps"
+FIRST_ONES = "the numbers of the module's first parameters that are still in memory"
 OWN = "that a chunk has memory of its own, and no more than it needs"
 THERE, BACK = "the number of bytes that forward sends", "the number of bytes that backward sends"
 IN_A_PAIR = ", in a group of two ranks"
@@ -106,11 +110,15 @@ class MakeUnits(Exercise):
         return facts
 
     def _facts(self, attempt, where, rank, group):
-        model = layers()
-        units = [attempt(layer, group) for layer in model]
-        facts = {f"the chunk of layer {number}{where}": unit.chunk.detach().clone()
+        model = units_of_two_layers()
+        first_ones = [weakref.ref(parameter) for parameter in model.parameters()]
+        units = [attempt(module, group) for module in model]
+        gc.collect()
+        facts = {f"the chunk of unit {number}{where}": unit.chunk.detach().clone()
                  for number, unit in enumerate(units)}
         facts[BETWEEN + where] = sum(each.numel() for each in model.parameters())
+        facts[FIRST_ONES + where] = sum(
+            parameter.numel() for each in first_ones if (parameter := each()) is not None)
         facts[OWN + where] = all(unit.chunk.untyped_storage().nbytes() == unit.chunk.nbytes
                                  for unit in units)
         facts |= self._step(model, units, rank, FIRST + where)
@@ -133,11 +141,11 @@ class MakeUnits(Exercise):
                 output = model(input_of(rank, where))
                 there = sum(map(sent_bytes, log.calls))
             (output * target_of(rank, where)).sum().backward()
-        held = {AFTER: in_layers(memory.phases[0].end, memory),
-                MOST: in_layers(None, memory)} if seen else {}
+        held = {AFTER: in_units(memory.phases[0].end, memory),
+                MOST: in_units(None, memory)} if seen else {}
         sent = sum(map(sent_bytes, log.calls))
         return {f"the output{where}": output.detach(), **held,
-                **{f"the gradient of layer {number}'s chunk{where}": None if unit.chunk.grad is None
+                **{f"the gradient of unit {number}'s chunk{where}": None if unit.chunk.grad is None
                    else unit.chunk.grad.clone() for number, unit in enumerate(units)},
                 THERE + where: there, BACK + where: sent - there}
 
@@ -151,16 +159,16 @@ class MakeUnits(Exercise):
 
     def _right(self, where, rank, members):
         ranks, place = len(members), list(members).index(rank)
-        model = layers()
+        model = units_of_two_layers()
 
         def chunks(tensors_of):
-            return [pack(tensors_of(layer), ranks).chunk(ranks)[place] for layer in model]
+            return [pack(tensors_of(module), ranks).chunk(ranks)[place] for module in model]
 
-        facts = {f"the chunk of layer {number}{where}": chunk.clone()
+        facts = {f"the chunk of unit {number}{where}": chunk.clone()
                  for number, chunk in enumerate(chunks(lambda each: each.parameters()))}
-        facts |= {BETWEEN + where: 0, OWN + where: True}
-        gather = (ranks - 1) * sum(4 * len(facts[f"the chunk of layer {number}{where}"])
-                                   for number in range(LAYERS))
+        facts |= {BETWEEN + where: 0, FIRST_ONES + where: 0, OWN + where: True}
+        gather = (ranks - 1) * sum(4 * len(facts[f"the chunk of unit {number}{where}"])
+                                   for number in range(UNITS))
         for step in FIRST, SECOND, AGAIN:
             if step == SECOND:
                 with torch.no_grad():
@@ -174,18 +182,18 @@ class MakeUnits(Exercise):
             facts[f"the output{when}"] = model(input_of(rank, when)).detach()
             for each in members:
                 (model(input_of(each, when)) * target_of(each, when) / ranks).sum().backward()
-            facts |= {f"the gradient of layer {number}'s chunk{when}": chunk.clone()
+            facts |= {f"the gradient of unit {number}'s chunk{when}": chunk.clone()
                       for number, chunk in enumerate(chunks(
                           lambda each: [parameter.grad for parameter in each.parameters()]))}
             if when == FIRST:
                 facts |= {
-                    AFTER: AtMost(1, "free each layer when it has computed; autograd may keep none "
+                    AFTER: AtMost(1, "free each unit when it has computed; autograd may keep none "
                                      "of it either", exact=False),
-                    MOST: AtMost(5, "one layer, its gradient, and what travels: no more is needed "
+                    MOST: AtMost(5, "one unit, its gradient, and what travels: no more is needed "
                                     "at a time", exact=False)}
             facts |= {
-                THERE + when: AtMost(gather, "one all-gather for each layer"),
-                BACK + when: AtMost(2 * gather, "for each layer one all-gather, and one "
+                THERE + when: AtMost(gather, "one all-gather for each unit"),
+                BACK + when: AtMost(2 * gather, "for each unit one all-gather, and one "
                                                 "reduce-scatter of its gradient")}
         return facts
 
@@ -206,21 +214,29 @@ class MakeUnits(Exercise):
         "`chunk.register_post_accumulate_grad_hook` can free the whole.",
     )
     slips = (
-        Slip("Whole layers pile up in forward: something holds each of them after it has computed. "
-             "If no name of yours does, autograd does, which saves the weights for backward. Give "
-             "it something small to save in their place.",
+        Slip("Whole units pile up in forward: something holds each of them after it has computed. "
+             "Is it a name of yours, or one of the module's places? If neither, autograd saves "
+             "weights for backward. Give it something small in place of each.",
              {"if tensor.untyped_storage().data_ptr() != self.address:": "if True:"},
+             {"tensor.untyped_storage().data_ptr() !=": "tensor.data_ptr() !="},
              {"self.put(unpack(whole": "self.kept = whole\nself.put(unpack(whole"},
              {"__exit__()\n        self.put(len(self.places) * [None])": "__exit__()"}),
-        Slip("In backward, whole layers pile up: what you gather again is still held when the "
-             "layer's gradient has gone. Let go of it then.",
+        Slip("In backward, whole units pile up: what you gather again is still held when the "
+             "unit's gradient has gone. Let go of it then.",
              {f"{FREE}self.again = None": f"{FREE}self.last, self.again = self.again, None"}),
         Slip("In step 2, backward computes with the parameters of step 1: what you gathered again "
              "was kept, and the chunk has changed since. Free it after each backward.",
              {f"{FREE}self.again = None": f"{FREE}pass"}),
-        Slip("Backward gathers a layer once for each tensor that autograd asks for. Keep the whole "
-             "until the layer's backward is over: one all-gather.",
-             {"if self.again is None:": "for _ in range(2):"}),
+        Slip("Backward gathers a unit once for each tensor that autograd asks for. Keep the whole "
+             "until the unit's backward is over: one all-gather.",
+             {"if self.again is None:": "if True:"}),
+        Slip("Backward computes with other numbers than forward did: the weights do not lie where "
+             "`load` looks for them. A piece of the whole has an offset in its storage, too.",
+             {"tensor.stride(), tensor.storage_offset()": "tensor.stride(), 0"}),
+        Slip("The module's first parameters are still in memory: a name of yours holds them, so "
+             "this rank has all of the weights. `unpack` needs their shapes alone, which "
+             "`.detach().to(\"meta\")` keeps; without `detach()`, autograd holds the parameter.",
+             {'.detach().to("meta")': ""}, {'.detach().to("meta")': '.to("meta")'}),
         Slip("The module still has its own parameters between the steps, so this rank holds all of "
              "them. Put None in their places.",
              {f"{CUT}\n        self.put(len(self.places) * [None])": CUT}),
@@ -235,10 +251,10 @@ class MakeUnits(Exercise):
     )
 
 
-def layers():
-    """The same on all ranks: layers with a tanh, each of which is to be a unit."""
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(a, b), nn.Tanh())
-                            for a, b in itertools.pairwise(WIDTHS)))
+def units_of_two_layers():
+    """The same on all ranks: pairs of layers with a tanh, each of which is to be a unit."""
+    layers = [nn.Sequential(nn.Linear(a, b), nn.Tanh()) for a, b in itertools.pairwise(WIDTHS)]
+    model = nn.Sequential(*map(nn.Sequential, layers[::2], layers[1::2]))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(seeded(name, *parameter.shape) / 5)
@@ -253,8 +269,8 @@ def target_of(rank, where):
     return seeded(f"target of rank {rank}{where}", 3, WIDTHS[-1]) / 10
 
 
-def in_layers(op, memory):
-    """How many whole layers are held: after that many operations, or at most.
+def in_units(op, memory):
+    """How many whole units are held: after that many operations, or at most.
 
     What counts is neither a chunk nor its gradient. Activations are too small to count.
     """
