@@ -41,7 +41,7 @@ class InPairsToo(Exercise):
     """Base of what ranks do in a group: of four, 0 and 2 are also one, and 1 and 3 another.
 
     ``facts_of(attempt, group)`` are the facts on this rank; ``right(ranks)`` those expected of each
-    of these ranks, and ``parts_of(ranks)`` their parts.
+    of these ranks, or a list with those of each, and ``parts_of(ranks)`` their parts.
     """
 
     with_groups = True
@@ -64,11 +64,15 @@ class InPairsToo(Exercise):
 
     def _with_pairs(self, said_of, world_size):
         """What is said of all ranks and, of four, of each rank's pair."""
-        facts = said_of(range(world_size))
+        def of_each(ranks):
+            said = said_of(ranks)
+            return said if isinstance(said, list) else [said] * len(ranks)
+
+        facts = of_each(range(world_size))
         if world_size < 4:
-            return [facts] * world_size
-        pairs = [named(said_of([rank, rank + 2]), IN_A_PAIR) for rank in (0, 1)]
-        return [facts | pairs[rank % 2] for rank in range(4)]
+            return facts
+        pairs = [of_each([rank, rank + 2]) for rank in (0, 1)]
+        return [facts[rank] | named(pairs[rank % 2][rank // 2], IN_A_PAIR) for rank in range(4)]
 
 
 def named(facts, where):

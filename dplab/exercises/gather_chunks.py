@@ -4,9 +4,9 @@ import torch
 import torch.distributed as dist
 
 from dplab.checks.compare import AtMost
-from dplab.checks.exercise import Exercise
 from dplab.checks.mistakes import Slip
 from dplab.checks.trials import seeded
+from dplab.exercises.broadcast_weights import InPairsToo
 from dplab.exercises.ring_all_gather import ring_all_gather
 from dplab.exercises.ring_reduce_scatter import ring_reduce_scatter
 from dplab.measure import CallLog, sent_bytes
@@ -44,64 +44,45 @@ class GatherByTorch(torch.autograd.Function):
 
 
 LENGTH = 23  # of a chunk: more than there are parts in its gradient
-IN_A_PAIR = ", in a group of two ranks"
 SCATTER, TORCHS = "ring_reduce_scatter(gradient / ranks, ctx.group)", "own / dist.get_world_size("
 
 
-class GatherChunks(Exercise):
+class GatherChunks(InPairsToo):
     number = "9.1"
     title = "Gather, and the way back"
     minutes = 15
     world_sizes = (3, 2, 4, 1)
-    with_groups = True
     solution = Gather
     also_right = (GatherByTorch,)
 
-    def trial(self, attempt):
-        rank, ranks = dist.get_rank(), dist.get_world_size()
-        facts = self._facts("", attempt, rank, range(ranks), None)
-        if ranks == 4 and self.with_groups:
-            pair = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
-            facts |= self._facts(IN_A_PAIR, attempt, rank, [rank % 2, rank % 2 + 2], pair)
-        return facts
-
-    def _facts(self, where, attempt, rank, members, group):
+    def facts_of(self, attempt, group):
+        rank, ranks = dist.get_rank(), dist.get_world_size(group)
         chunk = seeded(f"chunk of rank {rank}", LENGTH).requires_grad_()
         before = chunk.detach().clone()
         with CallLog() as log:
             whole = attempt.apply(chunk, group)
             there = sum(map(sent_bytes, log.calls))
             # A loss that is linear in the whole, so that its gradient is what was drawn.
-            (whole * gradient_of(rank, len(members))).sum().backward()
+            (whole * gradient_of(rank, ranks)).sum().backward()
             back = sum(map(sent_bytes, log.calls)) - there
-        return self._named(where, whole.detach(), chunk.grad, torch.equal(chunk, before), there,
-                           back)
+        return self._named(whole.detach(), chunk.grad, torch.equal(chunk, before), there, back)
 
-    def expected(self, world_size):
-        every = range(world_size)
-        facts = [self._right("", rank, every) for rank in every]
-        if world_size == 4:
-            facts = [known | self._right(IN_A_PAIR, rank, [rank % 2, rank % 2 + 2])
-                     for rank, known in enumerate(facts)]
-        return facts
-
-    def _right(self, where, rank, members):
-        ranks = len(members)
-        mean = sum(gradient_of(each, ranks) for each in members) / ranks
-        most = (ranks - 1) * LENGTH * 4
-        return self._named(
-            where, torch.cat([seeded(f"chunk of rank {each}", LENGTH) for each in members]),
-            mean.chunk(ranks)[list(members).index(rank)], True,
+    def right(self, ranks):
+        count = len(ranks)
+        mean = sum(gradient_of(rank, count) for rank in ranks) / count
+        most = (count - 1) * LENGTH * 4
+        return [self._named(
+            torch.cat([seeded(f"chunk of rank {rank}", LENGTH) for rank in ranks]), own, True,
             AtMost(most, "one all-gather sends N-1 chunks, one after another"),
             AtMost(most, "a reduce-scatter sends N-1 chunks; an all-reduce sends twice as much, "
-                         "and each rank needs its own chunk alone"))
+                         "and each rank needs its own chunk alone")) for own in mean.chunk(count)]
 
-    def _named(self, where, whole, gradient, same, there, back):
-        return {f"the whole, which forward returns{where}": whole,
-                f"the gradient of the chunk{where}": gradient,
-                f"that the chunk is as it was{where}": same,
-                f"the number of bytes that forward sends{where}": there,
-                f"the number of bytes that backward sends{where}": back}
+    def _named(self, whole, gradient, same, there, back):
+        return {"the whole, which forward returns": whole,
+                "the gradient of the chunk": gradient,
+                "that the chunk is as it was": same,
+                "the number of bytes that forward sends": there,
+                "the number of bytes that backward sends": back}
 
     def parts(self, world_size, rank):
         return {"the gradient of the chunk": {

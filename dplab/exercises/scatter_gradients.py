@@ -8,12 +8,12 @@ import torch.nn.functional as F
 from torch import nn
 
 from dplab.checks.compare import AtMost
-from dplab.checks.exercise import Exercise
 from dplab.checks.mistakes import Slip
 from dplab.checks.trials import seeded
 from dplab.exercises.average_gradients import pack
+from dplab.exercises.broadcast_weights import InPairsToo
 from dplab.exercises.ring_reduce_scatter import ring_reduce_scatter
-from dplab.exercises.sharded_optimizer import chunk_size, times_sent
+from dplab.exercises.sharded_optimizer import times_sent
 from dplab.measure import CallLog
 
 
@@ -44,58 +44,44 @@ SCATTERING = "dist.reduce_scatter_single(own, flat, group=group)"
 PADDING = "flat = F.pad(flat, (0, ranks * chunk - len(flat)))"
 
 
-class ScatterGradients(Exercise):
+class ScatterGradients(InPairsToo):
     number = "8.3"
     title = "Gradients go to their owners"
     minutes = 12
-    with_groups = True
     solution = staticmethod(scatter_gradients)
     also_right = (with_torch,)
 
-    def trial(self, attempt):
-        rank, ranks, facts = dist.get_rank(), dist.get_world_size(), {}
+    def facts_of(self, attempt, group):
+        facts = {}
         for shapes in SHAPES:
-            facts |= self._facts(attempt, shapes, ranks)
-        if ranks == 4 and self.with_groups:
-            pair = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
-            facts |= self._facts(attempt, SHAPES[0], 2, pair)
+            parameters = _with_gradients(shapes, [dist.get_rank()])
+            before = [parameter.detach().clone() for parameter in parameters]
+            with CallLog() as log:
+                chunk = attempt(parameters, group)
+            held = chunk.untyped_storage().nbytes() if isinstance(chunk, torch.Tensor) else 0
+            facts |= _of_chunk(shapes, chunk, held, [each.grad is None for each in parameters],
+                               all(map(torch.equal, before, parameters)),
+                               times_sent(log, sum(map(math.prod, shapes)), group=group))
         return facts
 
-    def _facts(self, attempt, shapes, ranks, group=None):
-        parameters = _with_gradients(shapes, [dist.get_rank()])
-        before = [parameter.detach().clone() for parameter in parameters]
-        with CallLog() as log:
-            chunk = attempt(parameters, group)
-        held = chunk.untyped_storage().nbytes() if isinstance(chunk, torch.Tensor) else 0
-        return _of_chunk(shapes, chunk, held, [each.grad is None for each in parameters],
-                         all(map(torch.equal, before, parameters)),
-                         times_sent(log, sum(map(math.prod, shapes)), ranks=ranks), group)
-
-    def expected(self, world_size):
-        every = range(world_size)
-        expected = [{} for _ in every]
-        for rank, facts in enumerate(expected):
-            for shapes in SHAPES:
-                facts |= self._right(shapes, every, rank)
-            if world_size == 4:
-                facts |= self._right(SHAPES[0], [rank % 2, rank % 2 + 2], rank // 2, "a pair")
-        return expected
-
-    def _right(self, shapes, ranks, place, group=None):
-        gradients = [parameter.grad for parameter in _with_gradients(shapes, ranks)]
-        own = _padded(gradients, len(ranks)).chunk(len(ranks))[place]
-        return _of_chunk(shapes, own, AtMost(own.nbytes, "a slice keeps the whole flat tensor "
-                         "alive"), [True] * len(shapes), True,
-                         AtMost(1, "one reduce-scatter of the gradients is enough"), group)
+    def right(self, ranks):
+        every = [{} for _ in ranks]
+        for shapes in SHAPES:
+            for facts, own in zip(every, _chunks_of(_with_gradients(shapes, ranks), len(ranks)),
+                                  strict=True):
+                facts |= _of_chunk(
+                    shapes, own, AtMost(own.nbytes, "a slice keeps the whole flat tensor alive"),
+                    [True] * len(shapes), True,
+                    AtMost(1, "one reduce-scatter of the gradients is enough"))
+        return every
 
     def parts(self, world_size, rank):
         parts = {}
         for other in range(world_size):
             parameters = _with_gradients(SHAPES[0], [other])
-            chunks = _padded([each.grad for each in parameters], world_size).chunk(world_size)
             parts |= {f"chunk {number} of rank {other}'s gradients": chunk
-                      for number, chunk in enumerate(chunks)}
-        values = _padded(list(map(torch.detach, parameters)), world_size).chunk(world_size)
+                      for number, chunk in enumerate(_chunks_of(parameters, world_size))}
+        values = pack(parameters, world_size).chunk(world_size)
         return {_fact("the chunk", SHAPES[0]): parts | {"its chunk of the parameters":
                                                         values[rank]}}
 
@@ -169,20 +155,17 @@ def _with_gradients(shapes, ranks):
     return parameters
 
 
-def _padded(tensors, world_size):
-    """All of them, laid flat and padded."""
-    flat = torch.cat([tensor.flatten() for tensor in tensors])
-    return F.pad(flat, (0, world_size * chunk_size(len(flat), world_size) - len(flat)))
+def _chunks_of(parameters, world_size):
+    """Of their gradients, laid flat and padded."""
+    return pack([parameter.grad for parameter in parameters], world_size).chunk(world_size)
 
 
-def _of_chunk(shapes, chunk, held, freed, untouched, sent, group=None):
-    return {f"{fact}{', in a group of two ranks' if group else ''}": value for fact, value in {
-        _fact("the chunk", shapes): chunk,
-        _fact("the bytes of memory behind the chunk", shapes): held,
-        _fact("which parameters' `.grad` is None", shapes): freed,
-        _fact("that the parameters are not changed", shapes): untouched,
-        _fact("how many times the bytes of one reduce-scatter this rank sends", shapes): sent,
-    }.items()}
+def _of_chunk(shapes, chunk, held, freed, untouched, sent):
+    return {_fact("the chunk", shapes): chunk,
+            _fact("the bytes of memory behind the chunk", shapes): held,
+            _fact("which parameters' `.grad` is None", shapes): freed,
+            _fact("that the parameters are not changed", shapes): untouched,
+            _fact("how many times the bytes of one reduce-scatter this rank sends", shapes): sent}
 
 
 def _fact(name, shapes):

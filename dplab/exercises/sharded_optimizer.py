@@ -198,9 +198,9 @@ class ShardTheOptimizer(Exercise):
     )
 
 
-def times_sent(log, elements, *operations, ranks=None):
+def times_sent(log, elements, *operations, group=None):
     """What this rank sends over rings, in all-gathers of ``elements``; rounded, for padding."""
-    ranks = ranks or dist.get_world_size()
+    ranks = dist.get_world_size(group)
     sent = sum(sent_bytes(call) for call in log.calls
                if not operations or call.operation in operations)
     return round(sent / (4 * (ranks - 1) * chunk_size(elements, ranks))) if ranks > 1 else 0

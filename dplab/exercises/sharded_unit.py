@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch import nn
 
 from dplab.checks.compare import AtMost
-from dplab.checks.exercise import Exercise
 from dplab.checks.mistakes import Slip
 from dplab.checks.trials import seeded
 from dplab.exercises.average_gradients import pack, unpack
+from dplab.exercises.broadcast_weights import InPairsToo
 from dplab.exercises.gather_chunks import Gather
 from dplab.exercises.ring_all_gather import ring_all_gather
 from dplab.measure import CallLog, MemoryTimeline, sent_bytes
@@ -73,8 +73,8 @@ class ShardedUnit:
         self.again = None
 
 
+# Of pairs of layers, each a unit, so that a weight lies behind another one.
 WIDTHS = (41, 43, 38, 40, 39, 41, 38, 40, 37, 41, 38)
-UNITS = len(WIDTHS) // 2  # of two layers each, so that a weight lies behind another one
 LARGEST = 4 * max((a + 1) * b + (b + 1) * c for a, b, c in
                   zip(WIDTHS[::2], WIDTHS[1::2], WIDTHS[2::2], strict=False))  # bytes, whole
 FIRST, SECOND, AGAIN = " in step 1", " in step 2, after an update", " in a step after evaluation"
@@ -84,7 +84,6 @@ BETWEEN = "the numbers of parameters that the modules hold between the steps"
 FIRST_ONES = "the numbers of the module's first parameters that are still in memory"
 OWN = "that a chunk has memory of its own, and no more than it needs"
 THERE, BACK = "the number of bytes that forward sends", "the number of bytes that backward sends"
-IN_A_PAIR = ", in a group of two ranks"
 
 
 # Lines of the right answer.
@@ -92,110 +91,96 @@ FREE = "def after_backward(self, chunk):\n        "
 CUT = "self.chunk = nn.Parameter(flat.chunk(ranks)[rank].clone())"
 
 
-class MakeUnits(Exercise):
+class MakeUnits(InPairsToo):
     number = "9.2"
     title = "Whole while it computes"
     minutes = 40
     seconds = 12.0
     world_sizes = (2, 3, 4, 1)
-    with_groups = True
     solution = ShardedUnit
 
-    def trial(self, attempt):
-        rank, ranks = dist.get_rank(), dist.get_world_size()
-        facts = self._facts(attempt, "", rank, None)
-        if ranks == 4 and self.with_groups:
-            pair = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
-            facts |= self._facts(attempt, IN_A_PAIR, rank, pair)
-        return facts
-
-    def _facts(self, attempt, where, rank, group):
+    def facts_of(self, attempt, group):
         model = units_of_two_layers()
         first_ones = [weakref.ref(parameter) for parameter in model.parameters()]
         units = [attempt(module, group) for module in model]
         gc.collect()
-        facts = {f"the chunk of unit {number}{where}": unit.chunk.detach().clone()
+        facts = {f"the chunk of unit {number}": unit.chunk.detach().clone()
                  for number, unit in enumerate(units)}
-        facts[BETWEEN + where] = sum(each.numel() for each in model.parameters())
-        facts[FIRST_ONES + where] = sum(
+        facts[BETWEEN] = sum(each.numel() for each in model.parameters())
+        facts[FIRST_ONES] = sum(
             parameter.numel() for each in first_ones if (parameter := each()) is not None)
-        facts[OWN + where] = all(unit.chunk.untyped_storage().nbytes() == unit.chunk.nbytes
-                                 for unit in units)
-        facts |= self._step(model, units, rank, FIRST + where)
+        facts[OWN] = all(unit.chunk.untyped_storage().nbytes() == unit.chunk.nbytes
+                         for unit in units)
+        facts |= self._step(model, units, FIRST)
         with torch.no_grad():
             for unit in units:
                 unit.chunk -= unit.chunk.grad
                 unit.chunk.grad = None
-        facts |= self._step(model, units, rank, SECOND + where)
+        facts |= self._step(model, units, SECOND)
         with torch.no_grad():
-            facts[f"the output of an evaluation{where}"] = model(input_of(rank, "evaluation"))
+            facts["the output of an evaluation"] = model(input_of(dist.get_rank(), "evaluation"))
         # Nothing has been updated and no gradient cleared: this one adds to that of step 2.
-        facts |= self._step(model, units, rank, AGAIN + where)
-        return facts
+        return facts | self._step(model, units, AGAIN)
 
-    def _step(self, model, units, rank, where):
-        memory = MemoryTimeline(nn.ParameterList(unit.chunk for unit in units))
-        seen = where == FIRST  # following all operations takes long
+    def _step(self, model, units, when):
+        rank, memory = dist.get_rank(), MemoryTimeline(nn.ParameterList(
+            unit.chunk for unit in units))
+        seen = when == FIRST  # following all operations takes long
         with CallLog() as log, memory if seen else contextlib.nullcontext():
             with memory.phase("forward"):
-                output = model(input_of(rank, where))
+                output = model(input_of(rank, when))
                 there = sum(map(sent_bytes, log.calls))
-            (output * target_of(rank, where)).sum().backward()
+            (output * target_of(rank, when)).sum().backward()
         held = {AFTER: in_units(memory.phases[0].end, memory),
                 MOST: in_units(None, memory)} if seen else {}
         sent = sum(map(sent_bytes, log.calls))
-        return {f"the output{where}": output.detach(), **held,
-                **{f"the gradient of unit {number}'s chunk{where}": None if unit.chunk.grad is None
+        return {f"the output{when}": output.detach(), **held,
+                **{f"the gradient of unit {number}'s chunk{when}": None if unit.chunk.grad is None
                    else unit.chunk.grad.clone() for number, unit in enumerate(units)},
-                THERE + where: there, BACK + where: sent - there}
+                THERE + when: there, BACK + when: sent - there}
 
-    def expected(self, world_size):
-        every = range(world_size)
-        found = [self._right("", rank, every) for rank in every]
-        if world_size == 4:
-            found = [facts | self._right(IN_A_PAIR, rank, [rank % 2, rank % 2 + 2])
-                     for rank, facts in enumerate(found)]
-        return found
+    def right(self, ranks):
+        count, model, every = len(ranks), units_of_two_layers(), [{} for _ in ranks]
 
-    def _right(self, where, rank, members):
-        ranks, place = len(members), list(members).index(rank)
-        model = units_of_two_layers()
+        def add_chunks(name, when, tensors_of):
+            for number, module in enumerate(model):
+                chunks = pack(tensors_of(module), count).chunk(count)
+                for facts, chunk in zip(every, chunks, strict=True):
+                    facts[f"{name.format(number)}{when}"] = chunk.clone()
 
-        def chunks(tensors_of):
-            return [pack(tensors_of(module), ranks).chunk(ranks)[place] for module in model]
+        def add(said_of):
+            for facts, rank in zip(every, ranks, strict=True):
+                facts |= said_of(rank)
 
-        facts = {f"the chunk of unit {number}{where}": chunk.clone()
-                 for number, chunk in enumerate(chunks(lambda each: each.parameters()))}
-        facts |= {BETWEEN + where: 0, FIRST_ONES + where: 0, OWN + where: True}
-        gather = (ranks - 1) * sum(4 * len(facts[f"the chunk of unit {number}{where}"])
-                                   for number in range(UNITS))
-        for step in FIRST, SECOND, AGAIN:
-            if step == SECOND:
+        add_chunks("the chunk of unit {}", "", nn.Module.parameters)
+        gather = (count - 1) * sum(4 * len(chunk) for chunk in every[0].values())
+        add(lambda _: {BETWEEN: 0, FIRST_ONES: 0, OWN: True})
+        for when in FIRST, SECOND, AGAIN:
+            if when == SECOND:
                 with torch.no_grad():
                     for parameter in model.parameters():
                         parameter -= parameter.grad
                         parameter.grad = None
-            if step == AGAIN:
-                facts[f"the output of an evaluation{where}"] = model(
-                    input_of(rank, "evaluation")).detach()
-            when = step + where
-            facts[f"the output{when}"] = model(input_of(rank, when)).detach()
-            for each in members:
-                (model(input_of(each, when)) * target_of(each, when) / ranks).sum().backward()
-            facts |= {f"the gradient of unit {number}'s chunk{when}": chunk.clone()
-                      for number, chunk in enumerate(chunks(
-                          lambda each: [parameter.grad for parameter in each.parameters()]))}
+            if when == AGAIN:
+                add(lambda rank: {"the output of an evaluation": model(
+                    input_of(rank, "evaluation")).detach()})
+            add(lambda rank, when=when: {
+                f"the output{when}": model(input_of(rank, when)).detach()})
+            for rank in ranks:
+                (model(input_of(rank, when)) * target_of(rank, when) / count).sum().backward()
+            add_chunks("the gradient of unit {}'s chunk", when,
+                       lambda module: [parameter.grad for parameter in module.parameters()])
             if when == FIRST:
-                facts |= {
+                add(lambda _: {
                     AFTER: AtMost(1, "free each unit when it has computed; autograd may keep none "
                                      "of it either", exact=False),
                     MOST: AtMost(5, "one unit, its gradient, and what travels: no more is needed "
-                                    "at a time", exact=False)}
-            facts |= {
+                                    "at a time", exact=False)})
+            add(lambda _, when=when: {
                 THERE + when: AtMost(gather, "one all-gather for each unit"),
                 BACK + when: AtMost(2 * gather, "for each unit one all-gather, and one "
-                                                "reduce-scatter of its gradient")}
-        return facts
+                                                "reduce-scatter of its gradient")})
+        return every
 
     def quantities(self, world_size, rank):
         return {"the ranks": world_size}
