@@ -70,13 +70,10 @@ def mine(id: str):
 
     ``id`` is the exercise's slug or number. Raises ValueError for another.
     """
-    exercise = _known(id)
-    if exercise is None:
-        raise ValueError(outcomes.unknown(id, every_exercise()))
-    value, whose = own.given(exercise)
+    part = own.given(_known_or_error(id))
     if own.is_asked_by_the_reader():
-        print(whose)
-    return value
+        print(part.line)
+    return part.value
 
 
 def whose(id: str) -> str:
@@ -84,11 +81,7 @@ def whose(id: str) -> str:
 
     Raises ValueError for another.
     """
-    exercise = _known(id)
-    if exercise is None:
-        raise ValueError(outcomes.unknown(id, every_exercise()))
-    return "yours" if own.given(exercise)[1].startswith(f"{exercise.name}: yours") else (
-        "the course's")
+    return "yours" if own.given(_known_or_error(id)).is_readers else "the course's"
 
 
 def solution(id: str) -> None:
@@ -202,6 +195,14 @@ def _known(id):
         return _of_file(file)
     return next((exercise for exercise in every_exercise()
                  if str(id) == exercise.number), None)
+
+
+def _known_or_error(id):
+    """The same; ValueError for another."""
+    exercise = _known(id)
+    if exercise is None:
+        raise ValueError(outcomes.unknown(id, every_exercise()))
+    return exercise
 
 
 def _cell_that_runs():

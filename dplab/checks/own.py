@@ -6,6 +6,7 @@ import os
 import platform
 import sys
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 
@@ -46,11 +47,19 @@ def keep(exercise: Exercise, attempt) -> str:
     return f'It is kept: `dplab.mine("{exercise.slug}")` gives it in every notebook.'
 
 
-def given(exercise: Exercise):
-    """What `dplab.mine` returns, and one line that says whose it is."""
+class Given(NamedTuple):
+    """What `dplab.mine` returns; whether it is the reader's; and one line that says so."""
+
+    value: Any
+    is_readers: bool
+    line: str
+
+
+def given(exercise: Exercise) -> Given:
+    """The reader's part where it is kept and passes, or else the course's."""
     slug, place = exercise.slug, kept.place(exercise.slug)
     if slug in _being_given:  # yours uses itself: below it, the course's takes over
-        return kept.given(exercise.solution, slug), ""
+        return Given(kept.given(exercise.solution, slug), False, "")
     _being_given.append(slug)
     course = exercise.solution
     try:
@@ -60,17 +69,19 @@ def given(exercise: Exercise):
             passed = record.entries("exercises").get(slug, {}).get("outcome") == PASSED
             why = (f"since yours was not kept. Check exercise {exercise.number} again: its card "
                    "says why" if passed else f"until you pass exercise {exercise.number}")
-            return kept.given(course, slug), f"{exercise.name}: the course's, {why}."
+            return Given(kept.given(course, slug), False, f"{exercise.name}: the course's, {why}.")
         value = kept.define(source, exercise.name, place)
         if not _fault(exercise, source):
-            return kept.given(value, slug), f"{exercise.name}: yours, from {_in_short(place)}."
+            return Given(kept.given(value, slug), True,
+                         f"{exercise.name}: yours, from {_in_short(place)}.")
         words = (f"yours no longer passes exercise {exercise.number}; dplab.check says why "
                  f"({_in_short(place)}).")
     except kept.Broken as error:
         words = f"yours cannot be used ({error})."
     finally:
         _being_given.pop()
-    return kept.given(course, slug), f"{exercise.name}: the course's, since {words}"
+    return Given(kept.given(course, slug), False,
+                 f"{exercise.name}: the course's, since {words}")
 
 
 def _on_own_parts(exercise):
@@ -79,7 +90,7 @@ def _on_own_parts(exercise):
     from dplab.checks.stack import PARTS  # which needs all exercises of the stack
 
     used = next((part.uses for part in PARTS if part.slug == exercise.slug), ())
-    own = {part.name: given(checks.find(part.slug))[0] for part in PARTS
+    own = {part.name: given(checks.find(part.slug)).value for part in PARTS
            if part.slug in used and part.by == "reader"}
     courses = {part.name: part.solution for part in PARTS}
     if all(value is courses[name] for name, value in own.items()):
