@@ -287,13 +287,17 @@ class Recommendation:
         """The simplest of `ties`; None if none fits, or if some ranks have no sequence."""
         return next(iter(self.ties), None)
 
+    def runs(self, option: Option) -> bool:
+        """Whether it fits, and each rank has a sequence."""
+        return option.fits and not self.wish.starved
+
     @cached_property
     def ties(self) -> list[Option]:
         """Those that fit and are as fast as the fastest within `TIE`, the simplest first.
 
         On one rank nothing is shared, so that the simplest that fits stands alone.
         """
-        fitting = [option for option in self.options if option.fits and not self.wish.starved]
+        fitting = list(filter(self.runs, self.options))
         if self.wish.cluster.ranks == 1:
             return fitting[:1]
         shortest = min((option.seconds for option in fitting), default=0)

@@ -72,11 +72,11 @@ def answer(query: str, part: str = "all") -> str:
                    for error in errors],
         "plan": None, "recommendation": None}
     if not errors:
-        recommendation, option, wish = _predicted(tuple(values.items()))
+        recommendation, option = _predicted(tuple(values.items()))
         if part != "recommendation":
             found["plan"] = _plan(option, recommendation, values)
         if part != "plan":
-            found["recommendation"] = _advice(recommendation, option, wish)
+            found["recommendation"] = _advice(recommendation, option)
     return json.dumps(_rounded(found) | {"fields": values}, allow_nan=False)
 
 
@@ -89,8 +89,8 @@ def _rounded(value):
 
 
 @lru_cache(maxsize=16)
-def _predicted(items: tuple) -> tuple[Recommendation, Option, Wish]:
-    """The recommendation; the strategy asked for, or else the best; and what was asked."""
+def _predicted(items: tuple) -> tuple[Recommendation, Option]:
+    """The recommendation; and the strategy asked for, or else the best."""
     values = dict(items)
     found = choose.recommend(
         fields.model_of(values), fields.cluster_of(values), batch=values["batch"],
@@ -103,12 +103,12 @@ def _predicted(items: tuple) -> tuple[Recommendation, Option, Wish]:
         name = "FSDP" if values["strategy"] == RECOMMENDED else values["strategy"]
         option = next((each for each in found.options if each.strategy == name), None) or (
             found.wish.option(name))
-    return found, option, found.wish
+    return found, option
 
 
 def _plan(option: Option, recommendation: Recommendation, values: dict) -> dict:
     job, on, budget, wish = option.job, option.cluster, option.budget, recommendation.wish
-    runs = option.fits and not wish.starved
+    runs = recommendation.runs(option)
     outside = _outside(option)
     like = None if outside else reached.reached(on.gpu.name, on.ranks)
     speeds = _speeds(option, like) if runs else None
@@ -339,7 +339,7 @@ def _launch(option, runs):
         "deepspeed": deepspeed, "notes": notes}
 
 
-def _advice(recommendation: Recommendation, planned: Option, wish: Wish) -> dict:
+def _advice(recommendation: Recommendation, planned: Option) -> dict:
     options, best = [*recommendation.options], recommendation.best
     if planned.strategy not in {each.strategy for each in options}:
         options.append(planned)
@@ -347,12 +347,12 @@ def _advice(recommendation: Recommendation, planned: Option, wish: Wish) -> dict
         f"You chose {planned}. What follows is about {best}, which is recommended."]
     return {
         "options": [_row(each, recommendation, planned) for each in options],
-        "advice": [*_fewer(planned, wish), *whose, *recommendation.advice],
+        "advice": [*_fewer(planned, recommendation), *whose, *recommendation.advice],
         "unknown": recommendation.unknown}
 
 
 def _row(option, recommendation, planned):
-    runs = option.fits and not recommendation.wish.starved
+    runs = recommendation.runs(option)
     return {
         "strategy": option.strategy, "name": option.name, "recompute": option.job.recompute,
         "what": choose.CHOICES[option.strategy].what,
@@ -371,12 +371,12 @@ def _mark(option, recommendation):
     return "as fast" if option in recommendation.ties else ""
 
 
-def _fewer(planned, wish):
+def _fewer(planned, recommendation):
     """Advice where fewer GPUs do as much or more, with the same global batch."""
     on = planned.cluster
-    if not planned.fits or wish.starved or on.ranks == 1:
+    if not recommendation.runs(planned) or on.ranks == 1:
         return []
-    there = [replace(wish, cluster=on.of(count)).option(planned.strategy)
+    there = [replace(recommendation.wish, cluster=on.of(count)).option(planned.strategy)
              for count in _counts(on, on.ranks, None) if count < on.ranks]
     best = max((option for option in there if option.fits), default=None,
                key=lambda option: option.tokens_per_second)

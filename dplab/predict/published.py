@@ -178,7 +178,7 @@ def rankings(runs: Iterable[PublishedRun] | None = None) -> list[Ranking]:
     by_id = {run.id: run for run in (published_runs() if runs is None else runs)}
 
     def rates(ids, which):
-        return tuple(_token_rate(ROWS[each], getattr(by_id[each], which)) for each in ids)
+        return tuple(tokens_per_gpu(ROWS[each], getattr(by_id[each], which)) for each in ids)
 
     return [Ranking(each["what"], tuple(each["runs"]), rates(each["runs"], "published"),
                     rates(each["runs"], "predicted")) for each in TABLE["rankings"]]
@@ -280,22 +280,13 @@ def _in_unit(row, seconds):
 def _per_gpu(run, value):
     """A speed of one GPU, in a unit that the runs of a series share."""
     row = ROWS[run.id]
-    return value if run.unit in ("MFU", "TFLOP/s/GPU") else _token_rate(row, value)
+    return value if run.unit in ("MFU", "TFLOP/s/GPU") else tokens_per_gpu(row, value)
 
 
-def tokens_per_gpu(row: dict) -> float:
-    """What a row of ``runs.json`` in scope reached, in tokens per second of one GPU."""
-    seconds = row["published"] if row["unit"] == "s/step" else (
-        _in_unit(row, 1.0) / row["published"])
+def tokens_per_gpu(row: dict, value: float) -> float:
+    """Tokens per second of one GPU, where a row in scope says ``value`` in its own unit."""
+    seconds = value if row["unit"] == "s/step" else _in_unit(row, 1.0) / value
     return row["batch"] * row["sequence"] * row.get("accumulation", 1) / seconds
-
-
-def _token_rate(row, value):
-    """Tokens per second and GPU, where the row's unit says ``value``."""
-    tokens = row["batch"] * row["sequence"] * row.get("accumulation", 1)
-    return {"tokens/s/GPU": value, "tokens/s": value / row["ranks"],
-            "sequences/s": value * row["sequence"] / row["ranks"],
-            "s/step": tokens / value}[row["unit"]]
 
 
 def _run(row):

@@ -141,7 +141,8 @@ def nearest(gpu: str, ranks: int, parameters: int, compiled: bool, count: int = 
         found.setdefault(row["series"], row)
     return [Neighbour(row["series"], CLUSTERS[row["machine"]].gpu.name, row["ranks"],
                       row["strategy"] + (", compiled" if row["compiled"] else ""),
-                      tokens_per_gpu(row), _cited(row)) for row in [*found.values()][:count]]
+                      tokens_per_gpu(row, row["published"]), _cited(row))
+            for row in [*found.values()][:count]]
 
 
 def other_ways(gpu: str, ranks: int, parameters: int, count: int = 2) -> list[Neighbour]:
