@@ -1,4 +1,4 @@
-"""Exercise 1.4: the gradient of a batch that goes through the model in slices."""
+"""The gradient of a batch that goes through the model in slices."""
 
 import torch
 import torch.distributed as dist

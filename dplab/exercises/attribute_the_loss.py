@@ -1,4 +1,4 @@
-"""Exercise 6.3: what the time of lost GPUs went to, read off the spans of a step."""
+"""What the time of lost GPUs went to, read off the spans of a step."""
 
 import json
 import statistics

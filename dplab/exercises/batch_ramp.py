@@ -1,4 +1,4 @@
-"""Exercise 7.5: a batch that grows with the measured critical batch."""
+"""A batch that grows with the measured critical batch."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Exercise 7.2: the critical batch at one moment of a run, by branches with larger batches."""
+"""The critical batch at one moment of a run, by branches with larger batches."""
 
 import copy
 import math

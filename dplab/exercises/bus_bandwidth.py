@@ -1,4 +1,4 @@
-"""Exercise 3.8: what the busiest rank of a collective has to send, over the time it took."""
+"""What the busiest rank of a collective has to send, over the time it took."""
 
 from dplab.checks.exercise import Calculation
 from dplab.checks.mistakes import Slip

@@ -1,4 +1,4 @@
-"""Exercise 1.3: the memory of a model and its optimizer, each storage counted once."""
+"""The memory of a model and its optimizer, each storage counted once."""
 
 import functools
 

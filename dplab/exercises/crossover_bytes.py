@@ -1,4 +1,4 @@
-"""Exercise 3.7: the tensor size at which fewer messages and fewer bytes are worth as much."""
+"""The tensor size at which fewer messages and fewer bytes are worth as much."""
 
 import math
 

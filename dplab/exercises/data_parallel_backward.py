@@ -1,4 +1,4 @@
-"""Exercise 1.1: the weights' gradients of two layers, whose rows lie on many ranks."""
+"""The weights' gradients of two layers, whose rows lie on many ranks."""
 
 import torch
 import torch.distributed as dist

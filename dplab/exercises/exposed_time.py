@@ -1,4 +1,4 @@
-"""Exercise 6.1: what each moment of a step is, on each rank, seen beside all ranks' timelines."""
+"""What each moment of a step is, on each rank, seen beside all ranks' timelines."""
 
 from itertools import pairwise
 

@@ -1,4 +1,4 @@
-"""Exercise 3.6: a line through noisy points, by least squares of relative errors."""
+"""A line through noisy points, by least squares of relative errors."""
 
 import numpy
 

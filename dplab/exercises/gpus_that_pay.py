@@ -1,4 +1,4 @@
-"""Exercise 7.4: steps times the seconds of a step, and for how many GPUs that is least."""
+"""Steps times the seconds of a step, and for how many GPUs that is least."""
 
 from dplab.checks.exercise import Calculation
 from dplab.checks.mistakes import Slip

@@ -19,6 +19,7 @@ from dplab.exercises.average_gradients import pack, unpack
 from dplab.exercises.ring_all_gather import ring_all_gather
 from dplab.exercises.scatter_gradients import scatter_gradients
 from dplab.exercises.sharded_optimizer import chunk_size
+from dplab.exercises.zero_2 import adam_of
 from dplab.measure import CallLog, sent_bytes
 from dplab.spawn.rank import recording
 
@@ -128,7 +129,7 @@ class HideTheTraffic(Exercise):
         group, made, facts, at_first = dist.new_group(), [], {}, []
 
         def make_optimizer(tensors):
-            made.append(_adam(tensors))
+            made.append(adam_of(tensors))
             return made[-1]
 
         zero, slow = attempt(layers, make_optimizer, group), Slow(rank, ranks)
@@ -164,7 +165,7 @@ class HideTheTraffic(Exercise):
 
     def expected(self, world_size):
         layers, facts = _layers(), {GOES_ON: True, RETURNS: True, EARLY: True}
-        optimizer = _adam(list(layers.parameters()))
+        optimizer = adam_of(list(layers.parameters()))
         for step in range(STEPS):
             optimizer.zero_grad()
             for rank in range(world_size):
@@ -291,10 +292,6 @@ def _loss(layers, rank, step):
     for layer in layers:
         x = layer(x)
     return (x - seeded(f"targets of rank {rank} in step {step}", *x.shape)).square().mean()
-
-
-def _adam(tensors):
-    return torch.optim.Adam(tensors, lr=0.05, eps=0.01)
 
 
 def _flat(layers):

@@ -1,4 +1,4 @@
-"""Exercise B.4: the number of ranks on which an all-reduce takes as long as the products."""
+"""The number of ranks on which an all-reduce takes as long as the products."""
 
 from dplab.checks.exercise import Calculation
 from dplab.checks.mistakes import Slip

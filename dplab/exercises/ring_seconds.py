@@ -1,4 +1,4 @@
-"""Exercise 3.5: how long a ring all-reduce takes, by its messages and their bytes."""
+"""How long a ring all-reduce takes, by its messages and their bytes."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Exercise 1.2: how many rows take as long in backward as the gradient's all-reduce."""
+"""How many rows take as long in backward as the gradient's all-reduce."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Exercise 7.1: what of a recipe follows the global batch, when it moves to other GPUs."""
+"""What of a recipe follows the global batch, when it moves to other GPUs."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Exercise B.1: a product of which each rank holds some terms of every sum."""
+"""A product of which each rank holds some terms of every sum."""
 
 import torch
 import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""Exercise 6.2: how long a rank has to compute, for little of an all-reduce to show."""
+"""How long a rank has to compute, for little of an all-reduce to show."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Exercise B.3: the gradients of two cut layers, of which one has to be added up."""
+"""The gradients of two cut layers, of which one has to be added up."""
 
 import torch
 import torch.distributed as dist

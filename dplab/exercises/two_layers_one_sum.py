@@ -1,4 +1,4 @@
-"""Exercise B.2: two layers with a relu between them, cut so that one all-reduce serves both."""
+"""Two layers with a relu between them, cut so that one all-reduce serves both."""
 
 import torch
 import torch.distributed as dist

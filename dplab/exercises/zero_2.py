@@ -73,7 +73,7 @@ class ShardGradients(Exercise):
         buckets, made = _buckets(), []
 
         def make_optimizer(tensors):
-            made.append(_adam(tensors))
+            made.append(adam_of(tensors))
             return made[-1]
 
         sharded, facts, most = attempt(buckets, make_optimizer), {}, [0]
@@ -102,7 +102,7 @@ class ShardGradients(Exercise):
     def expected(self, world_size):
         buckets, facts = _buckets(), {}
         chunk = 4 * chunk_size(ELEMENTS, world_size)
-        optimizer = _adam([each for bucket in buckets for each in bucket])
+        optimizer = adam_of([each for bucket in buckets for each in bucket])
         for step in STEPS:
             optimizer.zero_grad()
             for rank in range(world_size):
@@ -190,7 +190,7 @@ def _loss(buckets, rank, step, order):
     return total
 
 
-def _adam(tensors):
+def adam_of(tensors):
     return torch.optim.Adam(tensors, lr=0.05, eps=0.01)
 
 
