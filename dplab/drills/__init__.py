@@ -19,7 +19,7 @@ _OF_CHAPTER = {0: ("failing_reports", "FailingReport"),
                6: ("slow_jobs", "SlowJob"),
                7: ("wrong_steps", "WrongSteps"),
                8: ("sharded_training", "ShardedTraining"),
-               9: ("sharded_jobs", "ShardedJob")}
+               9: ("gathered_layers", "GatheredLayers")}
 
 
 def drill(chapter: str, seed: int | None = None) -> SickJob:

@@ -4,8 +4,8 @@ import torch
 
 from dplab.drills import (
     failing_reports,
+    gathered_layers,
     late_buckets,
-    sharded_jobs,
     sharded_training,
     silent_failures,
     slow_jobs,
@@ -47,7 +47,7 @@ def of_late(readings):
                 torch.allclose(rank.after, ranks[0].after, rtol=1e-4) for rank in ranks)}
 
 
-def of_sharded_job(readings):
+def of_gathered(readings):
     means = [sum(losses) / len(losses)
              for losses in zip(*(rank.losses for rank in readings.ranks), strict=True)]
     gaps = [abs(mean - loss) for mean, loss in zip(means, readings.losses, strict=True)]
@@ -86,4 +86,4 @@ _OF = {failing_reports.Readings: of_failing, silent_failures.Readings: of_silent
        late_buckets.Readings: of_late, slow_jobs.Readings: of_slow,
        wrong_steps.Readings: of_wrong_steps,
        sharded_training.Readings: of_sharded_training,
-       sharded_jobs.Readings: of_sharded_job}
+       gathered_layers.Readings: of_gathered}

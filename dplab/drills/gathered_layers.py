@@ -296,7 +296,7 @@ CASES = (
 # The jobs
 
 
-class ShardedJob(SickJob):
+class GatheredLayers(SickJob):
     """Training whose layers are gathered, used and freed."""
 
     chapter = 9
