@@ -60,12 +60,13 @@ PRECISION_CHOICES = {
     "bf16": "all in bf16, Adam's moments too",
 }
 """They compute in bf16, as the measured rates do, and are named as in `dplab.dryrun`. In "bf16"
-updates round, and the memory of the states is half."""
+updates round, and the memory of the states is half. `STORED` has the bytes of each."""
 _MIXED = PRECISIONS["fp32 shards, bf16 gathered"]
-_PRECISIONS = dict(zip(PRECISION_CHOICES, (_MIXED, replace(_MIXED, reduced=2),
+STORED = dict(zip(PRECISION_CHOICES, (_MIXED, replace(_MIXED, reduced=2),
                                            PRECISIONS["pure bf16"]), strict=True))
 _MANY_NODES = [2**power for power in range(18)]
-_FREE = 0.1  # the share of memory that is left to the allocator and the libraries
+FREE = 0.1
+"""The share of memory that is left to the allocator and the libraries."""
 MEMORY_ERROR = 0.03
 """Two budgets that differ by less, relatively, are not told apart. A prediction is nearer than that
 to a dry run (``python -m dplab.bench memory``); what a GPU's allocator adds is not known."""
@@ -97,7 +98,7 @@ class Option(Prediction):
     @cached_property
     def budget(self) -> Budget:
         """What a rank holds at its worst moment, by `memory.budget`; ZeRO-1: the fullest rank."""
-        job, stored = self.job, _PRECISIONS[self.precision]
+        job, stored = self.job, STORED[self.precision]
         ranks = self.cluster.per_node if self.strategy == "HSDP" else self.cluster.ranks
         return memory.budget(
             job.model, ranks, self.cluster.gpu.memory_bytes, precision=stored,
@@ -109,7 +110,7 @@ class Option(Prediction):
     @property
     def limit(self) -> float:
         """The bytes that the budget may have; a share of the GPU's memory stays free."""
-        return (1 - _FREE) * self.cluster.gpu.memory_bytes
+        return (1 - FREE) * self.cluster.gpu.memory_bytes
 
     @property
     def fits(self) -> bool:
@@ -131,7 +132,7 @@ class Option(Prediction):
         if self.strategy != "ZeRO-1":
             return spans
         *others, optimizer = spans
-        stored, model = _PRECISIONS[self.precision], self.job.model
+        stored, model = STORED[self.precision], self.job.model
         owned = fullest_rank(model, self.cluster.ranks, stored).optimizer
         end = optimizer.start + optimizer.seconds * owned / (stored.optimizer * model.parameters)
         nbytes = stored.parameters * model.parameters
@@ -162,7 +163,7 @@ class Option(Prediction):
     @property
     def _stored(self) -> Precision:
         """In DDP's buckets gradients stay in fp32."""
-        stored = _PRECISIONS[self.precision]
+        stored = STORED[self.precision]
         replicated = CHOICES[self.strategy].simulated == "DDP"
         return replace(stored, reduced=stored.gradients) if replicated else stored
 
@@ -537,7 +538,7 @@ def option_of(strategy: str, model: TransformerConfig, cluster: Cluster, *, batc
     `PRECISION_CHOICES`.
     """
     chosen = CHOICES[one_of(strategy, CHOICES, "strategy")]
-    stored = _PRECISIONS[one_of(precision, PRECISION_CHOICES, "precision")]
+    stored = STORED[one_of(precision, PRECISION_CHOICES, "precision")]
     first, *others = (recompute,) if isinstance(recompute, str) else recompute
     casts, replicated = stored.gathered < stored.parameters, chosen.simulated == "DDP"
     job = Job(

@@ -24,12 +24,16 @@ from dplab.predict.transformer_config import TransformerConfig
 
 Value = str | int | float | bool | None
 CUSTOM = "custom"
+PARAMETERS_ALONE = "no transformer"
 RECOMMENDED = "recommended"
 AS_NEEDED = "as needed"
 MOST_GPUS = 131_072
 _FLAGS = {"yes": True, "true": True, "on": True, "1": True,
           "no": False, "false": False, "off": False, "0": False}
 _NUMBERS = {"whole": r"[+-]?[0-9]+", "number": r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)(e[+-]?[0-9]+)?"}
+
+
+_LEFT_OUT = {"V100": "computes nothing in bf16, for which all rates here were measured"}
 
 
 @dataclass(frozen=True)
@@ -75,6 +79,8 @@ class Field:
             return known[text.lower()]
         if self.kind == "flag":
             raise ValueError(f"{_shown(text)} is neither yes nor no: write one of them")
+        if text.upper() in _LEFT_OUT:
+            raise ValueError(f"{text.upper()} {_LEFT_OUT[text.upper()]}: take another")
         raise ValueError(f"{_shown(text)} is none of the choices{_meant(text, self.choices)} There "
                          f"are: {', '.join(map(repr, self.choices))}")
 
@@ -128,6 +134,7 @@ def _meant(text, names):
 
 
 _TYPED = {"model": CUSTOM}
+_ALONE = {"model": PARAMETERS_ALONE}
 _SIZE = "that is beyond every model that these predictions were compared with"
 _RUN = "that is beyond every run that these predictions were compared with"
 _NVLINKS = {"A100": "NVLink 3", "A100 40 GB": "NVLink 3", "B200": "NVLink 5"}
@@ -147,9 +154,15 @@ FIELDS: tuple[Field, ...] = (
     Field("model", "Model", "model", "choice", "Llama-3 8B",
           "A published model, with its number of parameters, or one of your own.",
           {**{name: f"{name}, {model.parameters / 1e9:.3g} billion"
-              for name, model in MODELS.items()}, CUSTOM: "layers and sizes of your own"}),
+              for name, model in MODELS.items()}, CUSTOM: "layers and sizes of your own",
+           PARAMETERS_ALONE: "no transformer: parameters alone"}),
     Field("config", "Hugging Face config.json", "model", "config", None,
           "Paste one here: it fills in a model of your own. In a terminal, its file."),
+    Field("parameters", "Parameters", "model", "whole", 25_557_032,
+          "All of them; the default is ResNet-50.", most=10**15, needs=_ALONE, why_most=_SIZE),
+    Field("parts", "Parts", "model", "whole", 16,
+          "What is gathered or reduced at a time, such as ResNet-50's blocks; taken as equal.",
+          most=10_000, needs=_ALONE, why_most=_SIZE),
     Field("family", "Family", "model", "choice", "llama",
           "Llama's blocks with rotary positions, or GPT-2's with learned ones.",
           {"llama": "Llama: RMSNorm, no biases", "gpt": "GPT-2: LayerNorm, biases"}, needs=_TYPED),

@@ -12,7 +12,7 @@ from dataclasses import asdict, replace
 from functools import cache, lru_cache
 from typing import Any
 
-from dplab.predict import choose, cluster, fields, reached, settings
+from dplab.predict import choose, cluster, fields, parameters_alone, reached, settings
 from dplab.predict.checks import one_of
 from dplab.predict.choose import MEMORY_ERROR, TIE, Option, Recommendation, Wish
 from dplab.predict.fields import AS_NEEDED, MOST_GPUS, RECOMMENDED
@@ -60,7 +60,8 @@ def answer(query: str, part: str = "all") -> str:
     An object with ``fields`` (every value, after defaults), ``query`` (only what differs from
     them), ``errors`` (of which ``field``, ``why``, and ``needs``: the values of other fields
     without which there is no such field), ``plan`` and ``recommendation``, which are
-    null where there are errors or where they were not asked for. What is no whole number has
+    null where there are errors or where they were not asked for; in their place ``alone`` has what
+    `parameters_alone` says of a model that is no transformer. What is no whole number has
     `DIGITS` digits: beyond them Pythons differ, since some add floats with less error. Raises
     nothing for a bad query; ValueError for another part.
     """
@@ -70,8 +71,10 @@ def answer(query: str, part: str = "all") -> str:
         "fields": values, "query": "" if errors else fields.query_of(values),
         "errors": [{"field": error.name, "why": error.why, "needs": error.needs}
                    for error in errors],
-        "plan": None, "recommendation": None}
-    if not errors:
+        "plan": None, "recommendation": None, "alone": None}
+    if not errors and values["model"] == fields.PARAMETERS_ALONE:
+        found["alone"] = parameters_alone.said(values, fields.cluster_of(values))
+    elif not errors:
         recommendation, option = _predicted(tuple(values.items()))
         if part != "recommendation":
             found["plan"] = _plan(option, recommendation, values)

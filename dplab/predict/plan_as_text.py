@@ -14,7 +14,12 @@ _AGAIN = {"none": "", "selective": ", partly recomputed", "full": ", recomputed"
 
 
 def page(answer: Mapping[str, Any]) -> str:
-    """The page of an answer without errors, whose plan and recommendation are both there."""
+    """The page of an answer without errors, whose plan and recommendation are both there.
+
+    Or that of a model that is no transformer.
+    """
+    if answer["alone"]:
+        return "\n".join(_alone(answer["alone"]))
     plan, recommendation = answer["plan"], answer["recommendation"]
     launch, memory = plan["launch"], plan["memory"]
     basis = (f"{len(plan['basis'])} published rates, of which {len(plan['stand_ins'])} stand in "
@@ -50,6 +55,19 @@ def duration(seconds: float) -> str:
 def few(value: float) -> str:
     """A number with three digits, or all that stand before the point."""
     return f"{value:,.0f}" if value >= 99.5 else f"{value:.3g}"
+
+
+def _alone(found):
+    yield f"{found['title']} (prediction)"
+    yield f"  {'strategy':24}{'states':>10}{'left':>12}{'sent in a step':>16}{'for':>10}"
+    for each in found["rows"]:
+        left = readable(each["left"]) if each["left"] > 0 else "too much"
+        sent = f"{readable(each['sent']):>16}{duration(each['seconds']):>10}"
+        yield (f"  {each['name']:24}{readable(each['bytes']):>10}{left:>12}"
+               f"{sent if each['sent'] else f'{0:16}'}")
+    yield ""
+    yield from _listed([*found["not_said"], *(f"Published: {each}." for each in
+                                              found["published"])])
 
 
 def _head(plan):

@@ -227,6 +227,20 @@ def test_a_pasted_config_fills_in_a_model_and_a_wrong_one_says_why(live):
 
 
 @pytest.mark.slow
+def test_a_model_that_is_no_transformer_shows_what_is_known_and_leaves_with_the_next(live):
+    live.tab.select_option("#field-model", "no transformer")
+    live.tab.fill("#field-parameters", "1000000")
+    live.wait("live")
+    live.tab.locator("#plan-title", has_text="1,000,000 parameters").wait_for()
+    assert live.text("[data-section=memory]").startswith("Not predicted")
+    table = live.text("[data-section=head]")
+    assert "FSDP, kept" in table and "16 MB" in table and "not predicted" in table
+    assert live.given() == {"model": "no transformer", "parameters": "1000000"}
+    live.reset()
+    assert "Llama-3 8B" in live.text("#plan-title")
+
+
+@pytest.mark.slow
 def test_the_keyboard_alone_changes_the_plan_and_copies_it(live):
     live.tab.evaluate("document.activeElement.blur(); scrollTo(0, 0)")
     live.tab_to("copy-link")

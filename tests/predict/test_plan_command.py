@@ -51,6 +51,14 @@ def test_the_page_shows_the_plan_and_is_at_most_100_columns_wide(capsys, argumen
         assert plan_as_text.few(rent["allowed"]["days"]) in out
 
 
+def test_a_model_that_is_no_transformer_has_a_page_too(capsys):
+    out = printed(capsys, "--model", "no transformer", "--parameters", "1000000")
+    found = json.loads(plan.answer("model=no transformer&parameters=1000000"))["alone"]
+    assert found["title"] in out and max(map(len, out.splitlines())) <= 100
+    assert all(row["name"] in out for row in found["rows"]) and found["published"][0][:30] in out
+    assert refused(capsys, "--gpu", "V100")[1][0].startswith("dplab plan: --gpu: V100 computes")
+
+
 def test_a_link_leads_to_the_same_plan(capsys):
     link = printed(capsys, *GPT, "--strategy", "FSDP, kept", "--link").strip()
     assert link == "?model=GPT-2&gpus=8&strategy=FSDP%2C+kept"
