@@ -9,7 +9,7 @@ computing takes, at the measured `rates`; `network`: a collective on a cluster, 
 was measured; `pace`: slow, typical or fast of measured rates; `cluster`: a step on any number of
 ranks and how it scales; `reliability`: slow ranks and failing ones; `published`: runs that others
 measured, beside what is predicted for them; `reached`: the range that such runs make; `rent`: days,
-GPU-hours and money; `choose`: a recommendation that says why; `parameters_alone`: what is known of a
-model that is no transformer. The planner: `fields`: what may be asked; `plan`: the answer;
+GPU-hours and money; `choose`: a recommendation that says why; `parameters_alone`: what is known of
+a model that is no transformer. The planner: `fields`: what may be asked; `plan`: the answer;
 `settings`: the code to copy; `plan_as_text`: the answer for a terminal.
 """
