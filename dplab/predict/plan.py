@@ -79,7 +79,7 @@ def answer(query: str, part: str = "all") -> str:
         if part != "recommendation":
             found["plan"] = _plan(option, recommendation, values)
         if part != "plan":
-            found["recommendation"] = _advice(recommendation, option)
+            found["recommendation"] = _advice(recommendation, option, values)
     return json.dumps(_rounded(found) | {"fields": values}, allow_nan=False)
 
 
@@ -138,8 +138,6 @@ def _plan(option: Option, recommendation: Recommendation, values: dict) -> dict:
             "fits": option.fits, "margin": option.margin, "moment": budget.moment,
             "uncertain": abs(option.margin) <= MEMORY_ERROR * budget.total},
         "traffic": _traffic(option), "step": _step(option) if runs else None,
-        "scaling": _scaling(option, wish, values, None if recommendation.best else (
-            recommendation.least_ranks)),
         "launch": _launch(option, runs), "assumed": ASSUMED,
         "basis": option.basis, "stand_ins": option.stand_ins}
 
@@ -295,7 +293,8 @@ def _scaling(option: Option, wish: Wish, values: dict, advised: int | None) -> d
             point |= speeds | {"seconds": there.seconds, "days": rent.days,
                                "gpu_hours": rent.gpu_hours, "money": rent.money}
         points.append(point)
-    return {"points": points, "stops_paying": cluster.stops_paying(curve) if curve else None}
+    return {"strategy": option.strategy, "points": points,
+            "stops_paying": cluster.stops_paying(curve) if curve else None}
 
 
 def _counts(on, sequences, advised):
@@ -342,7 +341,7 @@ def _launch(option, runs):
         "deepspeed": deepspeed, "notes": notes}
 
 
-def _advice(recommendation: Recommendation, planned: Option) -> dict:
+def _advice(recommendation: Recommendation, planned: Option, values: dict) -> dict:
     options, best = [*recommendation.options], recommendation.best
     if planned.strategy not in {each.strategy for each in options}:
         options.append(planned)
@@ -351,6 +350,8 @@ def _advice(recommendation: Recommendation, planned: Option) -> dict:
     return {
         "options": [_row(each, recommendation, planned) for each in options],
         "advice": [*_fewer(planned, recommendation), *whose, *recommendation.advice],
+        "scaling": _scaling(planned, recommendation.wish, values, None if best else (
+            recommendation.least_ranks)),
         "unknown": recommendation.unknown}
 
 

@@ -30,7 +30,7 @@ def page(answer: Mapping[str, Any]) -> str:
         "Strategies": _strategies(recommendation["options"]),
         "Advice": _listed([*plan["warnings"], *recommendation["advice"]]),
         "Published nearby": _published(plan),
-        "The same global batch on other numbers of GPUs": _scaling(plan["scaling"]),
+        "The same global batch on other numbers of GPUs": _scaling(recommendation["scaling"]),
         "The run": _run(plan["rent"]),
         f"Memory of a GPU, at its highest: {memory['moment']}": _memory(memory),
         "Sent by a GPU in a step": _traffic(plan["traffic"]),

@@ -38,6 +38,10 @@ def asked(part="all", **values):
     return found
 
 
+def scaling_of(**values):
+    return asked("recommendation", **values)["recommendation"]["scaling"]
+
+
 def named(parts, key="bytes"):
     return {part.get("name", part.get("resource")): part[key] for part in parts}
 
@@ -243,7 +247,7 @@ def test_one_gpu_has_no_wrapper_no_traffic_and_no_advice_to_share():
 
 def test_the_curve_keeps_the_global_batch_and_stops_where_cluster_says():
     values = {"model": "GPT-2", "gpus": 8, "strategy": "FSDP", "global_batch": 65536.0}
-    scaling = asked("plan", **values)["plan"]["scaling"]
+    scaling = scaling_of(**values)
     counts = [point["gpus"] for point in scaling["points"]]
     assert counts == [1, 2, 4, 8, 16, 32, 64]
     expected = [recommend(MODELS["GPT-2"], NODE.of(count), global_batch=64, sequence=1024,
@@ -257,11 +261,11 @@ def test_the_curve_keeps_the_global_batch_and_stops_where_cluster_says():
 
 
 def test_the_curve_begins_where_it_fits_and_holds_what_was_asked_for():
-    points = asked("plan", gpus=48, strategy="FSDP")["plan"]["scaling"]["points"]
+    points = scaling_of(gpus=48, strategy="FSDP")["points"]
     runs = {point["gpus"]: point["runs"] for point in points}
     assert runs[2] is False and runs[8] is True and 48 in runs
     assert max(runs) == 256  # 8 times as many, in powers of two, and no more than 512 sequences
-    most = asked("plan", gpus=MOST_GPUS)["plan"]["scaling"]["points"]
+    most = scaling_of(gpus=MOST_GPUS)["points"]
     assert most[-1]["gpus"] == MOST_GPUS and not most[-1]["runs"]
 
 
@@ -317,7 +321,8 @@ def agrees_in_numbers(values, shown, recommendation):
     assert (row["name"], row["recompute"]) == (shown["name"], shown["recompute"])
     assert (row["bytes"], row["margin"], row["fits"]) == (
         memory["total"], memory["margin"], memory["fits"])
-    [point] = [point for point in shown["scaling"]["points"] if point["gpus"] == values["gpus"]]
+    points = recommendation["scaling"]["points"]
+    [point] = [point for point in points if point["gpus"] == values["gpus"]]
     assert point["runs"] is shown["runs"] is (step is not None)
     assert shown["runs"] is (memory["fits"] and not shown["starved"])
     if step:
@@ -336,7 +341,8 @@ def agrees_in_advice(shown, recommendation):
     """Every sentence that names something to do, against what the engine says of it."""
     rows = {row["name"]: row for row in recommendation["options"]}
     best = next((name for name, row in rows.items() if row["best"]), None)
-    points = {point["gpus"]: point for point in shown["scaling"]["points"] if point["runs"]}
+    points = {point["gpus"]: point for point in recommendation["scaling"]["points"]
+              if point["runs"]}
     for line in recommendation["advice"]:
         if said := re.search(rf"{NAMES}.* is (\S+ \S+) (below|over) the limit", line):
             assert abs(rows[said[1]]["margin"]) == pytest.approx(number(said[2]), rel=1e-3)

@@ -24,7 +24,7 @@ export const FOLDED = ["run", "memory", "step", "traffic", "launch", "assumed", 
 const AGAIN = { none: "", selective: ", partly recomputed", full: ", recomputed" };
 
 export function planSections(answer) {
-  const { plan, fields } = answer;
+  const { plan } = answer;
   return {
     head: head(plan),
     brief: html`${plan.name} · ${bytes(plan.memory.total)} of ${bytes(plan.memory.limit)} · ${
@@ -34,7 +34,6 @@ export function planSections(answer) {
     memory: memory(plan.memory),
     step: step(plan.step),
     traffic: traffic(plan.traffic),
-    scaling: scaling(plan, Number(fields.gpus)),
     launch: launch(plan),
     assumed: assumed(plan),
     basis: basis(plan),
@@ -116,7 +115,11 @@ function verdict({ runs, starved, memory, rent }) {
   return `Fits. For ${short(rent.tokens)} tokens:`;
 }
 
-export function recommendation(found) {
+export function adviceSections({ recommendation: found, fields }) {
+  return { recommendation: recommendation(found), scaling: scaling(found.scaling, fields) };
+}
+
+function recommendation(found) {
   const best = found.options.find((option) => option.best);
   return html`
     <div class="scroll"><table class="options">
@@ -198,19 +201,18 @@ function traffic(found) {
       </tbody></table></div>`;
 }
 
-function scaling(plan, now) {
-  const found = plan.scaling;
-  const money = plan.rent && plan.rent.price !== null;
+function scaling(found, { gpus, price }) {
+  const money = price !== null;
   if (!found.points.some((point) => point.runs)) {
     return html`<p>The plan does not run, on up to ${count(found.points.at(-1).gpus)} GPUs.</p>`;
   }
   return html`
-    <p>The same global batch with ${plan.strategy} on other numbers of GPUs. ${
+    <p>The same global batch with ${found.strategy} on other numbers of GPUs. ${
       found.stops_paying ? html`Beyond <strong>${count(found.stops_paying)} GPUs</strong>, more do not
       pay: each brings less than half of what the first ones do.`
         : "More GPUs still pay where the curve ends."} A bar is the range of runs like it; a cross does
       not run.</p>
-    ${scalingCurves(found, now, money)}
+    ${scalingCurves(found, Number(gpus), money)}
     <details id="scaling-numbers"><summary>The same as numbers</summary>
       <div class="scroll"><table class="parts">
         <thead><tr><th scope="col">GPUs</th><th scope="col" class="number">tokens/s</th>

@@ -4,12 +4,12 @@
 
 import { readFileSync } from "node:fs";
 
-import { FOLDED, lens, planSections, recommendation, SECTIONS, TOLD } from "./answer.mjs";
+import { adviceSections, FOLDED, lens, planSections, SECTIONS, TOLD } from "./answer.mjs";
 import { form } from "./form.mjs";
 import { html } from "./html.mjs";
 
 const { schema, answer } = JSON.parse(readFileSync(0, "utf8"));
-const drawn = { ...planSections(answer), recommendation: recommendation(answer.recommendation) };
+const drawn = { ...planSections(answer), ...adviceSections(answer) };
 
 function section([name, title]) {
   if (!title) return "";

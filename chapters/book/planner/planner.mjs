@@ -1,6 +1,6 @@
 // The page: form to address to worker to sections. What the numbers are, the engine alone knows.
 
-import { aloneSections, planSections, recommendation, summary } from "./answer.mjs";
+import { adviceSections, aloneSections, planSections, summary } from "./answer.mjs";
 import { changed, fill, showErrors } from "./form.mjs";
 import { html } from "./html.mjs";
 import { Python } from "./python.mjs";
@@ -62,7 +62,7 @@ async function compute() {
       show(answer);
       query = asked; // which is shorter now
       const advice = answer.plan && await answerTo(query, "recommendation");
-      if (query === asked && advice) draw({ recommendation: recommendation(advice.recommendation) });
+      if (query === asked && advice) draw(adviceSections(advice));
     }
   } finally {
     computing = false;
