@@ -42,12 +42,10 @@ export function planSections(answer) {
 
 // Of a model that is no transformer: what follows from its parameters alone.
 export function aloneSections({ alone }) {
-  const none = html`<p>Not predicted for a model that is no transformer.</p>`;
   return {
-    ...Object.fromEntries(Object.keys(SECTIONS).map((name) => [name, none])),
+    ...Object.fromEntries(Object.keys(SECTIONS).map((name) => [name, ""])), // and so hidden
     brief: "no transformer",
     published: listed(alone.published),
-    assumed: listed(alone.not_said),
     head: html`
       <h2 id="plan-title">${alone.title} ${lens()}</h2>
       <div class="scroll"><table class="parts"><caption class="unseen">What each strategy holds and sends</caption>
