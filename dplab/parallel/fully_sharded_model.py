@@ -46,8 +46,9 @@ class ZeRO3Layer:
     """A module of which this rank keeps a chunk, and that is whole while it computes."""
 
     def __init__(self, module: nn.Module):
-        self.places = [(part, name) for part in module.modules() for name in part._parameters]
-        parameters = [part._parameters[name] for part, name in self.places]
+        self.places = [(part, name) for part in module.modules()
+                       for name, _ in part.named_parameters(recurse=False)]
+        parameters = [getattr(part, name) for part, name in self.places]
         self.shapes = [parameter.shape for parameter in parameters]
         self.chunk = nn.Parameter(own_chunk(pack(parameters)).clone())  # for the optimizer
         self.put(len(parameters) * [None])

@@ -27,7 +27,6 @@ from dplab.parallel.ownership import (
     mean_for_owner,
     own_chunk,
     pack,
-    unpack,
 )
 from dplab.parallel.sharded_optimizer import Flat, ShardedOptimizer
 
@@ -74,54 +73,33 @@ class ZeRO2:
 class GradientBucket(Flat):
     """A flat tensor of parameters whose gradients leave for their owners together.
 
-    ``whole`` holds them all, from the first one that is taken until the reduce-scatter is done;
-    ``chunk`` is this rank's part of the mean, summed over the backwards since ``clear()``.
-    ``used`` tells for which parameters this rank has had a gradient since then.
+    ``chunk`` is this rank's part of the mean, summed over the backwards since ``clear()``; ``used``
+    tells for which parameters this rank has had a gradient since then.
     """
 
     def __init__(self, parameters):
         super().__init__(parameters)
-        self.whole = None
         self.clear()
 
     def clear(self) -> None:
-        self.chunk = None
+        self.chunk: torch.Tensor | None = None
         self.used = [False] * len(self.parameters)
 
-    def take(self, index: int) -> None:
-        """Moves one parameter's gradient to its place, scaled by 1/N, and frees it."""
-        parameter = self.parameters[index]
-        refuse_sparse_gradient(f"parameter {index}", parameter)
-        if self.whole is None:
-            self.whole = torch.zeros_like(self.flat)
-            self._views = unpack(self.whole, self.layout.shapes)
-            self._missing = set(range(len(self.parameters)))
-        torch.mul(parameter.grad, 1 / dist.get_world_size(), out=self._views[index])
-        parameter.grad = None
-        self.used[index] = True
-        self._missing.remove(index)
-
-    @property
-    def is_full(self) -> bool:
-        return self.whole is not None and not self._missing
-
-    def take_leftovers(self) -> None:
-        """Takes what ``no_sync()`` has left; a parameter without a gradient counts as zeros."""
-        for index, parameter in enumerate(self.parameters):
-            if parameter.grad is not None:
-                self.take(index)
-        if self.whole is None:
-            self.whole = torch.zeros_like(self.flat)
-
     def launch(self) -> None:
-        self._work = launch_reduce_scatter(self.whole)
+        """Takes the gradients away; a parameter without one counts as zeros."""
+        self.used = [used or parameter.grad is not None
+                     for used, parameter in zip(self.used, self.parameters, strict=True)]
+        self._whole = self.packed_gradients().mul_(1 / dist.get_world_size())
+        for parameter in self.parameters:
+            parameter.grad = None
+        self._work = launch_reduce_scatter(self._whole)
 
     def finish(self) -> None:
         """Adds what has arrived to this rank's chunk, and frees the bucket."""
         self._work.wait()
-        arrived = own_chunk(self.whole)
+        arrived = own_chunk(self._whole)
         self.chunk = arrived.clone() if self.chunk is None else self.chunk + arrived
-        self._work = self.whole = self._views = None
+        del self._work, self._whole
         self.set_gradients(self.chunk)
 
 
@@ -145,38 +123,32 @@ class ShardedGradientOptimizer(ShardedOptimizer):
         if not bucket_mb > 0:
             raise ValueError(f"a bucket holds more than 0 MiB, not {bucket_mb}")
         self._bucket_mb = bucket_mb
-        self._place: dict[nn.Parameter, tuple[GradientBucket, int]] = {}
         self._is_syncing = True
         self._backward = None
         super().__init__(params, optimizer_cls, reduce_gradients=True, **kwargs)
 
     def _flats_of(self, kind):
-        buckets = [GradientBucket(bucket)
-                   for bucket in filled_in_reverse(kind, self._bucket_mb * MIB)]
-        for bucket in buckets:
-            for index, parameter in enumerate(bucket.parameters):
-                self._place[parameter] = bucket, index
-                parameter.register_post_accumulate_grad_hook(self._gradient_is_ready)
-        return buckets
+        for parameter in kind:
+            parameter.register_post_accumulate_grad_hook(self._gradient_is_ready)
+        return [GradientBucket(bucket)
+                for bucket in filled_in_reverse(kind, self._bucket_mb * MIB)]
 
     @torch.no_grad()
     def _gradient_is_ready(self, parameter):
         if not self._is_syncing:
             return
+        refuse_sparse_gradient(f"a parameter of shape {tuple(parameter.shape)}", parameter)
         if self._backward != current_backward():
-            self._backward, self._launched = current_backward(), 0
-            for other in self.flats:
-                other.whole = None  # what a backward that failed half-way may have left
+            self._backward, self._ready, self._launched = current_backward(), set(), 0
             # Autograd calls this once, when the whole backward is done.
             torch.autograd.Variable._execution_engine.queue_callback(self._end_of_backward)
-        bucket, index = self._place[parameter]
-        bucket.take(index)
-        while self._launched < len(self.flats) and self.flats[self._launched].is_full:
+        self._ready.add(parameter)
+        while (self._launched < len(self.flats)
+               and self._ready.issuperset(self.flats[self._launched].parameters)):
             self._launch_next()
 
     def _launch_next(self):
-        """Sends the next bucket, as soon as the one before has arrived: two are never on the way.
-        """
+        """Sends the next bucket once the one before has arrived, so that two are never held."""
         if self._launched > 0:
             self.flats[self._launched - 1].finish()
         self.flats[self._launched].launch()
@@ -186,7 +158,6 @@ class ShardedGradientOptimizer(ShardedOptimizer):
     def _end_of_backward(self):
         """Sends what is left, where this backward had no gradient for some parameter."""
         while self._launched < len(self.flats):
-            self.flats[self._launched].take_leftovers()
             self._launch_next()
         self.flats[-1].finish()
 

@@ -73,9 +73,11 @@ class Flat:
 
     def reduce_gradients(self) -> None:
         """Each piece's gradient: its part of the mean over the ranks. Those of parameters stay."""
-        self.set_gradients(mean_for_owner(pack([
-            torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            for parameter in self.parameters])))
+        self.set_gradients(mean_for_owner(self.packed_gradients()))
+
+    def packed_gradients(self) -> torch.Tensor:
+        return pack([torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                     for parameter in self.parameters])
 
     def set_gradients(self, chunk: torch.Tensor) -> None:
         for piece, gradient in zip(self.pieces, self.layout.pieces(chunk), strict=True):

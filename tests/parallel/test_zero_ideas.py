@@ -10,8 +10,7 @@ from dplab.parallel.fully_sharded_model import ZeRO3Layer
 from dplab.parallel.sharded_gradients import ZeRO2
 from dplab.parallel.sharded_optimizer import ZeRO1
 
-SIZES = (5, 7, 3)
-ELEMENTS = [5 * 7 + 7, 7 * 3 + 3]
+ELEMENTS = [5 * 7 + 7, 7 * 3]
 
 
 def adam(tensors):
@@ -20,7 +19,7 @@ def adam(tensors):
 
 def made(ranks):
     torch.manual_seed(0)
-    layers = [nn.Linear(5, 7).double(), nn.Linear(7, 3).double()]
+    layers = [nn.Linear(5, 7).double(), nn.Linear(7, 3, bias=False).double()]
     return nn.Sequential(layers[0], nn.Tanh(), layers[1]), layers, torch.randn(3, 4 * ranks, 5)
 
 
