@@ -60,33 +60,14 @@ def made_nearly_orthogonal(matrix):
 
 START = "rank, ranks = dist.get_rank(), dist.get_world_size()"
 RESULTS = "results = [torch.empty_like(shard) for shard in shards]"
-EVERYWHERE = """updates = []
+EVERYWHERE = """results = []
 for shard, shape in zip(shards, shapes):
-    matrix = shard.new_empty(shape)
-    for source, rows in enumerate(matrix.chunk(ranks)):
-        if source == rank:
-            rows.copy_(shard)
+    every = list(shard.new_empty(shape).chunk(ranks))
+    every += [shard.new_empty(0, shape[1])] * (ranks - len(every))
+    every[rank].copy_(shard)
+    for source, rows in enumerate(every):
         dist.broadcast(rows, source)
-    updates.append(orthogonalize(matrix))
-updates = [[*update.chunk(ranks), *[update[:0]] * ranks] for update in updates]
-return [rows[rank].clone() for rows in updates]"""
-ONE_BY_ONE = """results = [torch.empty_like(shard) for shard in shards]
-for index, owner in enumerate(owners):
-    if owner == rank:
-        matrix = shards[index].new_empty(shapes[index])
-        for source, rows in enumerate(matrix.chunk(ranks)):
-            rows.copy_(shards[index]) if source == rank else dist.recv(rows, source)
-        for to, rows in enumerate(orthogonalize(matrix).chunk(ranks)):
-            results[index].copy_(rows) if to == rank else dist.send(rows, to)
-    elif len(shards[index]) > 0:
-        dist.send(shards[index], owner)
-        dist.recv(results[index], owner)
-return results"""
-WHOLE_UPDATES = """results = []
-for index, owner in enumerate(owners):
-    update = updates[index] if owner == rank else shards[0].new_empty(shapes[index])
-    dist.broadcast(update, owner)
-    results.append(torch.cat([*update.chunk(ranks), *[update[:0]] * ranks][rank : rank + 1]))
+    results.append(orthogonalize(torch.cat(every)).split([len(rows) for rows in every])[rank])
 return results"""
 
 
@@ -104,30 +85,28 @@ class OrthogonalizeByOwners(Exercise):
         before, owners = [shard.clone() for shard in shards], owners_on(ranks)
         away = sum(shard.nbytes for shard, owner in zip(shards, owners, strict=True)
                    if owner != rank)
-        seen, sent_before = [], []
+        seen, late = [], [0]
 
         def orthogonalize(matrix):
             seen.append(tuple(matrix.shape))
-            sent_before.append(sum(call.bytes for call in log.calls if call.operation != "recv"))
+            late.append(away - sum(map(sent_bytes, log.calls)))
             return made_nearly_orthogonal(matrix)
 
         with CallLog() as log:
             results = attempt(shards, list(SHAPES), owners, orthogonalize)
         sent = sum(map(sent_bytes, log.calls)) / needed(rank, ranks)
-        unchanged = all(map(torch.equal, shards, before))
-        return facts_of([each.clone() for each in results], sorted(seen),
-                        min(sent_before, default=away) >= away, sent, unchanged)
+        return facts_of([each.clone() for each in results], sorted(seen), max(late), sent,
+                        all(map(torch.equal, shards, before)))
 
     def expected(self, world_size):
-        every = []
-        for rank in range(world_size):
-            results = [shards_of(made_nearly_orthogonal(matrix), world_size)[rank]
-                       for matrix in matrices()]
-            owned = [shape for shape, owner in zip(SHAPES, owners_on(world_size), strict=True)
-                     if owner == rank]
-            share = AtMost(1.5, "a row goes to its owner, and its update comes back", exact=False)
-            every.append(facts_of(results, sorted(owned), True, share, True))
-        return every
+        late = AtMost(0, "a rank that computes before it has sent all its rows keeps the other "
+                      "owners waiting, so that they compute one after another", exact=False)
+        share = AtMost(1.5, "a row goes to its owner, and its update comes back", exact=False)
+        owned = [sorted(shape for shape, owner in zip(SHAPES, owners_on(world_size), strict=True)
+                        if owner == rank) for rank in range(world_size)]
+        updates = [shards_of(made_nearly_orthogonal(matrix), world_size) for matrix in matrices()]
+        return [facts_of([rows[rank] for rows in updates], owned[rank], late, share, True)
+                for rank in range(world_size)]
 
     hints = (
         "Three parts: rows travel to owners, owners compute, rows travel back. `matrix.chunk(N)` "
@@ -146,14 +125,8 @@ class OrthogonalizeByOwners(Exercise):
         Slip("Every rank gets every matrix and orthogonalizes it, so all do the same work, and "
              "most of what they receive belongs to others. Rows go to the owner alone.",
              {START: f"{START}\n{EVERYWHERE}"}),
-        Slip("A rank waits for the update of one matrix before it sends its rows of the next, so "
-             "the owners compute one after another. First send all rows, then compute.",
-             {START: f"{START}\n{ONE_BY_ONE}"}),
-        Slip("The owner sends the whole update to every rank. A rank needs the rows that it has.",
-             {RESULTS: f"{WHOLE_UPDATES}\n{RESULTS}"}),
-        Slip("The owner's own rows are missing in the whole matrix. Nobody sends them: copy them.",
-             {"rows.copy_(shards[index])": "rows.zero_()"}),
-        Slip("The owner's own rows of the update are missing. Nobody sends them: copy them.",
+        Slip("The owner's own rows are missing, in the whole matrix or in what it returns. Nobody "
+             "sends them: copy them.", {"rows.copy_(shards[index])": "rows.zero_()"},
              {"results[index].copy_(rows)": "results[index].zero_()"}),
         Slip("Where a matrix has too few rows, `chunk` has no chunk for the last ranks. They have "
              "nothing to send and nothing to receive, and the owner expects nothing from them.",
@@ -187,11 +160,11 @@ def needed(rank, ranks):
     return max(1, nbytes)
 
 
-def facts_of(results, seen, sent_first, sent, unchanged):
+def facts_of(results, seen, late, sent, unchanged):
     return {
         "the shapes that this rank orthogonalizes": seen,
         **{f"this rank's rows of the update of the {rows}×{columns} matrix": result
            for (rows, columns), result in zip(SHAPES, results, strict=True)},
-        "that this rank has sent all its rows to their owners before it computes": sent_first,
+        "the bytes of rows that this rank has yet to send to owners when it computes": late,
         "the bytes that this rank sends, as a multiple of what is needed": sent,
         "that `shards` are left unchanged": unchanged}

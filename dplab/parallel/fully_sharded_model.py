@@ -6,6 +6,9 @@ backward they are gathered again, and the gradient that comes out goes through a
 that each rank is left with the mean for its own part. While one layer computes, the next one's
 parameters are already on their way.
 
+The first part of this file is that idea alone, for one layer. The second part is what production
+needs: the next gather ahead, what belongs to no layer, mixed precision, accumulation, states.
+
 Sources: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
 2020, sections 5.3 and 7.2.2; Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data
 Parallel", 2023, sections 3 and 4.
@@ -15,13 +18,65 @@ from contextlib import contextmanager
 from functools import partial
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
-from dplab.parallel.gathered_parameters import Unit, divide, places_of
+from dplab.parallel.gathered_parameters import (
+    Gather,
+    Unit,
+    divide,
+    empty,
+    launch_refill,
+    places_of,
+)
 from dplab.parallel.manual_ddp import broadcast_tensors
-from dplab.parallel.ownership import current_backward
+from dplab.parallel.ownership import (
+    current_backward,
+    own_chunk,
+    pack,
+    refuse_another_shard,
+    shard_of,
+    unpack,
+)
+
+# --- the idea ------------------------------------------------------------------------------------
+
+
+class ZeRO3Layer:
+    """A module of which this rank keeps a chunk, and that is whole while it computes."""
+
+    def __init__(self, module: nn.Module):
+        self.places = [(part, name) for part in module.modules()
+                       for name, _ in part.named_parameters(recurse=False)]
+        parameters = [getattr(part, name) for part, name in self.places]
+        self.shapes = [parameter.shape for parameter in parameters]
+        self.chunk = nn.Parameter(own_chunk(pack(parameters)).clone())  # for the optimizer
+        self.put(len(parameters) * [None])
+        module.register_forward_pre_hook(self.before_forward)
+        module.register_forward_hook(self.after_forward)
+        self.chunk.register_post_accumulate_grad_hook(self.after_backward)
+
+    def put(self, tensors):
+        for (part, name), tensor in zip(self.places, tensors, strict=True):
+            part._parameters[name] = tensor
+
+    def before_forward(self, module, inputs):
+        self.whole = Gather.apply(self.chunk)
+        self.put(unpack(self.whole, self.shapes))
+
+    def after_forward(self, module, inputs, output):
+        self.put(len(self.places) * [None])
+        empty(self.whole)
+        output.register_hook(self.before_backward)
+
+    def before_backward(self, gradient):
+        launch_refill(self.whole, self.chunk.detach()).wait()
+
+    def after_backward(self, chunk):  # whose gradient has arrived, by Gather's backward
+        empty(self.whole)
+
+
+# --- what production needs -----------------------------------------------------------------------
 
 
 class FullyShardedModel(nn.Module):
@@ -59,7 +114,7 @@ class FullyShardedModel(nn.Module):
         # The first one is of what belongs to no unit: forward and backward both begin with it.
         places = places_of(module)
         self._units = [Unit(parameters, places, param_dtype, reduce_dtype)
-                       for parameters in divide(module, units)]
+                       for parameters in divide(places, units)]
         for index, unit in enumerate(units, start=1):
             unit.register_forward_pre_hook(partial(self._before_forward, index), prepend=True,
                                            with_kwargs=True)
@@ -99,7 +154,8 @@ class FullyShardedModel(nn.Module):
             self._take_all_out()  # with those that were on their way, and then did not run
         else:
             self._units[index].take_out()
-        outputs = [tensor for tensor in _tensors_in(output) if tensor.requires_grad]
+        outputs = [leaf for leaf in tree_leaves(output)
+                   if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
         if outputs:
             torch.autograd.graph.register_multi_grad_hook(
                 outputs, lambda _: self._before_backward(index), mode="any")
@@ -204,16 +260,10 @@ class FullyShardedModel(nn.Module):
 
     def get_extra_state(self) -> dict:
         """What the pieces in ``state_dict()`` belong to; ``load_state_dict`` looks at it first."""
-        return {"rank": dist.get_rank(), "world_size": dist.get_world_size(),
-                "shapes": self._shapes}
+        return shard_of(self._shapes)
 
     def set_extra_state(self, state: dict) -> None:
-        own = self.get_extra_state()
-        for key, words in (("world_size", "world size"), ("shapes", "model"), ("rank", "rank")):
-            if state[key] != own[key]:
-                raise ValueError(
-                    f"this state was saved with another {words}: {state[key]} there, {own[key]} "
-                    "here; full_state_dict() is what any number of ranks can load")
+        refuse_another_shard(state, self._shapes)
 
     def _shards(self):
         return [shard for unit in self._units for shard in unit.shards]
@@ -232,21 +282,9 @@ def _children_with_parameters(module) -> list[nn.Module]:
 
 def _check(units, module) -> None:
     for unit in units:
-        if unit is module or all(unit is not part for part in module.modules()):
+        if unit is module or unit not in set(module.modules()):
             raise ValueError(f"this unit is not a submodule of the module: {unit}")
-        inside = [part for part in unit.modules() if part is not unit]
-        if any(part is other for part in inside for other in units):
+        if not set(units).isdisjoint(set(unit.modules()) - {unit}):
             raise ValueError(f"a unit may not be part of another; this one holds one: {unit}")
-        if sum(unit is other for other in units) > 1:
+        if units.count(unit) > 1:
             raise ValueError(f"this unit is given twice: {unit}")
-
-
-def _tensors_in(value) -> list[torch.Tensor]:
-    """The tensors in a module's output, which may be nested lists, tuples and dicts."""
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if isinstance(value, dict):
-        value = value.values()
-    elif not isinstance(value, list | tuple):
-        return []
-    return [tensor for part in value for tensor in _tensors_in(part)]

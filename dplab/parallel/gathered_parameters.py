@@ -4,13 +4,54 @@ Two tricks make it work with autograd. Gathering is an autograd function whose b
 reduce-scatter: each is the other's transpose. And freeing a parameter empties its storage, while
 the tensor stays: what autograd has saved for backward is valid again as soon as the storage is
 filled again.
+
+The first part of this file is these two tricks alone. The second part is what production needs:
+parameters that are tied, frozen or of several dtypes, and gathers that are launched ahead.
 """
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from dplab.parallel.ownership import Layout, launch_reduce_scatter
+from dplab.parallel.ownership import (
+    Layout,
+    launch_reduce_scatter,
+    mean_for_owner,
+    own_chunk,
+    pack,
+    unpack,
+    whole_from_owners,
+)
+
+# --- the idea ------------------------------------------------------------------------------------
+
+
+class Gather(torch.autograd.Function):
+    """From each rank's chunk to the whole; backward, to the mean of the gradients at its owner."""
+
+    @staticmethod
+    def forward(ctx, chunk):
+        return whole_from_owners(chunk)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return mean_for_owner(gradient.clone())
+
+
+def empty(whole: torch.Tensor) -> None:
+    """Frees the memory behind a tensor that stays."""
+    whole.untyped_storage().resize_(0)
+
+
+def launch_refill(whole: torch.Tensor, chunk: torch.Tensor) -> dist.Work:
+    """Starts to bring the values back, from every rank's chunk."""
+    whole.untyped_storage().resize_(whole.nbytes)
+    # `.data` is the same memory, but to autograd not the same tensor: the same values come back,
+    # which is no change of what it has saved, and it shall not take it for one.
+    return dist.all_gather_single(whole.data, chunk, async_op=True)
+
+
+# --- what production needs -----------------------------------------------------------------------
 
 
 class Unit:
@@ -54,11 +95,9 @@ class Shard:
         self.layout = Layout(p.shape for p in parameters)
         self._places = places
         self._reduce_dtype = reduce_dtype
-        flat = parameters[0].new_zeros(self.layout.length, requires_grad=False)
-        for parameter, view in zip(parameters, self.layout.views(flat), strict=True):
-            view.copy_(parameter.detach())
+        flat = pack(parameters)
         dist.broadcast(flat, src=0)
-        self.chunk = flat[self.layout.own].clone()
+        self.chunk = own_chunk(flat).clone()
         self.pieces = [nn.Parameter(piece, requires_grad=parameters[0].requires_grad)
                        for piece in self.layout.pieces(self.chunk)]
         self.whole = flat.to(param_dtype) if param_dtype and flat.is_floating_point() else flat
@@ -71,21 +110,20 @@ class Shard:
         if self.is_gathered:
             return
         self.is_gathered = True
-        self.whole.untyped_storage().resize_(self.whole.nbytes)
         message = self.chunk.to(self.whole.dtype)  # which must live until it is sent
-        self._gathering = dist.all_gather_single(self.whole, message, async_op=True), message
+        self._gathering = launch_refill(self.whole, message), message
 
     def put_in(self, take_gradient) -> None:
         self._finish_gather()
         whole = _Gathered.apply(self, take_gradient, *self.pieces)
-        self._set(self.layout.views(whole))
+        self._set(unpack(whole, self.layout.shapes))
 
     def take_out(self) -> None:
         if not self.is_gathered:
             return
         self._finish_gather()
         self._set(self.pieces)
-        self.whole.untyped_storage().resize_(0)
+        empty(self.whole)
         self.is_gathered = False
 
     def _finish_gather(self):
@@ -113,16 +151,15 @@ class Shard:
     def finish_reduce(self) -> None:
         """Adds what has arrived, the mean of this rank's chunk, to the pieces' gradients."""
         self._work.wait()
-        arrived = self._sent[self.layout.own].to(self.chunk.dtype, copy=True)
+        arrived = own_chunk(self._sent).to(self.chunk.dtype, copy=True)
         del self._sent, self._work
         for piece, gradient in zip(self.pieces, self.layout.pieces(arrived), strict=True):
             piece.grad = gradient if piece.grad is None else piece.grad.add_(gradient)
 
     def gather_copies(self) -> list[torch.Tensor]:
         """The whole parameters in their own dtype and shapes, as copies."""
-        whole = self.chunk.new_empty(self.layout.length)
-        dist.all_gather_single(whole, self.chunk)
-        return [view.clone() for view in self.layout.views(whole)]
+        whole = whole_from_owners(self.chunk)
+        return [view.clone() for view in unpack(whole, self.layout.shapes)]
 
 
 class _Gathered(torch.autograd.Function):
@@ -131,9 +168,7 @@ class _Gathered(torch.autograd.Function):
     @staticmethod
     def forward(ctx, shard, take_gradient, *pieces):
         ctx.shard, ctx.take_gradient = shard, take_gradient
-        # The same memory, but not the same tensor: that it is filled again for backward is no
-        # change of what autograd has saved, and it shall not take it for one.
-        return shard.whole.data
+        return shard.whole.data  # as in `launch_refill`
 
     @staticmethod
     def backward(ctx, gradient):
@@ -151,18 +186,14 @@ def places_of(module) -> dict[nn.Parameter, list[tuple[nn.Module, str]]]:
     return places
 
 
-def divide(module, units) -> list[list[nn.Parameter]]:
+def divide(places, units) -> list[list[nn.Parameter]]:
     """The parameters that belong to no unit alone, and then those of each unit."""
-    users: dict[nn.Parameter, set[int]] = {parameter: set() for parameter in module.parameters()}
-    in_units = {part for unit in units for part in unit.modules()}
+    units_with: dict[nn.Module, set[int]] = {}
     for index, unit in enumerate(units, start=1):
-        for parameter in unit.parameters():
-            users[parameter].add(index)
-    for part in module.modules():
-        if part not in in_units:
-            for parameter in part.parameters(recurse=False):
-                users[parameter].add(0)
+        for part in unit.modules():
+            units_with.setdefault(part, set()).add(index)
     divided: list[list[nn.Parameter]] = [[] for _ in range(len(units) + 1)]
-    for parameter, indices in users.items():
-        divided[indices.pop() if len(indices) == 1 else 0].append(parameter)
+    for parameter, where in places.items():
+        users = set().union(*(units_with.get(part, {0}) for part, _ in where))
+        divided[users.pop() if len(users) == 1 else 0].append(parameter)
     return divided

@@ -1,10 +1,11 @@
-"""What the three stages of ZeRO share: who owns which elements, and sums that go to their owners.
+"""What the three stages of ZeRO share: each element of the parameters has one owner.
 
 Parameters stand side by side in one flat tensor, which is cut into N equal chunks, one for each
-rank. The cut goes straight through parameters, so that no rank has more than another, whatever the
-parameters' shapes; what of a parameter lies in a rank's chunk is that rank's *piece* of it, often
-empty. Optimizers that treat each element by itself (SGD, Adam, AdamW, RMSprop, …) cannot tell a
-piece from a parameter.
+rank. Gradients go to their owners by a reduce-scatter, and what owners have comes back to all by
+an all-gather.
+
+The first part of this file is that idea alone. The second part is what production needs: an
+optimizer's view of a chunk, sums that travel while backward goes on, clipping, and saved states.
 
 Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
 2020, section 5.
@@ -20,55 +21,88 @@ from torch._C import _distributed_c10d as c10d
 
 from dplab.parallel.collectives import ring_reduce_scatter
 
+# --- the idea ------------------------------------------------------------------------------------
+
+
+def pack(tensors) -> torch.Tensor:
+    """A copy of all tensors side by side, with zeros at the end so that N divides its length."""
+    parts = [tensor.detach().flatten() for tensor in tensors]
+    padding = -sum(map(len, parts)) % dist.get_world_size()
+    return torch.cat([*parts, parts[0].new_zeros(padding)])
+
+
+def unpack(flat: torch.Tensor, shapes) -> list[torch.Tensor]:
+    """Each tensor in its shape, as a view into ``flat``."""
+    sizes = [shape.numel() for shape in shapes]
+    parts = flat[: sum(sizes)].split(sizes)
+    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+
+def own_chunk(flat: torch.Tensor) -> torch.Tensor:
+    """The chunk that this rank owns, as a view into ``flat``."""
+    return flat.chunk(dist.get_world_size())[dist.get_rank()]
+
+
+def mean_for_owner(flat: torch.Tensor) -> torch.Tensor:
+    """This rank's chunk of the mean of all ranks' ``flat``, which is overwritten."""
+    # Scaled before the sum, as in DDP: the sum of N large numbers could overflow.
+    launch_reduce_scatter(flat.mul_(1 / dist.get_world_size())).wait()
+    return own_chunk(flat).clone()  # a view would keep all of ``flat`` alive
+
+
+def whole_from_owners(chunk: torch.Tensor) -> torch.Tensor:
+    """All ranks' chunks, side by side."""
+    whole = chunk.new_empty(len(chunk) * dist.get_world_size())
+    dist.all_gather_single(whole, chunk)
+    return whole
+
+
+# --- what production needs -----------------------------------------------------------------------
+
+
+def into_one(parameters) -> torch.Tensor:
+    """Moves parameters into one flat tensor, which is returned: they are views into it."""
+    flat = pack(parameters)
+    views = unpack(flat, [parameter.shape for parameter in parameters])
+    for parameter, view in zip(parameters, views, strict=True):
+        parameter.data = view
+    return flat
+
 
 class Layout:
-    """Where tensors of the given shapes lie in one flat tensor, and which part is this rank's.
+    """Which part of each tensor lies in this rank's chunk: its *piece*, often empty.
 
-    ``length`` is the flat tensor's: the elements, rounded up to a multiple of the world size.
-    ``own`` is the slice of it that this rank owns, its chunk. The padding at the end belongs to
-    nobody's piece.
+    The cut goes straight through tensors, so that no rank has more than another, whatever their
+    shapes. Optimizers that treat each element by itself (SGD, Adam, AdamW, RMSprop, …) cannot tell
+    a piece from a parameter. The padding at the end belongs to nobody's piece.
     """
 
     def __init__(self, shapes):
-        self.shapes = [torch.Size(shape) for shape in shapes]
-        self._places = list(pairwise(accumulate((s.numel() for s in self.shapes), initial=0)))
-        self.size = self._places[-1][1]
-        self._chunk_size = -(-self.size // dist.get_world_size())
-        self.length = self._chunk_size * dist.get_world_size()
-        start = dist.get_rank() * self._chunk_size
-        self.own = slice(start, start + self._chunk_size)
-
-    def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Each whole tensor, in its shape, as a view into ``flat``."""
-        *parts, _padding = flat.split([*(stop - start for start, stop in self._places),
-                                       self.length - self.size])
-        return [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
+        self.shapes = list(shapes)
+        places = list(accumulate((shape.numel() for shape in self.shapes), initial=0))
+        size = -(-places[-1] // dist.get_world_size())
+        # Where each tensor begins, and where it is cut, both counted from the chunk's start.
+        self._begins = [place - dist.get_rank() * size for place in places]
+        self._cuts = list(pairwise(min(max(begin, 0), size) for begin in self._begins))
 
     def pieces(self, chunk: torch.Tensor) -> list[torch.Tensor]:
         """This rank's piece of each tensor, of one dimension, as a view into the rank's chunk."""
-        return [chunk[self._in_chunk(start) : self._in_chunk(stop)]
-                for start, stop in self._places]
+        return [chunk[first:last] for first, last in self._cuts]
 
     def piece_of(self, index: int, tensor: torch.Tensor) -> torch.Tensor:
         """This rank's piece of tensor number ``index``, cut out of that tensor itself."""
-        start, stop = self._places[index]
-        first, last = (self.own.start + self._in_chunk(place) - start for place in (start, stop))
+        first, last = (place - self._begins[index] for place in self._cuts[index])
         return tensor.reshape(-1)[first:last] if first < last else tensor.new_empty(0)
-
-    def _in_chunk(self, place: int) -> int:
-        return min(max(place - self.own.start, 0), self._chunk_size)
 
 
 def launch_reduce_scatter(flat: torch.Tensor) -> dist.Work:
     """Starts to sum ``flat`` over the ranks, chunk by chunk, and returns at once.
 
     After ``wait()`` on the result, this rank's chunk of ``flat`` holds the sum, and the rest
-    nothing of use. ``flat`` is of one dimension, of a length that the world size divides; nobody
-    else may touch it before. Ranks launch the same reduce-scatters one after another.
+    nothing of use; nobody else may touch it before. Ranks launch the same ones, in one order.
     """
     if flat.device.type != "cpu":
-        own = flat.chunk(dist.get_world_size())[dist.get_rank()]
-        return dist.reduce_scatter_single(own, flat, async_op=True)
+        return dist.reduce_scatter_single(own_chunk(flat), flat, async_op=True)
     # gloo sends a whole all-reduce for a reduce-scatter, twice the bytes, so the ring of chapter
     # 03 does it. Its steps follow one another, and a thread takes them while backward goes on.
     done: torch.futures.Future[None] = torch.futures.Future()
@@ -99,8 +133,8 @@ def current_backward() -> int:
 def clip_grad_norm_(pieces, max_norm: float) -> torch.Tensor:
     """Scales gradients of sharded parameters so that their norm over all ranks is ``max_norm``.
 
-    For `torch.nn.utils.clip_grad_norm_`, each rank's pieces would be all there is: every rank would
-    find another norm, and scale by another factor. Here the ranks add up the squares first.
+    With `torch.nn.utils.clip_grad_norm_`, every rank would find the norm of its own pieces, and
+    scale by another factor. Here the ranks add up the squares first.
 
     ``pieces``: this rank's, of any shapes and dtypes, none of them held by another rank too, such
     as ``model.parameters()`` of a `FullyShardedModel`. Gradients of a smaller norm stay as they
@@ -108,13 +142,31 @@ def clip_grad_norm_(pieces, max_norm: float) -> torch.Tensor:
     """
     pieces = list(pieces)
     gradients = [piece.grad for piece in pieces if piece.grad is not None]
-    norms = [torch.linalg.vector_norm(gradient) for gradient in gradients]
-    wide = [norm.double().square() for norm in norms]
-    device = pieces[0].device if pieces else None
-    total = torch.stack(wide).sum() if wide else torch.zeros((), dtype=torch.float64, device=device)
+    total = torch.zeros((), dtype=torch.float64, device=pieces[0].device if pieces else None)
+    for gradient in gradients:
+        total += torch.linalg.vector_norm(gradient).double().square()
     dist.all_reduce(total)
     norm = total.sqrt()
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for gradient in gradients:
         gradient.mul_(factor.to(gradient.dtype))
     return norm
+
+
+def shard_of(shapes) -> dict:
+    """What a saved shard belongs to."""
+    return {"rank": dist.get_rank(), "world_size": dist.get_world_size(), "shapes": shapes}
+
+
+def refuse_another_shard(saved: dict, shapes) -> None:
+    """ValueError, unless ``saved``, made by ``shard_of``, is this rank's of an equal job."""
+    own = shard_of(shapes)
+    if saved["world_size"] != own["world_size"]:
+        raise ValueError(f"this state was saved on {saved['world_size']} ranks, and there are "
+                         f"{own['world_size']} now: every shard would have to be cut anew")
+    if saved["shapes"] != shapes:
+        raise ValueError("this state belongs to other parameters: their shapes are "
+                         f"{saved['shapes']} there and {shapes} here")
+    if saved["rank"] != own["rank"]:
+        raise ValueError(f"this is the state of rank {saved['rank']}, not of rank {own['rank']}: "
+                         "each rank loads its own")

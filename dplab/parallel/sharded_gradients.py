@@ -1,9 +1,12 @@
 """ZeRO-2: every rank keeps the gradients, too, for its own part of the parameters alone.
 
-A rank updates only its own pieces, so only their gradients are of use to it. While backward still
-computes, gradients are packed into buckets; each full bucket is reduce-scattered, so that every
-rank receives the mean of its own chunk, and the bucket is freed. A whole gradient never exists:
-what a rank holds is its own chunk, and the buckets that are just being filled or on their way.
+A rank updates only its own chunk, so only that chunk's gradients are of use to it. While backward
+still computes, each bucket that is full is reduce-scattered, so that every rank receives the mean
+of its own chunk, and the bucket is freed. Whole gradients exist only in the buckets that are just
+being filled or on their way.
+
+The first part of this file is that idea alone. The second part is what production needs: one bucket
+on its way while backward goes on, accumulation, and parameters that a rank does not use.
 
 Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
 2020, sections 5.2 and 7.2.1.
@@ -15,10 +18,89 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from dplab.parallel.bucketed_ddp import MIB
+from dplab.parallel.bucketed_ddp import MIB, filled_in_reverse
 from dplab.parallel.manual_ddp import refuse_sparse_gradient
-from dplab.parallel.ownership import current_backward, launch_reduce_scatter
-from dplab.parallel.sharded_optimizer import ShardedOptimizer
+from dplab.parallel.ownership import (
+    current_backward,
+    into_one,
+    launch_reduce_scatter,
+    mean_for_owner,
+    own_chunk,
+    pack,
+)
+from dplab.parallel.sharded_optimizer import Flat, ShardedOptimizer
+
+# --- the idea ------------------------------------------------------------------------------------
+
+
+class ZeRO2:
+    """Each rank keeps state and gradients for its own chunk of each bucket."""
+
+    def __init__(self, buckets: list[list[nn.Parameter]], make_optimizer):
+        self.buckets = buckets
+        self.flats = [into_one(bucket) for bucket in buckets]
+        self.own = [own_chunk(flat) for flat in self.flats]
+        self.optimizer = make_optimizer(self.own)
+        for bucket in buckets:
+            for parameter in bucket:
+                parameter.register_post_accumulate_grad_hook(self.gradient_is_ready)
+        self.start_over()
+
+    def start_over(self):
+        self.ready, self.sent = set(), 0
+
+    def gradient_is_ready(self, parameter):
+        self.ready.add(parameter)
+        # In the order of the list, so that all ranks send the same bucket at a time.
+        while self.sent < len(self.buckets) and self.ready.issuperset(self.buckets[self.sent]):
+            bucket, own = self.buckets[self.sent], self.own[self.sent]
+            own.grad = mean_for_owner(pack([each.grad for each in bucket]))
+            for each in bucket:
+                each.grad = None
+            self.sent += 1
+
+    def step(self):
+        self.optimizer.step()
+        for flat, own in zip(self.flats, self.own, strict=True):
+            dist.all_gather_single(flat, own)
+            own.grad = None
+        self.start_over()
+
+
+# --- what production needs -----------------------------------------------------------------------
+
+
+class GradientBucket(Flat):
+    """A flat tensor of parameters whose gradients leave for their owners together.
+
+    ``chunk`` is this rank's part of the mean, summed over the backwards since ``clear()``; ``used``
+    tells for which parameters this rank has had a gradient since then.
+    """
+
+    def __init__(self, parameters):
+        super().__init__(parameters)
+        self.clear()
+
+    def clear(self) -> None:
+        self.chunk: torch.Tensor | None = None
+        self.used = [False] * len(self.parameters)
+
+    def launch(self) -> None:
+        """Takes the gradients away; a parameter without one counts as zeros."""
+        self.used = [used or parameter.grad is not None
+                     for used, parameter in zip(self.used, self.parameters, strict=True)]
+        self._whole = self.packed_gradients().mul_(1 / dist.get_world_size())
+        for parameter in self.parameters:
+            parameter.grad = None
+        self._work = launch_reduce_scatter(self._whole)
+
+    def finish(self) -> None:
+        """Adds what has arrived to this rank's chunk, and frees the bucket."""
+        self._work.wait()
+        arrived = own_chunk(self._whole)
+        self.chunk = arrived.clone() if self.chunk is None else self.chunk + arrived
+        del self._work, self._whole
+        self.set_gradients(self.chunk)
 
 
 class ShardedGradientOptimizer(ShardedOptimizer):
@@ -35,75 +117,53 @@ class ShardedGradientOptimizer(ShardedOptimizer):
     parameter group. Raises ValueError if it is not above zero; all else as `ShardedOptimizer`.
     """
 
+    flats: list[GradientBucket]  # type: ignore[assignment]
+
     def __init__(self, params, optimizer_cls, *, bucket_mb: float = 25.0, **kwargs):
         if not bucket_mb > 0:
             raise ValueError(f"a bucket holds more than 0 MiB, not {bucket_mb}")
         self._bucket_mb = bucket_mb
-        self._place: dict[nn.Parameter, tuple[GradientBucket, int]] = {}
-        self._buckets: list[GradientBucket] = []
         self._is_syncing = True
         self._backward = None
         super().__init__(params, optimizer_cls, reduce_gradients=True, **kwargs)
 
-    def add_param_group(self, param_group: dict) -> None:
-        super().add_param_group(param_group)
-        for flat in self.flats[len(self._buckets):]:
-            bucket = GradientBucket(flat)
-            self._buckets.append(bucket)
-            for index, parameter in enumerate(flat.parameters):
-                self._place[parameter] = bucket, index
-                parameter.register_post_accumulate_grad_hook(self._gradient_is_ready)
-
-    def _divide(self, parameters) -> list[list[nn.Parameter]]:
-        """The parameters of each kind in reverse, in runs that end when they are ``bucket_mb``."""
-        closed = []
-        for kind in super()._divide(parameters):
-            open_ = []
-            for parameter in reversed(kind):
-                open_.append(parameter)
-                if sum(p.nbytes for p in open_) >= self._bucket_mb * MIB:
-                    closed.append(open_)
-                    open_ = []
-            if open_:
-                closed.append(open_)
-        return closed
+    def _flats_of(self, kind):
+        for parameter in kind:
+            parameter.register_post_accumulate_grad_hook(self._gradient_is_ready)
+        return [GradientBucket(bucket)
+                for bucket in filled_in_reverse(kind, self._bucket_mb * MIB)]
 
     @torch.no_grad()
     def _gradient_is_ready(self, parameter):
         if not self._is_syncing:
             return
+        refuse_sparse_gradient(f"a parameter of shape {tuple(parameter.shape)}", parameter)
         if self._backward != current_backward():
-            self._backward, self._launched = current_backward(), 0
-            for other in self._buckets:
-                other.whole = None  # what a backward that failed half-way may have left
+            self._backward, self._ready, self._launched = current_backward(), set(), 0
             # Autograd calls this once, when the whole backward is done.
             torch.autograd.Variable._execution_engine.queue_callback(self._end_of_backward)
-        bucket, index = self._place[parameter]
-        bucket.take(index)
-        while self._launched < len(self._buckets) and self._buckets[self._launched].is_full:
+        self._ready.add(parameter)
+        while (self._launched < len(self.flats)
+               and self._ready.issuperset(self.flats[self._launched].parameters)):
             self._launch_next()
 
     def _launch_next(self):
-        """Sends the next bucket, as soon as the one before has arrived: two are never on the way.
-
-        In the buckets' order: every rank launches the same reduce-scatters one after another.
-        """
+        """Sends the next bucket once the one before has arrived, so that two are never held."""
         if self._launched > 0:
-            self._buckets[self._launched - 1].finish()
-        self._buckets[self._launched].launch()
+            self.flats[self._launched - 1].finish()
+        self.flats[self._launched].launch()
         self._launched += 1
 
     @torch.no_grad()
     def _end_of_backward(self):
         """Sends what is left, where this backward had no gradient for some parameter."""
-        while self._launched < len(self._buckets):
-            self._buckets[self._launched].take_leftovers()
+        while self._launched < len(self.flats):
             self._launch_next()
-        self._buckets[-1].finish()
+        self.flats[-1].finish()
 
     def _set_gradients_of_pieces(self):
         if not self._has_reduced:
-            self._leave_out_the_unused([used for bucket in self._buckets for used in bucket.used])
+            self._leave_out_the_unused([used for bucket in self.flats for used in bucket.used])
             self._has_reduced = True
 
     def _drop_gradients_of_pieces(self):
@@ -111,7 +171,8 @@ class ShardedGradientOptimizer(ShardedOptimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         super().zero_grad(set_to_none)
-        for bucket in self._buckets:
+        ShardedOptimizer._drop_gradients_of_pieces(self)
+        for bucket in self.flats:
             bucket.clear()
 
     @contextmanager
@@ -125,61 +186,3 @@ class ShardedGradientOptimizer(ShardedOptimizer):
             yield
         finally:
             self._is_syncing = was_syncing
-
-
-class GradientBucket:
-    """The gradients of one flat tensor's parameters, on their way to their owners.
-
-    ``whole`` holds them all, from the first one that is taken until the reduce-scatter is done;
-    ``chunk`` is this rank's part of the mean, summed over the backwards since ``clear()``.
-    ``used`` tells for which parameters this rank has had a gradient since then.
-    """
-
-    def __init__(self, flat):
-        self.flat = flat
-        self.whole = None
-        self.clear()
-
-    def clear(self) -> None:
-        self.chunk = None
-        self.used = [False] * len(self.flat.parameters)
-        for piece in self.flat.pieces:
-            piece.grad = None
-
-    def take(self, index: int) -> None:
-        """Moves one parameter's gradient to its place, scaled by 1/N, and frees it."""
-        parameter = self.flat.parameters[index]
-        refuse_sparse_gradient(f"parameter {index}", parameter)
-        if self.whole is None:
-            self.whole = torch.zeros_like(self.flat.flat)
-            self._views = self.flat.layout.views(self.whole)
-            self._missing = set(range(len(self.flat.parameters)))
-        # Scaled before the sum, as in DDP: the sum of N large numbers could overflow.
-        torch.mul(parameter.grad, 1 / dist.get_world_size(), out=self._views[index])
-        parameter.grad = None
-        self.used[index] = True
-        self._missing.remove(index)
-
-    @property
-    def is_full(self) -> bool:
-        return self.whole is not None and not self._missing
-
-    def take_leftovers(self) -> None:
-        """Takes what ``no_sync()`` has left; a parameter without a gradient counts as zeros."""
-        for index, parameter in enumerate(self.flat.parameters):
-            if parameter.grad is not None:
-                self.take(index)
-        if self.whole is None:
-            self.whole = torch.zeros_like(self.flat.flat)
-
-    def launch(self) -> None:
-        self._work = launch_reduce_scatter(self.whole)
-
-    def finish(self) -> None:
-        """Adds what has arrived to this rank's chunk, and frees the bucket."""
-        self._work.wait()
-        arrived = self.whole[self.flat.layout.own]
-        self.chunk = arrived.clone() if self.chunk is None else self.chunk + arrived
-        del self._work
-        self.whole = self._views = None
-        self.flat.set_gradients(self.chunk)

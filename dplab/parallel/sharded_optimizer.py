@@ -5,6 +5,9 @@ all of them, the same as all others. Here each rank owns 1/N of the elements: it
 these alone and updates these alone. Then the ranks exchange the new *parameters* by an all-gather;
 the states are never sent.
 
+The first part of this file is that idea alone. The second part makes of it a torch optimizer:
+several dtypes and parameter groups, unused parameters, clipping, schedulers, saved states.
+
 Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
 2020, sections 5.1 and 7.2.
 """
@@ -14,7 +17,37 @@ import torch.distributed as dist
 from torch import nn
 
 from dplab.parallel.manual_ddp import refuse_sparse_gradient, true_on_any_rank
-from dplab.parallel.ownership import Layout, clip_grad_norm_, launch_reduce_scatter
+from dplab.parallel.ownership import (
+    Layout,
+    clip_grad_norm_,
+    into_one,
+    mean_for_owner,
+    own_chunk,
+    pack,
+    refuse_another_shard,
+    shard_of,
+)
+
+# --- the idea ------------------------------------------------------------------------------------
+
+
+class ZeRO1:
+    """Every rank has all parameters, and its optimizer knows this rank's chunk of them alone."""
+
+    def __init__(self, parameters: list[nn.Parameter], make_optimizer):
+        self.parameters = parameters
+        self.flat = into_one(parameters)
+        self.own = own_chunk(self.flat)  # a view: what the optimizer writes stands in `flat`
+        self.optimizer = make_optimizer([self.own])
+
+    def step(self):
+        gradients = pack([parameter.grad for parameter in self.parameters])
+        self.own.grad = mean_for_owner(gradients)
+        self.optimizer.step()
+        dist.all_gather_single(self.flat, self.own)
+
+
+# --- what production needs -----------------------------------------------------------------------
 
 
 class Flat:
@@ -27,38 +60,28 @@ class Flat:
     def __init__(self, parameters: list[nn.Parameter]):
         self.parameters = parameters
         self.layout = Layout(parameter.shape for parameter in parameters)
-        self.flat = parameters[0].new_zeros(self.layout.length, requires_grad=False)
-        for parameter, view in zip(parameters, self.layout.views(self.flat), strict=True):
-            view.copy_(parameter.detach())
-            parameter.data = view
+        self.flat = into_one(parameters)
         dist.broadcast(self.flat, src=0)
-        self.own = self.flat[self.layout.own]
+        self.own = own_chunk(self.flat)
         self.pieces = [nn.Parameter(piece) for piece in self.layout.pieces(self.own)]
 
     def cut_gradients(self) -> None:
         """Each piece's gradient: its part of the parameter's, as a view where that is possible."""
-        for index, parameter in enumerate(self.parameters):
-            gradient = parameter.grad
-            self.pieces[index].grad = (
-                None if gradient is None else self.layout.piece_of(index, gradient))
+        for index, (piece, parameter) in enumerate(zip(self.pieces, self.parameters, strict=True)):
+            piece.grad = (None if parameter.grad is None
+                          else self.layout.piece_of(index, parameter.grad))
 
     def reduce_gradients(self) -> None:
         """Each piece's gradient: its part of the mean over the ranks. Those of parameters stay."""
-        gradient = torch.zeros_like(self.flat)
-        for parameter, view in zip(self.parameters, self.layout.views(gradient), strict=True):
-            if parameter.grad is not None:
-                # Scaled before the sum, as in DDP: the sum of N large numbers could overflow.
-                torch.mul(parameter.grad, 1 / dist.get_world_size(), out=view)
-        launch_reduce_scatter(gradient).wait()
-        self.set_gradients(gradient[self.layout.own].clone())  # so that the rest is freed
+        self.set_gradients(mean_for_owner(self.packed_gradients()))
+
+    def packed_gradients(self) -> torch.Tensor:
+        return pack([torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                     for parameter in self.parameters])
 
     def set_gradients(self, chunk: torch.Tensor) -> None:
         for piece, gradient in zip(self.pieces, self.layout.pieces(chunk), strict=True):
             piece.grad = gradient
-
-    def launch_gather(self) -> dist.Work:
-        """Starts to fetch the other ranks' chunks of the parameters."""
-        return dist.all_gather_single(self.flat, self.own, async_op=True)
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -93,18 +116,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict) -> None:
         super().add_param_group(param_group)
         group = self.param_groups[-1]
-        trainable = [parameter for parameter in group["params"] if parameter.requires_grad]
-        flats = [Flat(parameters) for parameters in self._divide(trainable)]
+        kinds: dict[tuple, list[nn.Parameter]] = {}  # by what can be in one flat tensor
+        for parameter in group["params"]:
+            if parameter.requires_grad:
+                kinds.setdefault((parameter.dtype, parameter.device), []).append(parameter)
+        flats = [flat for kind in kinds.values() for flat in self._flats_of(kind)]
         pieces = [piece for flat in flats for piece in flat.pieces if piece.numel() > 0]
         self._local.add_param_group({**_settings(group), "params": pieces})
         self.flats += flats
 
-    def _divide(self, parameters) -> list[list[nn.Parameter]]:
-        """The parameters, by what can be in one flat tensor."""
-        kinds: dict[tuple, list[nn.Parameter]] = {}
-        for parameter in parameters:
-            kinds.setdefault((parameter.dtype, parameter.device), []).append(parameter)
-        return list(kinds.values())
+    def _flats_of(self, kind: list[nn.Parameter]) -> list[Flat]:
+        return [Flat(kind)]
 
     @property
     def pieces(self) -> list[nn.Parameter]:
@@ -123,7 +145,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             local.update(_settings(group))  # a scheduler may have changed the learning rate
         self._local.step()
         self._drop_gradients_of_pieces()
-        for work in [flat.launch_gather() for flat in self.flats]:
+        for work in [dist.all_gather_single(flat.flat, flat.own, async_op=True)
+                     for flat in self.flats]:
             work.wait()
         return loss
 
@@ -172,7 +195,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """This rank's state, with what it belongs to: ``load_state_dict`` looks at that first."""
         for group, local in zip(self.param_groups, self._local.param_groups, strict=True):
             local.update(_settings(group))
-        return {**self._local.state_dict(), "shard": self._shard()}
+        return {**self._local.state_dict(), "shard": shard_of(self._shapes())}
 
     def load_state_dict(self, state_dict: dict) -> None:
         """Takes over what ``state_dict()`` gave on this rank of an equal job.
@@ -181,35 +204,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         if "shard" not in state_dict:
             raise ValueError("this is not the state of a ShardedOptimizer, but of a whole one")
-        saved, own = state_dict["shard"], self._shard()
-        if saved["world_size"] != own["world_size"]:
-            raise ValueError(f"this state was saved on {saved['world_size']} ranks, and there are "
-                             f"{own['world_size']} now: every shard would have to be cut anew")
-        if saved["shapes"] != own["shapes"]:
-            raise ValueError("this state belongs to other parameters: "
-                             f"{_first_difference(saved['shapes'], own['shapes'])}")
-        if saved["rank"] != own["rank"]:
-            raise ValueError(f"this is the state of rank {saved['rank']}, not of rank "
-                             f"{own['rank']}: each rank loads its own")
+        refuse_another_shard(state_dict["shard"], self._shapes())
         self._local.load_state_dict({key: state_dict[key] for key in ("state", "param_groups")})
         for group, local in zip(self.param_groups, self._local.param_groups, strict=True):
             group.update(_settings(local))
         self.state = self._local.state
 
-    def _shard(self) -> dict:
-        return {"rank": dist.get_rank(), "world_size": dist.get_world_size(),
-                "shapes": [[tuple(parameter.shape) for parameter in flat.parameters]
-                           for flat in self.flats]}
+    def _shapes(self):
+        return [[tuple(parameter.shape) for parameter in flat.parameters] for flat in self.flats]
 
 
 def _settings(group: dict) -> dict:
     """The learning rate and all else of a parameter group, without the parameters."""
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
-
-
-def _first_difference(saved, own) -> str:
-    saved, own = ([shape for flat in shapes for shape in flat] for shapes in (saved, own))
-    for index, (there, here) in enumerate(zip(saved, own, strict=False)):
-        if there != here:
-            return f"number {index} has shape {there} there and {here} here"
-    return f"{len(saved)} tensors there and {len(own)} here, or other parameter groups"

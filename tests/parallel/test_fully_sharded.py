@@ -248,7 +248,7 @@ def test_state_dicts():
         load_whole(whole, 6), load_whole(incomplete), refused(pieces, 5)), 2, backend="gloo")[1]
     assert "'inner.weight' has shape (5, 3) there and (6, 3) here" in shape
     assert "['inner.bias'] is not in both" in missing
-    assert "world size: 3 there, 2 here" in world_size
+    assert "saved on 3 ranks" in world_size and "2 now" in world_size
     rank, other = run(lambda: (refused([pieces[0]] * 3, 5), refused(pieces, 6)), 3,
                       backend="gloo")[1]
-    assert "rank: 0 there, 1 here" in rank and "another model" in other
+    assert "of rank 0, not of rank 1" in rank and "other parameters" in other
