@@ -1,6 +1,7 @@
 """The critical batch of a target, from the steps that a sweep of batches took."""
 
 import numpy
+import torch
 
 from dplab.checks.exercise import Calculation
 from dplab.checks.mistakes import Slip
@@ -64,8 +65,8 @@ class FitCritical(Calculation):
             found = function(dict(steps))
             pair = found if isinstance(found, tuple | list) and len(found) == 2 else (found, None)
             for what, number in zip(("S_min", "B_crit"), pair, strict=True):
-                facts[f"{what} of {name}"] = (float(number) if isinstance(number, int | float)
-                                              else type(number).__name__)
+                is_number = isinstance(number, int | float | numpy.number | torch.Tensor)
+                facts[f"{what} of {name}"] = float(number) if is_number else type(number).__name__
         return facts
 
     hints = (
