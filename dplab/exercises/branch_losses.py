@@ -43,7 +43,7 @@ COPY = "branch, stepper = copy.deepcopy((model, optimizer))"
 
 
 class BranchLosses(Calculation):
-    number = "7.2"
+    number = "7.4"
     title = "Branches with larger batches"
     minutes = 20
     solution = staticmethod(branch_losses)
@@ -72,13 +72,19 @@ class BranchLosses(Calculation):
              {COPY: "branch, stepper = (model, optimizer)"}),
         Slip("What you test stands where the branches began. Either the copied optimizer steps "
              "another model than the branch (copy both in one call, or make an optimizer for the "
-             "branch's parameters and load the state), or you test `model`.",
+             "branch's parameters and load a deep copy of the state), or you test `model`.",
              {COPY: "branch, stepper = copy.deepcopy(model), copy.deepcopy(optimizer)"},
              {"test_loss(branch)": "test_loss(model)"}),
         Slip("Your branches begin with a new Adam, without its moments. The moment of the run is "
              "the weights *and* the optimizer's state.",
              {COPY: "branch = copy.deepcopy(model)\nstepper = torch.optim.Adam("
                     "branch.parameters(), optimizer.param_groups[0]['lr'])"}),
+        Slip("Your branches share Adam's moments with the run: `load_state_dict` takes over the "
+             "tensors of the state that it gets, and each step changes them in place. Load a deep "
+             "copy for each branch.",
+             {"copy.deepcopy(optimizer.state_dict())": "optimizer.state_dict()"},
+             {"for k in factors": "state = copy.deepcopy(optimizer.state_dict())\nfor k in factors",
+              "copy.deepcopy(optimizer.state_dict()))": "state)"}),
         # The rate.
         Slip("All branches keep the rate of the small batch. A larger batch is judged with the "
              "rate that belongs to it: √k times, for Adam.",

@@ -34,7 +34,7 @@ ALL_REDUCE = "messages * latency + messages / ranks * 2 * parameters / bandwidth
 
 
 class GpusThatPay(Calculation):
-    number = "7.4"
+    number = "7.3"
     title = "How many GPUs still pay"
     minutes = 25
     solution = staticmethod(gpus_that_pay)

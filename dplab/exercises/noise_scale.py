@@ -29,7 +29,7 @@ SIGNAL, NOISE = "(B * big - b * small) / (B - b)", "(small - big) / (1 / b - 1 /
 
 
 class SignalAndNoise(Exercise):
-    number = "7.3"
+    number = "7.5"
     title = "The noise scale from two norms"
     minutes = 15
     tolerance = 1e-4

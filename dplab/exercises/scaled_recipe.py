@@ -24,6 +24,7 @@ CASES = (
     ("Adam", 96, 0.001, 121, 4_003, 7, 40, 1),
 )
 K = "k = global_batch / batch"
+WARM_UP, ALL = "warm_up_samples / global_batch", "(samples / global_batch)"
 FACTOR = 'k if optimizer == "SGD" else math.sqrt(k)'
 
 
@@ -55,6 +56,18 @@ class ScaledRecipe(Calculation):
              "step.", {"ranks * micro_batches * local_batch": "micro_batches * local_batch"}),
         Slip("You scale the rate by the number of ranks. The recipe knows nothing of ranks: only "
              "the samples of a step, new and old, count.", {K: f"{K}\nk = ranks"}),
+        Slip("In your answer the batch grows by the number of ranks, in the rate and in the steps. "
+             "The factor is the samples of a new step divided by those of an old one.",
+             {"ranks * micro_batches * local_batch": "ranks * batch"},
+             *({K: "k = ranks", WARM_UP: warm_up, ALL: steps} for warm_up, steps in (
+                 ("warm_up / k", "(steps / k)"), ("warm_up", "(steps / k)")))),
+        Slip("In your answer the batch grows by ranks × micro-batches. That is right only if a "
+             "micro-batch is as large as the recipe's batch. The factor is the samples of a new "
+             "step divided by those of an old one.",
+             {"ranks * micro_batches * local_batch": "ranks * micro_batches * batch"},
+             {K: "k = ranks * micro_batches"},
+             *({K: "k = ranks * micro_batches", WARM_UP: warm_up, ALL: steps}
+               for warm_up, steps in (("warm_up / k", "(steps / k)"), ("warm_up", "(steps / k)")))),
         Slip("You turned the factor around: with more samples in a step the rate grows.",
              {K: "k = batch / global_batch"}),
         # The rules.
@@ -66,14 +79,14 @@ class ScaledRecipe(Calculation):
              "not get as far.", {"rate * factor": "rate"}),
         # The steps.
         Slip("Warm-up keeps its number of steps, and so it takes k times the samples. Keep the "
-             "samples.", {"warm_up_samples / global_batch": "warm_up"}),
+             "samples.", {WARM_UP: "warm_up"}),
         Slip("The run keeps its number of steps, and so it takes k times the samples. Keep the "
-             "samples.", {"(samples / global_batch)": "(steps)"}),
+             "samples.", {ALL: "(steps)"}),
         Slip("Both keep their steps, so the run takes k times the samples. Keep the samples.",
-             {"warm_up_samples / global_batch": "warm_up", "(samples / global_batch)": "(steps)"}),
+             {WARM_UP: "warm_up", ALL: "(steps)"}),
         Slip("You return samples. Asked are steps: divide by the samples of a step.",
-             {"warm_up_samples / global_batch": "warm_up_samples",
-              "(samples / global_batch)": "(samples)"}),
+             {WARM_UP: "warm_up_samples",
+              ALL: "(samples)"}),
         Slip("You round down, so some samples of the old run are left out. Round up.",
              {"math.ceil": "math.floor"}),
         Slip("You round to the nearest number. Where that is the lower one, some samples of the "

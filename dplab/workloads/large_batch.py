@@ -1,7 +1,6 @@
-"""Training at a large batch: learning-rate rules, the schedule, and steps against samples."""
+"""Training at a large batch: learning-rate rules and the schedule."""
 
 import math
-import statistics
 
 import torch
 
@@ -25,18 +24,3 @@ def learning_rate(progress: float, base: float, peak: float, warm_up: float = WA
     if progress < warm_up:
         return base + (peak - base) * progress / warm_up
     return peak * (1 + math.cos(math.pi * (progress - warm_up) / (1 - warm_up))) / 2
-
-
-def least_steps_and_samples(steps: dict[int, float]) -> tuple[float, float]:
-    """S_min and E_min of (S / S_min − 1)(E / E_min − 1) = 1, from the steps S for each batch size.
-
-    E = B·S are the samples. With B_crit = E_min / S_min this is S = S_min·(1 + B_crit / B): the
-    least squares of log S over a grid of B_crit (McCandlish et al., arXiv:1812.06162, section 2.3).
-    """
-    def fitted(critical):
-        logs = [math.log(s / (1 + critical / batch)) for batch, s in steps.items()]
-        return statistics.pvariance(logs), math.exp(statistics.mean(logs))
-
-    critical = min((1.01**power for power in range(1500)), key=lambda each: fitted(each)[0])
-    least_steps = fitted(critical)[1]
-    return least_steps, critical * least_steps

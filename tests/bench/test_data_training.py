@@ -15,8 +15,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import dplab
 from dplab.bench.results import FOLDER
+from dplab.exercises.fit_critical import fit_critical
 from dplab.workloads import moved_digits
-from dplab.workloads.large_batch import BATCHES, OPTIMIZERS, least_steps_and_samples
+from dplab.workloads.large_batch import BATCHES, OPTIMIZERS
 
 
 def one_epoch(optimizer, batch, base, peak, seed):
@@ -135,9 +136,7 @@ def test_the_lower_the_target_the_larger_the_critical_batch_with_each_seed():
         assert set(training.TARGET_BATCHES) - set(steps) <= {4096}
         of_seeds = []
         for seed in range(5):
-            least, samples = least_steps_and_samples(
-                {batch: each[seed] for batch, each in steps.items()})
-            of_seeds.append(samples / least)
+            of_seeds.append(fit_critical({batch: each[seed] for batch, each in steps.items()})[1])
         ranges.append((min(of_seeds), max(of_seeds)))
     assert all(before[1] < after[0] for before, after in itertools.pairwise(ranges))
 

@@ -984,7 +984,7 @@ def returns_a_word(own, averaged, local_batch):
 
 
 def test_an_answer_that_cannot_be_used_shows_none_of_the_courses_lines():
-    verdict = find("7.3").judge(returns_a_word)
+    verdict = find("7.5").judge(returns_a_word)
     assert verdict.outcome == CRASHED
     assert "could not use what your `signal_and_noise` returned" in verdict.why
     assert "ValueError" in verdict.detail

@@ -14,13 +14,6 @@ def test_the_rate_rises_in_a_line_and_falls_as_a_cosine():
     assert large_batch.learning_rate(0, 0.1, 0.8, 0) == pytest.approx(0.8)
 
 
-def test_the_front_is_found_again():
-    steps = {2**power: 60 * (1 + 250 / 2**power) for power in range(3, 13)}
-    least_steps, least_samples = large_batch.least_steps_and_samples(steps)
-    assert least_steps == pytest.approx(60, rel=0.01)
-    assert least_samples == pytest.approx(60 * 250, rel=0.01)
-
-
 def test_moved_digits_are_the_digits_moved():
     data, digits = moved_digits.load_moved_digits(), load_digits()
     assert data.train_images.shape == (8192, 12, 12) and data.test_images.shape == (4096, 12, 12)
