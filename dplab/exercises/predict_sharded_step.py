@@ -121,13 +121,13 @@ class PredictShardedStep(Calculation):
         Slip("With one ahead you gather more than one ahead: all gathers leave at the beginning. "
              "Each waits until the layer before it begins.",
              {"max(free, begin) + half": "free + half"}),
-        Slip("With one ahead you take the longer of all computing and all communication, as if each "
-             "collective could hide behind any layer. One hides only behind what computes between "
+        Slip("With one ahead you take the longer of all computing and all communication, as if a "
+             "collective could hide behind any layer. It hides only behind what computes between "
              "its launch and the moment when its result is needed. So follow the step layer by "
              "layer.",
              {RETURN: "return max(sum(computing), sum(halves) + sum(reductions))"},
-             {RETURN: "return halves[0] + reductions[-1] + max("
-                      "sum(computing), sum(halves) + sum(reductions) - halves[0] - reductions[-1])"}),
+             {RETURN: "bare = halves[0] + reductions[-1]\nreturn bare + max("
+                      "sum(computing), sum(halves) + sum(reductions) - bare)"}),
         Slip("Your reduce-scatters have a link of their own. They share one with the gathers, in "
              "the order of launch: a gather that is launched after one waits for it.",
              {"link = begun = done = 0.0": "link = begun = done = back = 0.0",
