@@ -80,6 +80,10 @@ class PeakOfARank(Calculation):
              {"16 * sum(chunks)": "16 * sum(units)"}),
         Slip("You leave out the padding. A chunk has ⌈n/N⌉ elements, on every rank.",
              {"-(-unit // ranks)": "unit / ranks"}, {"-(-unit // ranks)": "unit // ranks"}),
+        Slip("The chunks have their padding, and the unit that computes has not. It is gathered as "
+             "N chunks of ⌈n/N⌉ elements, so it is whole with its padding.",
+             {"ranks * max(chunks)": "max(units)"},
+             {"2 * 4 * whole": "4 * whole + 4 * max(units)"}),
         Slip("You cut the whole model at once. Each unit has chunks of its own, and padding of its "
              "own.", {"16 * sum(chunks)": "16 * -(-sum(units) // ranks)"}),
     )

@@ -60,6 +60,9 @@ CASES = (
 )
 
 
+RETURN = "return max(link, done) + reductions[-1]"  # of by_two_lists
+
+
 class PredictShardedStep(Calculation):
     number = "9.4"
     title = "One ahead: how long will the step take?"
@@ -118,6 +121,19 @@ class PredictShardedStep(Calculation):
         Slip("With one ahead you gather more than one ahead: all gathers leave at the beginning. "
              "Each waits until the layer before it begins.",
              {"max(free, begin) + half": "free + half"}),
+        Slip("With one ahead you take the longer of all computing and all communication, as if a "
+             "collective could hide behind any layer. It hides only behind what computes between "
+             "its launch and the moment when its result is needed. So follow the step layer by "
+             "layer.",
+             {RETURN: "return max(sum(computing), sum(halves) + sum(reductions))"},
+             {RETURN: "bare = halves[0] + reductions[-1]\nreturn bare + max("
+                      "sum(computing), sum(halves) + sum(reductions) - bare)"}),
+        Slip("Your reduce-scatters have a link of their own. They share one with the gathers, in "
+             "the order of launch: a gather that is launched after one waits for it.",
+             {"link = begun = done = 0.0": "link = begun = done = back = 0.0",
+              "link = max(link, done) + reductions[number - 1]":
+              "back = max(back, done) + reductions[number - 1]",
+              RETURN: "return max(back, done) + reductions[-1]"}),
         Slip("Computing waits for the reduce-scatters. Nobody needs their result before the step "
              "ends.", {"begin = max(end, arrived)": "begin = max(end, arrived, free)"}),
         Slip("In your step the link carries several collectives at once. A gather waits until the "

@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import itertools
+import time
 import weakref
 
 import torch
@@ -16,7 +17,7 @@ from dplab.exercises.average_gradients import pack, unpack
 from dplab.exercises.broadcast_weights import InPairsToo
 from dplab.exercises.gather_chunks import Gather
 from dplab.exercises.ring_all_gather import ring_all_gather
-from dplab.measure import CallLog, MemoryTimeline, sent_bytes
+from dplab.measure import CallLog, MemoryTimeline, WholeUnits, sent_bytes
 
 
 def parameter_places(module):
@@ -80,6 +81,8 @@ LARGEST = 4 * max((a + 1) * b + (b + 1) * c for a, b, c in
 FIRST, SECOND, AGAIN = " in step 1", " in step 2, after an update", " in a step after evaluation"
 AFTER = "whole units that are held when forward has ended"
 MOST = "whole units that are held at once during the step"
+OTHERS = "the most other units that are whole while one computes "
+LEFT = "the units that are whole when forward has ended"
 BETWEEN = "the numbers of parameters that the modules hold between the steps"
 FIRST_ONES = "the numbers of the module's first parameters that are still in memory"
 OWN = "that a chunk has memory of its own, and no more than it needs"
@@ -88,6 +91,7 @@ THERE, BACK = "the number of bytes that forward sends", "the number of bytes tha
 
 # Lines of the right answer.
 FREE = "def after_backward(self, chunk):\n        "
+LATE = "late, type(self).late = getattr(type(self), 'late', self), self"  # the unit before
 CUT = "self.chunk = nn.Parameter(flat.chunk(ranks)[rank].clone())"
 
 
@@ -125,14 +129,18 @@ class MakeUnits(InPairsToo):
     def _step(self, model, units, when):
         rank, memory = dist.get_rank(), MemoryTimeline(nn.ParameterList(
             unit.chunk for unit in units))
+        whole = WholeUnits([pack(module.parameters(), 1) for module in units_of_two_layers()])
         seen = when == FIRST  # following all operations takes long
-        with CallLog() as log, memory if seen else contextlib.nullcontext():
+        # `whole` outside, so that `memory` does not count what `whole` itself looks into.
+        both = (whole, memory) if seen else (contextlib.nullcontext(), contextlib.nullcontext())
+        with CallLog() as log, both[0], both[1], amid_units(model, whole):
             with memory.phase("forward"):
                 output = model(input_of(rank, when))
                 there = sum(map(sent_bytes, log.calls))
+            mark_later(whole, "end")
             (output * target_of(rank, when)).sum().backward()
         held = {AFTER: in_units(memory.phases[0].end, memory),
-                MOST: in_units(None, memory)} if seen else {}
+                MOST: in_units(None, memory), **held_at_once(whole)} if seen else {}
         sent = sum(map(sent_bytes, log.calls))
         return {f"the output{when}": output.detach(), **held,
                 **{f"the gradient of unit {number}'s chunk{when}": None if unit.chunk.grad is None
@@ -176,6 +184,10 @@ class MakeUnits(InPairsToo):
                                      "of it either", exact=False),
                     MOST: AtMost(5, "one unit, its gradient, and what travels: no more is needed "
                                     "at a time", exact=False)})
+            if when == FIRST and count > 1:  # alone, a chunk is whole
+                add(lambda _: {fact: AtMost(0, "a unit is whole only while it computes itself",
+                                            exact=False)
+                               for fact in (f"{OTHERS}forward", LEFT, f"{OTHERS}backward")})
             add(lambda _, when=when: {
                 THERE + when: AtMost(gather, "one all-gather for each unit"),
                 BACK + when: AtMost(2 * gather, "for each unit one all-gather, and one "
@@ -209,6 +221,11 @@ class MakeUnits(InPairsToo):
         Slip("In backward, whole units pile up: what you gather again is still held when the "
              "unit's gradient has gone. Let go of it then.",
              {f"{FREE}self.again = None": f"{FREE}self.last, self.again = self.again, None"}),
+        Slip("You free a unit too late: another one already computes. The unit's own hooks can "
+             "free it: the forward hook, and the one of its chunk's gradient.",
+             {f"{FREE}self.again = None": f"{FREE}{LATE}\n        late.again = None"},
+             {"__exit__()\n        self.put(len(self.places)":
+              f"__exit__()\n{LATE}\nlate.put(len(late.places)"}),
         Slip("In step 2, backward computes with the parameters of step 1: what you gathered again "
              "was kept, and the chunk has changed since. Free it after each backward.",
              {f"{FREE}self.again = None": f"{FREE}pass"}),
@@ -236,10 +253,59 @@ class MakeUnits(InPairsToo):
     )
 
 
+class Amid(nn.Module):
+    """Stands between the layers of a unit, and calls ``look`` in forward and in backward."""
+
+    look = None
+
+    def forward(self, x):
+        return x if self.look is None else Looking.apply(x, self.look)
+
+
+class Looking(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, look):
+        ctx.look = look
+        look("forward")
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        ctx.look("backward")
+        return gradient, None
+
+
+@contextlib.contextmanager
+def amid_units(model, whole):
+    """In the block, each unit marks in ``whole`` when it is half-way through."""
+    for number, unit in enumerate(model):
+        unit[1].look = lambda way, number=number: mark_later(whole, (way, number))
+    yield
+    for unit in model:
+        unit[1].look = None
+
+
+def mark_later(whole, name):
+    """After a moment, in which a thread of gloo's lets go of what it has sent."""
+    time.sleep(2e-3)
+    whole.mark(name)
+
+
+def held_at_once(whole):
+    """How many units are whole while another one computes, and at the end of forward."""
+    most = {f"{OTHERS}forward": 0, LEFT: 0, f"{OTHERS}backward": 0}
+    for mark, now in whole.marks.items():
+        units = {span.unit for span in whole.spans if span.start <= now < span.end}
+        fact = LEFT if mark == "end" else OTHERS + mark[0]
+        most[fact] = max(most[fact], len(units - {None if mark == "end" else mark[1]}))
+    return most
+
+
 def units_of_two_layers():
     """The same on all ranks: pairs of layers with a tanh, each of which is to be a unit."""
     layers = [nn.Sequential(nn.Linear(a, b), nn.Tanh()) for a, b in itertools.pairwise(WIDTHS)]
-    model = nn.Sequential(*map(nn.Sequential, layers[::2], layers[1::2]))
+    pairs = zip(layers[::2], layers[1::2], strict=True)
+    model = nn.Sequential(*(nn.Sequential(one, Amid(), other) for one, other in pairs))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(seeded(name, *parameter.shape) / 5)

@@ -143,6 +143,40 @@ def ddp_spans(layers: Sequence[Layer], world_size: int,
     return [*computing, *sending, Span("optimizer", COMPUTE, start, end)]
 
 
+def sharded_spans(layers: Sequence[Layer], collective: Callable[[float], float], *,
+                  ahead: bool) -> list[Span]:
+    """One rank's step in which each layer is gathered before it computes, and reduced after.
+
+    ``collective``: the seconds of an all-gather, or a reduce-scatter, of so many bytes. All of them
+    share one link. Without ``ahead`` nothing overlaps; with it, a gather is launched when the layer
+    before it begins to compute, and nobody waits for a reduce-scatter before the step ends.
+    """
+    spans, begin, end, free = [], 0.0, 0.0, 0.0
+    unsent: list[Layer] = []  # its gradient is to be reduced
+
+    def send(name, layer, launched):
+        nonlocal free
+        start = max(launched, free)
+        free = start + collective(layer.gradient_bytes)
+        spans.append(Span(name, COMMUNICATION, start, free, layer.gradient_bytes))
+        return free
+
+    for name, order in (("forward", layers), ("backward", list(reversed(layers)))):
+        for layer in order:
+            if unsent and not ahead:
+                end = send("reduce-scatter", unsent.pop(), end)
+            arrived = send("all-gather", layer, begin if ahead else end)
+            if unsent:
+                send("reduce-scatter", unsent.pop(), end)
+            begin = max(end, arrived)
+            end = begin + (layer.forward_seconds if name == "forward" else layer.backward_seconds)
+            spans.append(Span(name, COMPUTE, begin, end))
+            unsent += [layer] if name == "backward" else []
+    for layer in unsent:
+        send("reduce-scatter", layer, end)
+    return spans
+
+
 def step_seconds(spans: Iterable[Span]) -> float:
     """From the first start to the last end."""
     spans = list(spans)

@@ -6,7 +6,6 @@ import textwrap
 
 import notebooks
 import pytest
-import torch
 from sandbox import ROOT
 
 import dplab
@@ -64,8 +63,8 @@ def run_the_stack(steps=2):
                  "one-step", "train"):
         source = "\n".join(line for line in CELLS[cell].splitlines() if not line.startswith("%"))
         exec(compile(source, f"09-{cell}", "exec"), names)
-    ours, theirs = (dplab.run(names["train"], 4, names[wrap], steps, torch.float64,
-                              backend="gloo")[0][1] for wrap in ("by_hand", "by_torch"))
+    ours, theirs = (dplab.run(names["train"], 4, names[wrap], steps, backend="gloo")[0][1]
+                    for wrap in ("by_hand", "by_torch"))
     return (ours - theirs).abs().max().item()
 
 

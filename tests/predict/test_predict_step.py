@@ -6,6 +6,8 @@ import random
 
 import pytest
 
+from dplab.exercises import predict_sharded_step
+from dplab.exercises.ring_seconds import ring_seconds
 from dplab.predict import step
 from dplab.predict.cost import Link
 from dplab.predict.step import COMMUNICATION, COMPUTE, Layer, Span
@@ -115,3 +117,11 @@ def test_backward_beside_an_all_reduce_takes_longer_where_it_is_told_so():
     apart = step.ddp_spans(layers, 2, lambda nbytes: 3 * nbytes, bucket_bytes=1, slowdown=2,
                            overlap=False)
     assert step.step_seconds(apart) == 14
+
+
+@pytest.mark.parametrize("case", predict_sharded_step.CASES, ids=lambda case: case[0])
+def test_the_end_of_a_sharded_step_is_that_of_the_exercise(case):
+    _, layers, *link, ahead = case
+    spans = step.sharded_spans(layers, lambda nbytes: ring_seconds(nbytes, *link) / 2, ahead=ahead)
+    end = predict_sharded_step.by_two_lists(layers, *link, ahead)
+    assert step.step_seconds(spans) == pytest.approx(end)
