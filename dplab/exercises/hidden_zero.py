@@ -106,6 +106,7 @@ SIZES = [into * out + out for into, out in pairwise(WIDTHS)]
 STEPS = 4
 PAUSE = 0.06  # seconds that the last rank takes for each layer's parameters, in step 3
 VALUES = "the parameters after `wait()` in step"
+NEW = f"that in step {STEPS} each layer computes with what the updates before it gave"
 GOES_ON = "that backward waits for no other rank"
 RETURNS = "that `step` returns before the other ranks' `step`"
 ORDER = "the bytes of the chunks that `step` sends, in their order"
@@ -126,7 +127,7 @@ class HideTheTraffic(Exercise):
 
     def trial(self, attempt):
         rank, ranks, layers = dist.get_rank(), dist.get_world_size(), _layers()
-        group, made, facts, at_first = dist.new_group(), [], {}, []
+        group, made, facts, at_first, used = dist.new_group(), [], {}, [], []
 
         def make_optimizer(tensors):
             made.append(adam_of(tensors))
@@ -136,8 +137,9 @@ class HideTheTraffic(Exercise):
         for step in range(STEPS):
             layers.zero_grad()
             layers[0].listener = lambda: at_first.append(time.monotonic())
+            used.clear()
             with CallLog() as log:
-                loss = _loss(layers, rank, step)
+                loss = _loss(layers, rank, step, used)
                 slow.stop()
                 if step == 1:
                     facts[GOES_ON] = _without_the_last("backward", loss.backward, group)
@@ -157,22 +159,18 @@ class HideTheTraffic(Exercise):
                 facts[SENT] = round(sent / (2 * (ranks - 1) / ranks * whole), 2)
         begun = [None] * ranks  # the ranks share one machine, and so its clock
         dist.all_gather_object(begun, slow.begins_the_last_layer)
-        return facts | {ORDER: [nbytes for nbytes, _ in groupby(slow.sent)],
+        right = _alone(ranks)[-2]
+        return facts | {NEW: torch.allclose(torch.cat(used), right, rtol=1e-4, atol=1e-5),
+                        ORDER: [nbytes for nbytes, _ in groupby(slow.sent)],
                         EARLY: at_first[-1] < begun[-1] or rank == ranks - 1,
                         STATE: sum(tensor.nbytes for optimizer in made
                                    for state in optimizer.state.values()
                                    for tensor in state.values())}
 
     def expected(self, world_size):
-        layers, facts = _layers(), {GOES_ON: True, RETURNS: True, EARLY: True}
-        optimizer = adam_of(list(layers.parameters()))
-        for step in range(STEPS):
-            optimizer.zero_grad()
-            for rank in range(world_size):
-                (_loss(layers, rank, step) / world_size).backward()
-            optimizer.step()
-            if step in (0, STEPS - 1):
-                facts[f"{VALUES} {step + 1}"] = _flat(layers)
+        first, *_, last = _alone(world_size)
+        facts = {GOES_ON: True, RETURNS: True, EARLY: True, f"{VALUES} 1": first, NEW: True,
+                 f"{VALUES} {STEPS}": last}
         chunks = [4 * chunk_size(size, world_size) for size in SIZES]
         if world_size > 1:
             facts |= {ORDER: [nbytes for nbytes, _ in groupby(chunks)], SENT: AtMost(
@@ -210,9 +208,14 @@ class HideTheTraffic(Exercise):
         Slip("The last layer's parameters are sent first, and the next forward begins with the "
              "first layer. Send in the order of forward.",
              {"for layer in self.layers:  #": "for layer in reversed(self.layers):  #"}),
-        Slip("A layer computes with its old parameters: nobody has waited for the new ones. "
-             "Register a forward pre-hook on each layer.",
-             {"layer.register_forward_pre_hook(self.before_forward)": "pass"}),
+        Slip("A layer computes with its old parameters: nobody has waited for the new ones. Its "
+             "forward pre-hook has to wait for the gather that the last `step` began: not for a "
+             "handle of an earlier step, nor for a reduce-scatter.",
+             {"layer.register_forward_pre_hook(self.before_forward)": "pass"},
+             {"self.arriving.pop(layer)": "self.arriving[layer]",
+              "self.arriving[layer] = self.thread.submit(ring_all_gather, self.own[layer], "
+              "self.group)": "self.arriving.setdefault(layer, self.thread.submit(\n"
+              "    ring_all_gather, self.own[layer], self.group))"}),
         Slip("`wait()` returns before all parameters are there: it does for all layers what the "
              "pre-hook does for one.",
              {"for layer in self.layers:\n            self.before_forward(layer)": "pass"}),
@@ -287,15 +290,31 @@ def _layers():
     return layers
 
 
-def _loss(layers, rank, step):
+def _alone(ranks):
+    """All parameters after each step of one process, on the samples of so many ranks."""
+    layers, after = _layers(), []
+    optimizer = adam_of(list(layers.parameters()))
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for rank in range(ranks):
+            (_loss(layers, rank, step) / ranks).backward()
+        optimizer.step()
+        after.append(_flat(layers))
+    return after
+
+
+def _loss(layers, rank, step, used=None):
+    """Puts into ``used`` what each layer has computed with."""
     x = seeded(f"samples of rank {rank} in step {step}", 4, WIDTHS[0])
     for layer in layers:
         x = layer(x)
+        if used is not None:
+            used.append(_flat(layer))
     return (x - seeded(f"targets of rank {rank} in step {step}", *x.shape)).square().mean()
 
 
-def _flat(layers):
-    return parameters_to_vector(layers.parameters()).detach().clone()
+def _flat(module):
+    return parameters_to_vector(module.parameters()).detach().clone()
 
 
 def _barrier():
