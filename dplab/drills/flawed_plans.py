@@ -127,9 +127,9 @@ def in_each_micro_batch(readings):
     one, times = readings.one, readings.option.job.accumulation
     once = one.seconds + (times - 1) * one.compute_seconds
     return near(readings.page.seconds, once), (
-        f"The page has {readings.page.seconds:.2f} s. With {times} micro-batches, all of which wait "
-        f"for what they send, it is {readings.right.seconds:.2f} s, and {once:.2f} s if only one "
-        "waited.")
+        f"The page has {readings.page.seconds:.2f} s. With {times} micro-batches, all of which "
+        f"wait for what they send, it is {readings.right.seconds:.2f} s, and {once:.2f} s if only "
+        "one waited.")
 
 
 def twice_forward(readings):
@@ -151,8 +151,8 @@ def by_the_peak(readings):
 def between_steps(readings):
     states = readings.option.budget.states.total
     return near(readings.page.held, states), (
-        f"The page has {in_gb(readings.page.held)}. A GPU holds {in_gb(readings.right.held)} at its "
-        f"fullest, and {in_gb(states)} of states all the time.")
+        f"The page has {in_gb(readings.page.held)}. A GPU holds {in_gb(readings.right.held)} at "
+        f"its fullest, and {in_gb(states)} of states all the time.")
 
 
 def in_gib(readings):
@@ -170,8 +170,8 @@ def too_many_sequences(readings):
 
 def as_kernels_allow(readings):
     return near(readings.share, 1), (
-        f"The page's days ask for {readings.share:.2f} of what its own seconds predict. Runs like it "
-        f"reached {readings.like.low:.2f} to {readings.like.high:.2f}.")
+        f"The page's days ask for {readings.share:.2f} of what its own seconds predict. Runs like "
+        f"it reached {readings.like.low:.2f} to {readings.like.high:.2f}.")
 
 
 def by_the_node(readings):
@@ -187,10 +187,12 @@ def in_gb(size):
 
 
 SUSPECTS = (
-    Suspect("stingy accumulation", "Each micro-batch waits for what it sends; the plan lets one wait.",
-            "timeline", in_each_micro_batch),
-    Suspect("forgotten recomputing", "Blocks are computed twice, and the plan's time has them once.",
-            "timeline", twice_forward),
+    Suspect("stingy accumulation",
+            "Each micro-batch waits for what it sends; the plan lets one wait.", "timeline",
+            in_each_micro_batch),
+    Suspect("forgotten recomputing",
+            "Blocks are computed twice, and the plan's time has them once.", "timeline",
+            twice_forward),
     Suspect("data-sheet speed", "The plan divides FLOPs by the GPU's peak.", "timeline",
             by_the_peak),
     Suspect("resting footprint", "The plan has what a GPU holds between steps, not at its fullest.",
@@ -211,7 +213,8 @@ CASES = (
         of_plan({"return option.seconds":
                  "one = replace(option, job=replace(option.job, accumulation=1))\n"
                  "return one.seconds + (option.job.accumulation - 1) * one.compute_seconds"},
-                "We have trained for a week on our {n} GPUs, and are behind the plan. Nothing broke.",
+                "We have trained for a week on our {n} GPUs, and are behind the plan. Nothing "
+                "broke.",
                 {"late"}),)),
     Case("b", "forgotten recomputing", seconds_of_a_step, (
         of_plan({"return option.seconds": 'return option.recomputing("none").seconds'},
@@ -233,12 +236,12 @@ CASES = (
     Case("f", "overfull batch", micro_batches, (
         of_plan({"recipe.sequences // (recipe.gpus * recipe.micro)":
                  "-(-recipe.sequences // (recipe.gpus * recipe.micro))"},
-                "The losses on {n} GPUs are not quite those of the recipe, after as many tokens. The "
-                "days are as planned.", {"other steps", "in time"}),)),
+                "The losses on {n} GPUs are not quite those of the recipe, after as many tokens. "
+                "The days are as planned.", {"other steps", "in time"}),)),
     Case("g", "unbroken optimism", share_of_the_prediction, (
         of_plan({"like.middle * lasting": "1.0"},
-                "Each number of the page looks right to me. But we are behind it, with {n} GPUs, day "
-                "after day.", {"late"}),)),
+                "Each number of the page looks right to me. But we are behind it, with {n} GPUs, "
+                "day after day.", {"late"}),)),
     Case("h", "bargain price", money, (
         of_plan({"recipe.gpus *": "(recipe.gpus // 8) *"},
                 "We end on the day that was planned, with all {n} GPUs. The bill is another one.",

@@ -51,8 +51,8 @@ class CheapestThatFits(Calculation):
 
     hints = (
         "First leave out what cannot be taken at all. Then find the cheapest. Is it the answer?",
-        "Every plan whose money is at most (1 + tie) times the least is as cheap, as far as you can "
-        "know. Which one of these is the simplest?",
+        "Every plan whose money is at most (1 + tie) times the least is as cheap, as far as you "
+        "can know. Which one of these is the simplest?",
         "`runs = [plan for plan in plans if …]`, `least = min(…)` over `runs`, then the first of "
         "`runs` within `(1 + tie) * least`. If `runs` is empty: None.",
     )
@@ -61,7 +61,8 @@ class CheapestThatFits(Calculation):
              {"plan[1] <= memory": "plan[1] < memory"}),
         Slip("A plan that ends exactly at the deadline is in time. You leave it out.",
              {"plan[2] <= deadline": "plan[2] < deadline"}),
-        Slip("You look at the memory alone. Plans that are late are none.", {RUNS: "plan[1] <= memory"}),
+        Slip("You look at the memory alone. Plans that are late are none.",
+             {RUNS: "plan[1] <= memory"}),
         Slip("You look at the days alone. A plan that does not fit costs nothing, because it does "
              "not run.", {RUNS: "plan[2] <= deadline"}),
         Slip("You return the cheapest. Within the error a simpler plan may be as cheap: take that.",
@@ -84,5 +85,5 @@ class CheapestThatFits(Calculation):
 
 def _fact_of(case, answer):
     what, plans, memory, deadline, tie = case
-    return {f"the plan where {what} ({len(plans)} plans, {memory / 1e9:g}e9 bytes, {deadline:g} days, "
-            f"tie {tie:.3g})": answer}
+    return {f"the plan where {what} ({len(plans)} plans, {memory / 1e9:g}e9 bytes, "
+            f"{deadline:g} days, tie {tie:.3g})": answer}

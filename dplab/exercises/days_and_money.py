@@ -94,8 +94,8 @@ class DaysAndMoney(Calculation):
 
 def _facts_of(case, answer):
     tokens, sequences, length, gpus, micro, seconds, update, share, price = case
-    of = (f"({tokens:g} tokens, steps of at most {sequences} × {length:,}, {gpus} GPUs, micro-batches "
-          f"of {micro}, {seconds:g} + {update:g} s, share {share:g}, price {price:g})")
+    of = (f"({tokens:g} tokens, steps of at most {sequences} × {length:,}, {gpus} GPUs, "
+          f"micro-batches of {micro}, {seconds:g} + {update:g} s, share {share:g}, ${price:g})")
     three = isinstance(answer, tuple | list) and len(answer) == 3
     return {f"{name} {of}": float(number) if isinstance(number, int) else number
             for name, number in zip(("the accumulation", "the days", "the money"),

@@ -108,7 +108,8 @@ class StepByHand(Calculation):
         Slip("Your backward gathers nothing. After forward the blocks were freed, so backward "
              "gathers each of them again.",
              {"beside(root_backward, gather)": "root_backward",
-              "+= beside(backward, gather)": "+= backward", MIDDLE: "(layers - 2) * beside(backward, scatter)"}),
+              "+= beside(backward, gather)": "+= backward",
+              MIDDLE: "(layers - 2) * beside(backward, scatter)"}),
         Slip("You reduce no block's gradients but the first one's.",
              {MIDDLE: "(layers - 2) * beside(backward, gather)",
               "+= beside(backward, scatter)": "+= backward"}),
@@ -138,5 +139,5 @@ class StepByHand(Calculation):
 
 def _fact_of(case, answer):
     layers, block, root, slowdown, update = case
-    return {f"the seconds of {layers} blocks of {block}, root {root}, slowdown {slowdown:g}, update "
-            f"{update}": float(answer) if isinstance(answer, int) else answer}
+    return {f"the seconds of {layers} blocks of {block}, root {root}, slowdown {slowdown:g}, "
+            f"update {update}": float(answer) if isinstance(answer, int) else answer}
