@@ -19,6 +19,9 @@ from dplab.predict.rent import Rent
 NEAR = 1e-3  # relative: far above rounding, far below what a fault changes
 SEEN = 1.03  # times: what a colleague notices
 DAY = 86_400
+# Links, sequences of a micro-batch, their tokens: recomputing and waiting both take their time.
+LAYOUTS = (("100 Gb/s", 2, 4096), ("100 Gb/s", 3, 2048), ("200 Gb/s", 1, 4096),
+           ("200 Gb/s", 2, 2048))
 
 
 @dataclass(frozen=True)
@@ -258,11 +261,11 @@ class FlawedPlan(SickJob):
     cases = CASES
 
     def _draw_settings(self, chances: random.Random) -> Recipe:
-        micro, times = chances.choice((2, 3)), chances.randrange(4, 9)
-        whole = self._world_size * micro
-        return Recipe(chances.choice(("Llama-3 8B", "Llama-2 13B")), self._world_size, "200 Gb/s",
-                      2048, micro, times * whole + whole // 2,
-                      chances.choice((2e11, 5e11, 1e12)), chances.choice((1.5, 2.0, 2.5)))
+        network, micro, sequence = chances.choice(LAYOUTS)
+        whole, times = self._world_size * micro, chances.randrange(4, 9)
+        return Recipe("Llama-3 8B", self._world_size, network, sequence, micro,
+                      times * whole + whole // 2, chances.choice((2e11, 5e11, 1e12)),
+                      chances.choice((1.5, 2.0, 2.5)))
 
     def _description(self):
         recipe = self._settings
