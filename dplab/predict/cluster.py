@@ -300,24 +300,6 @@ def weak_scaling(job: Job, cluster: Cluster, ranks: Iterable[int]) -> list[Predi
     return [predict(job, cluster.of(count)) for count in ranks]
 
 
-def strong_scaling(job: Job, cluster: Cluster, ranks: Iterable[int],
-                   global_batch: int) -> list[Prediction]:
-    """``global_batch`` sequences in all. Raises ValueError where ranks do not divide them."""
-    predictions = []
-    for count in ranks:
-        if global_batch % count:
-            raise ValueError(f"{count} ranks do not divide {global_batch} sequences: take ranks "
-                             "that do")
-        predictions.append(predict(replace(job, batch=global_batch // count), cluster.of(count)))
-    return predictions
-
-
-def efficiency(curve: Sequence[tuple[int, float]]) -> list[float]:
-    """The rate per rank at each point (ranks, rate), over that of the first point."""
-    ranks, rate = curve[0]
-    return [ranks * each / (rate * count) for count, each in curve]
-
-
 def stops_paying(curve: Sequence[tuple[int, float]]) -> int | None:
     """The number of ranks from which adding ranks no longer pays, or None if it does at the end.
 

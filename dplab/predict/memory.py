@@ -10,7 +10,6 @@ Sources: S. Rajbhandari et al., "ZeRO: memory optimizations toward training tril
 models", 2020, https://arxiv.org/abs/1910.02054 (sections 3 and 5); for each precision its own.
 """
 
-import math
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -44,12 +43,6 @@ def states(stage: str, precision: Precision | str, world_size: int, parameters: 
 def bytes_per_parameter(stage: str, precision: Precision | str, world_size: int) -> States:
     """The same for one parameter: 4 + K/N for ZeRO-1, 2 + (2 + K)/N for ZeRO-2, and so on."""
     return states(stage, precision, world_size, 1)
-
-
-def most_parameters(stage: str, precision: Precision | str, world_size: int,
-                    memory_bytes: float) -> int:
-    """The largest model whose states alone fit ``memory_bytes`` on each rank."""
-    return math.floor(memory_bytes / bytes_per_parameter(stage, precision, world_size).total)
 
 
 @dataclass(frozen=True)

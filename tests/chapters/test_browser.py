@@ -144,8 +144,7 @@ def hang(notebook, folder):
 
 @pytest.mark.parametrize(("path", "cells", "keys"), [
     ("03_all_reduce", ["setup", "your-numbers", "record-the-ring", "step-through"], STEPS),
-    ("11_choosing_and_scaling", ["setup", "setup-of-the-course", "a-node", "draw-a-choice",
-                                 "calculator"], CHOICES),
+    ("11_what_would_you_rent", ["setup", "imports", "the-job", "calculator"], CHOICES),
 ], ids=["stepper", "calculator"])
 def test_a_widget_by_keyboard_alone(lab, path, cells, keys):
     with lab.open(f"chapters/{path}.ipynb") as notebook:

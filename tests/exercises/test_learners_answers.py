@@ -204,7 +204,7 @@ def counts(*kinds):
     ("2.1", mean_without_nan), ("2.1", divided_by_the_mean_count),
     ("2.1", counted_in_a_list_of_one), ("2.2", FromAllGather),
     ("2.3", with_keys_in_turn), ("2.3", loss_averaged),
-    ("ring-seconds", in_fractions), ("11.3", WrittenByTheLastRank),
+    ("ring-seconds", in_fractions), ("12.2", WrittenByTheLastRank),
     ("overlapped-gradients", WithTorch)])
 def test_a_right_answer_in_another_form_passes(number, answer):
     verdict = find(number).judge(answer)
@@ -797,7 +797,7 @@ def really_gathered(queries, keys, temperature):
     ("overlapped-gradients", GoesOnWithItsNumber, "how many buckets were sent"),
     ("overlapped-gradients", BeginsAgainUnlessItRaises, "Start over in any case"),
     ("gradient-buckets", leaves_views, "each `.grad` is a new tensor"),
-    ("11.3", WrittenAtOnce, "killed while it saved"),
+    ("12.2", WrittenAtOnce, "killed while it saved"),
     ("6.3", attributed(statistics.median, of_the_median_rank),
      "of a rank that computes faster"),
     ("10.2", without_the_last_block, "`model.blocks[5]`"),
@@ -882,7 +882,7 @@ def clips_by_its_own(parameters, max_norm):
 
 
 def in_seconds_and_without_restart(failures, days, log_ranks, ranks, save_seconds, minutes):
-    """11.4: the interval stays in seconds, and the share leaves out the restart."""
+    """12.3: the interval stays in seconds, and the share leaves out the restart."""
     between = days * 86_400 * log_ranks / failures / ranks
     interval = (2 * save_seconds * between) ** 0.5
     return between / 3600, interval, save_seconds / interval + interval / 2 / between
@@ -896,7 +896,7 @@ def in_seconds_and_without_restart(failures, days, log_ranks, ranks, save_second
     ("6.2", tokens_by(exposed_in_backward), ("has no forward", "with computing alone")),
     ("seeds-of-ranks", same_noise_and_order, ("same order", "draw the same noise")),
     ("10.1", clips_by_its_own, ("own shards", "after clipping")),
-    ("11.4", in_seconds_and_without_restart, ("is in seconds", "leaves out the restart")),
+    ("12.3", in_seconds_and_without_restart, ("is in seconds", "leaves out the restart")),
 ])
 def test_of_two_mistakes_both_are_named(number, answer, halves, monkeypatch):
     monkeypatch.setattr("dplab.checks.known_mistakes.FOR_TWO", 60.0)  # this machine may be busy
@@ -962,7 +962,7 @@ def always(value):
     return lambda *numbers: value
 
 
-@pytest.mark.parametrize("number", ["3.5", "make-buckets", "6.2", "8.1", "11.1", "11.4"])
+@pytest.mark.parametrize("number", ["3.5", "make-buckets", "6.2", "8.1", "11.4", "12.3"])
 def test_what_runs_on_no_rank_is_not_said_to(number):
     exercise = find(number)
     wrong = exercise.judge(always((1.0, 2.0)))

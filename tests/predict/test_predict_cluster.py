@@ -249,9 +249,8 @@ def test_the_bound_is_what_was_made_slow(change, ranks, bound):
 
 # Scaling
 
-def test_efficiency_and_where_adding_ranks_stops_paying():
+def test_where_adding_ranks_stops_paying():
     curve = [(8, 80.0), (16, 152.0), (32, 240.0), (64, 360.0), (128, 340.0)]
-    assert cluster.efficiency(curve) == pytest.approx([1, 0.95, 0.75, 0.5625, 340 / 1280])
     # each rank of 16 → 32 brings 5.5 of 10, of 32 → 64 only 3.75
     assert cluster.stops_paying(curve) == 32
     assert cluster.stops_paying(curve[:3]) is None
@@ -277,17 +276,6 @@ def test_weak_scaling_ends_where_a_flat_ring_has_too_many_hops():
     assert stop(job) in (2048, 8192)
     assert stop(replace(job, strategy="HSDP")) is None
     assert stop(replace(job, way="tree")) is None
-
-
-def test_strong_scaling_keeps_the_global_batch():
-    job = Job(MODELS["Llama-3 8B"], 1, 4096)
-    curve = cluster.strong_scaling(job, H100, [8, 64, 512], 512)
-    assert [each.job.batch for each in curve] == [64, 8, 1]
-    rates = [(each.cluster.ranks, each.tokens_per_second) for each in curve]
-    efficiency = cluster.efficiency(rates)
-    assert efficiency[0] == 1 > efficiency[1] > efficiency[2]
-    with pytest.raises(ValueError, match="48 ranks do not divide 512"):
-        cluster.strong_scaling(job, H100, [48], 512)
 
 
 @pytest.mark.parametrize("strategy", SIMULATED_STRATEGIES)

@@ -22,7 +22,7 @@ def main():
                         help="of the link, in bits/s (default 400e6)")
     parser.add_argument("--steps", type=int, default=3, help="measured (default 3)")
     parser.add_argument("--save", action="store_true",
-                        help="keep the results, which chapter 11 shows")
+                        help="keep the results, which chapter 12 shows")
     options = parser.parse_args()
     if missing():
         sys.exit(f"two_nodes: {missing()}")
