@@ -53,6 +53,8 @@ GUESSES: dict[Key, tuple[str, ...]] = {
     8: ("line-that-runs-out", "bytes-of-zero-1", "time-of-zero-2", "least-with-micro-batches"),
     9: ("layers-held-after-forward", "zero-3-beside-ddp", "t5-as-one-unit", "hidden-by-one-ahead",
         "gap-to-fully-shard"),
+    10: ("gathers-of-a-step", "whole-as-one-unit", "reduced-in", "where-405b-fits",
+         "shards-with-one-seed"),
     "A": ("error-with-mixed-signs", "ones-on-four-ranks", "sure-gradient"),
     "B": ("product-that-cut-f-sums", "least-sent-at-two-depths", "cut-that-leaves-most-intensity"),
     "C": ("ranks-with-finite-weights", "early-when-uncut", "tied-under-both-names"),

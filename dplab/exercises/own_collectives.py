@@ -135,10 +135,6 @@ class OwnCollectives(Exercise):
              "gathered within a row.",
              {"ring_all_gather(input_tensor, group)": "ring_all_gather(input_tensor)[: len("
                                                       "output_tensor)]"}),
-        Slip("Nobody looks at what `__call__` returns. The result has to be in `output_tensor`.",
-             {"output_tensor.copy_(ring_all_gather(input_tensor, group))":
-              "return ring_all_gather(input_tensor, group)"},
-             {"output_tensor.copy_(total)": "return total"}),
     )
 
 

@@ -9,6 +9,7 @@ from dplab.drills import (
     sharded_training,
     silent_failures,
     slow_jobs,
+    wrapped_transformer,
     wrong_steps,
 )
 
@@ -82,8 +83,16 @@ def of_sharded_training(readings):
             "equal ranks": all(each == apart[0] for each in apart)}
 
 
+def of_wrapped(readings):
+    gap = max(abs(here - planned) for here, planned in zip(
+        readings.losses(), readings.planned_losses, strict=True))
+    return {"more memory": readings.here.peak > 1.05 * readings.planned.peak,
+            "equal losses": gap < MATCHED, "a little apart": MATCHED < gap < 0.1}
+
+
 _OF = {failing_reports.Readings: of_failing, silent_failures.Readings: of_silent,
        late_buckets.Readings: of_late, slow_jobs.Readings: of_slow,
        wrong_steps.Readings: of_wrong_steps,
        sharded_training.Readings: of_sharded_training,
-       gathered_layers.Readings: of_gathered}
+       gathered_layers.Readings: of_gathered,
+       wrapped_transformer.Readings: of_wrapped}
