@@ -226,7 +226,7 @@ CASES = (
     Case("b", "missing reshard", wrap, (
         Fault({_BLOCK: _BLOCK.replace("policy)", "policy, reshard_after_forward=False)")}, _MORE,
               _SAME, (3, 4), also=(_HALF,)),
-        Fault({_END: f"{_END}\nfor block in model.blocks[1:]:\n"
+        Fault({_END: f"{_END}\nfor block in model.blocks:\n"
                      "    block.set_reshard_after_forward(False)"}, _HALF, _SAME, (3, 4),
               also=(_MORE,)))),
     Case("c", "wide gather", wrap, (
