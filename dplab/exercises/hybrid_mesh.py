@@ -1,5 +1,7 @@
 """The mesh of hybrid sharding: a copy of the model in each host, wherever its ranks run."""
 
+import itertools
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -114,7 +116,7 @@ WITH = {"the ranks with which this rank gathers a unit": "all_gather",
 
 
 def layers():
-    model = nn.Sequential(*[nn.Linear(a, b) for a, b in zip(WIDTHS, WIDTHS[1:], strict=False)])
+    model = nn.Sequential(*[nn.Linear(a, b) for a, b in itertools.pairwise(WIDTHS)])
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(seeded(name, *parameter.shape) / 2)

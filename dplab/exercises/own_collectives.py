@@ -1,5 +1,7 @@
 """The reader's rings in the place of the collectives that torch's `fully_shard` calls."""
 
+import itertools
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -144,7 +146,7 @@ def _cases(ranks):
 
 
 def layers_of(case):
-    layers = [nn.Linear(a, b) for a, b in zip(WIDTHS, WIDTHS[1:], strict=False)]
+    layers = [nn.Linear(a, b) for a, b in itertools.pairwise(WIDTHS)]
     with torch.no_grad():
         for number, layer in enumerate(layers):
             layer.weight.copy_(seeded(f"weight {number} {case}", *layer.weight.shape) / 3)

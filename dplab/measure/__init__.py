@@ -14,6 +14,6 @@ from dplab.measure.whole_units import Whole, WholeUnits
 from dplab.measure.wire import WireMeter
 
 __all__ = ["CallLog", "EmulatedLink", "MemoryTimeline", "Trace", "UnitCalls", "Whole",
-           "WholeUnits", "WireMeter", "after_a_step", "aligned", "available_cores", "available_memory", "describe_machine",
-           "from_last_launch", "layer_times", "memory_limit", "saved_bytes", "sent_bytes",
-           "split_time", "state_bytes", "torchrun_log"]
+           "WholeUnits", "WireMeter", "after_a_step", "aligned", "available_cores",
+           "available_memory", "describe_machine", "from_last_launch", "layer_times",
+           "memory_limit", "saved_bytes", "sent_bytes", "split_time", "state_bytes", "torchrun_log"]
