@@ -3,6 +3,7 @@
 The job runs on two to four real ranks, and the plan beside it is the same job, wrapped well.
 """
 
+import contextlib
 import random
 from collections import Counter
 from dataclasses import dataclass, field
@@ -69,51 +70,49 @@ def train(wrap, settings):
     """Runs the job on this rank."""
     torch.manual_seed(settings.seed)
     model = Transformer(TransformerConfig(
-        layers=settings.blocks, d_model=64, heads=2, d_ff=128, vocabulary=VOCABULARY, context=LENGTH,
-        gated=True, biases=False, norm="rmsnorm", learned_positions=False, tied=False))
+        layers=settings.blocks, d_model=64, heads=2, d_ff=128, vocabulary=VOCABULARY,
+        context=LENGTH, gated=True, biases=False, norm="rmsnorm", learned_positions=False,
+        tied=False))
     wrap(model, init_device_mesh("cpu", (dist.get_world_size(),)))
     optimizer, seen = torch.optim.SGD(model.parameters(), lr=RATE), Seen()
     for number in range(STEPS):
-        if number == STEPS - 1:
-            with MemoryTimeline(model, optimizer) as memory:
-                _step(model, settings, number, seen, memory)
-            seen.peak = memory.peak
-            for phase in memory.phases:
-                for sample in memory.samples:
-                    if phase.start < sample.op <= phase.end:
-                        for category, nbytes in sample.bytes.items():
-                            place = phase.name, category
-                            seen.held[place] = max(seen.held.get(place, 0), nbytes)
-        else:
+        if number < STEPS - 1:
             _step(model, settings, number, seen)
+        else:
+            with MemoryTimeline(model, optimizer) as memory:
+                _step(model, settings, number, seen, memory.phase)
+            seen.peak = memory.peak
+            seen.held = _most_held(memory)
         optimizer.step()
         optimizer.zero_grad()
     return seen
 
 
-def _step(model, settings, number, seen, memory=None):
+def _step(model, settings, number, seen, phase=contextlib.nullcontext):
+    """Forward and backward; the targets are the tokens themselves."""
     generator = torch.Generator().manual_seed(
         1000 * settings.seed + 10 * number + dist.get_rank())
     tokens = torch.randint(VOCABULARY, (SAMPLES, LENGTH), generator=generator)
-    calls: Counter[tuple[str, str, str]] = Counter()
-    for part in ("forward", "backward"):
-        with CallLog() as log:
-            if memory is not None:
-                with memory.phase(part):
-                    loss = _half(part, model, tokens, None if part == "forward" else loss)
-            else:
-                loss = _half(part, model, tokens, None if part == "forward" else loss)
-        calls.update((part, call.operation, call.dtype) for call in log.calls)
+    with CallLog() as forward, phase("forward"):
+        loss = F.cross_entropy(model(tokens).float().flatten(0, 1), tokens.flatten())
+    with CallLog() as backward, phase("backward"):
+        loss.backward()
     seen.losses.append(loss.item())
-    seen.calls = dict(calls)
+    seen.calls = Counter((part, call.operation, call.dtype)
+                         for part, log in (("forward", forward), ("backward", backward))
+                         for call in log.calls)
 
 
-def _half(part, model, tokens, loss):
-    """Forward to the loss, whose targets are the tokens themselves; or the loss's backward."""
-    if part == "forward":
-        return F.cross_entropy(model(tokens).float().flatten(0, 1), tokens.flatten())
-    loss.backward()
-    return loss
+def _most_held(memory):
+    """The most bytes of each category, in forward and in backward."""
+    found: dict[tuple[str, str], int] = {}
+    for phase in memory.phases:
+        for sample in memory.samples:
+            if phase.start < sample.op <= phase.end:
+                for category, nbytes in sample.bytes.items():
+                    place = phase.name, category
+                    found[place] = max(found.get(place, 0), nbytes)
+    return found
 
 
 # Readings

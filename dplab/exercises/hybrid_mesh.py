@@ -31,10 +31,11 @@ def by_first_ranks(hosts):
 
 
 # By the number of ranks: on which host each rank runs.
-HOSTS = {1: ("a",), 2: ("aa", "ab"), 3: ("aaa", "abc"), 4: ("abab", "aabb", "bbaa", "abba", "aaaa")}
+HOSTS = {1: ("a",), 2: ("aa", "ab"), 3: ("aaa", "abc"),
+         4: ("abab", "aabb", "bbaa", "abba", "aaaa")}
 WIDTHS = (6, 9, 13, 4)
-ROWS = "rows = [[rank for rank, each in enumerate(hosts) if each == host]\n            for host in " \
-       "dict.fromkeys(hosts)]"
+ROWS = ("rows = [[rank for rank, each in enumerate(hosts) if each == host]\n"
+        "            for host in dict.fromkeys(hosts)]")
 LOCAL = "hosts.count(hosts[0])"
 
 
