@@ -25,7 +25,7 @@ UNITS = "[model.embedding, *pairs, [model.norm, model.head]]"
 
 
 class ChooseUnits(Exercise):
-    number = "10.1"
+    number = "10.2"
     title = "Units that fit"
     minutes = 25
     communicates = False

@@ -40,7 +40,7 @@ LOCAL = "hosts.count(hosts[0])"
 
 
 class HybridMesh(Exercise):
-    number = "10.3"
+    number = "10.4"
     title = "A copy of the model in each host"
     minutes = 15
     seconds = 12.0

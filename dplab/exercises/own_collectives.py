@@ -55,7 +55,7 @@ LOOP, MEAN = "for module in model.modules():", "if op == dist.ReduceOp.AVG:"
 
 
 class OwnCollectives(Exercise):
-    number = "10.4"
+    number = "10.5"
     title = "Your ring inside torch's FSDP"
     minutes = 25
     seconds = 12.0

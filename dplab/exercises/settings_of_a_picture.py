@@ -49,7 +49,7 @@ BYTES = {"fp32": (4, 4), "mixed": (2, 4), "bf16": (2, 2)}  # gathered, stored
 
 
 class SettingsOfAPicture(Calculation):
-    number = "10.2"
+    number = "10.3"
     title = "From a memory picture to its settings"
     minutes = 20
     seconds = 30.0

@@ -1,4 +1,4 @@
-"""The order in which units gather, compute and reduce."""
+"""The order in which units gather, compute and reduce, as the exercise about it foretells."""
 
 import pytest
 import torch
@@ -8,25 +8,30 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from dplab import run
+from dplab.exercises.order_of_step import CASES, order_of_step
 from dplab.measure import UnitCalls
 
 
-def noted(reshard):
-    model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 4), nn.Linear(4, 2))
+def noted(blocks, kept, ahead):
+    """What torch does where the last layer is left to the root; and the size of a gradient."""
+    model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(blocks + 1)])
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for module in (model[0], model[1], model):
-        fully_shard(module, mesh=mesh, reshard_after_forward=reshard)
+    units = list(model)[:-1]
+    for module in (*units, model):
+        fully_shard(module, mesh=mesh, reshard_after_forward=False if kept else None)
+    for unit, following in zip(units, units[1:], strict=False):
+        if ahead:
+            unit.set_modules_to_forward_prefetch([following])
     calls = UnitCalls(model)
-    output = model(torch.randn(4, 3, requires_grad=True))
+    output = model(torch.randn(3, 4, requires_grad=True))
     calls.notes.append("|")
     output.clone().sum().backward()
-    gradient = model[0].weight.grad.full_tensor()
-    return str(calls), gradient.abs().sum().item()
+    return calls.notes, model[0].weight.grad.full_tensor().abs().sum().item()
 
 
-@pytest.mark.parametrize(("reshard", "order"), [
-    (None, "Gr G0 F0 G1 F1 | G1 B1 G0 R1 B0 R0 Rr"), (False, "Gr G0 F0 G1 F1 | B1 R1 B0 R0 Rr")])
-def test_units_are_noted_in_their_order_and_torch_still_reduces(reshard, order):
-    ranks = run(noted, 3, reshard, backend="gloo")
-    assert [said for said, _ in ranks] == [order] * 3
-    assert ranks[0][1] > 0 and len({total for _, total in ranks}) == 1
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES, ids=[case[0] for case in CASES])
+def test_units_do_what_the_exercise_foretells_and_torch_still_reduces(case):
+    ranks = run(noted, 2, *case[1:], backend="gloo")
+    assert [notes for notes, _ in ranks] == [order_of_step(*case[1:])] * 2
+    assert ranks[0][1] > 0 and ranks[0][1] == ranks[1][1]
