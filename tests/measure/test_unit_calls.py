@@ -1,5 +1,7 @@
 """The order in which units gather, compute and reduce, as the exercise about it foretells."""
 
+import itertools
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -19,7 +21,7 @@ def noted(blocks, kept, ahead):
     units = list(model)[:-1]
     for module in (*units, model):
         fully_shard(module, mesh=mesh, reshard_after_forward=False if kept else None)
-    for unit, following in zip(units, units[1:], strict=False):
+    for unit, following in itertools.pairwise(units):
         if ahead:
             unit.set_modules_to_forward_prefetch([following])
     calls = UnitCalls(model)
