@@ -17,6 +17,7 @@ from dplab.exercises.gradient_buckets import average_in_buckets
 from dplab.exercises.hidden_zero import HiddenZeRO
 from dplab.exercises.make_buckets import make_buckets
 from dplab.exercises.overlapped_gradients import OverlappedGradients
+from dplab.exercises.own_collectives import use_own_rings
 from dplab.exercises.predict_sharded_step import predict_sharded_step
 from dplab.exercises.predict_step import predict_step
 from dplab.exercises.ring_all_gather import ring_all_gather
@@ -228,6 +229,13 @@ PARTS = (
           gives="seconds of the step, from layers as in predict_step, whose gradient_bytes are "
                 "also those of the parameters",
           chunks=_NONE, padding=_NONE, dtypes="numbers", group=_NO_RANKS),
+
+    _part("own-collectives", "10", "use_own_rings(model)", use_own_rings,
+          uses="ring-all-gather ring-reduce-scatter",
+          gives="nothing: the units of a model under torch's `fully_shard` gather and reduce over "
+                "the two rings from now on",
+          chunks="as `fully_shard` cuts: rank r of a unit's group has chunk r", padding=_NONE,
+          dtypes="that in which a unit gathers or reduces", group="each unit's own"),
 )
 
 

@@ -54,6 +54,8 @@ GUESSES: dict[Key, tuple[str, ...]] = {
     8: ("line-that-runs-out", "bytes-of-zero-1", "time-of-zero-2", "least-with-micro-batches"),
     9: ("layers-held-after-forward", "zero-3-beside-ddp", "t5-as-one-unit", "hidden-by-one-ahead",
         "gap-to-fully-shard"),
+    10: ("gathers-of-a-step", "whole-as-one-unit", "reduced-in", "where-405b-fits",
+         "shards-with-one-seed"),
     11: ("gather-beside-forward", "tokens-on-2048-gpus", "hsdp-beside-fsdp-on-16384",
          "error-of-a-speed", "days-of-mpt-7b", "tensor-parallel-across-nodes"),
     "A": ("error-with-mixed-signs", "ones-on-four-ranks", "sure-gradient"),

@@ -20,6 +20,7 @@ _OF_CHAPTER = {0: ("failing_reports", "FailingReport"),
                7: ("wrong_steps", "WrongSteps"),
                8: ("sharded_training", "ShardedTraining"),
                9: ("gathered_layers", "GatheredLayers"),
+               10: ("wrapped_transformer", "WrappedTransformer"),
                11: ("flawed_plans", "FlawedPlan")}
 
 

@@ -31,7 +31,7 @@ TOTAL = "dist.all_reduce(squares)\n    norm = squares.sqrt()"
 
 
 class ClipByGlobalNorm(Exercise):
-    number = "10.1"
+    number = "C.4"
     title = "Clip sharded gradients by their global norm"
     minutes = 15
     tolerance = 1e-4

@@ -10,6 +10,7 @@ from dplab.drills import (
     sharded_training,
     silent_failures,
     slow_jobs,
+    wrapped_transformer,
     wrong_steps,
 )
 
@@ -83,6 +84,13 @@ def of_sharded_training(readings):
             "equal ranks": all(each == apart[0] for each in apart)}
 
 
+def of_wrapped(readings):
+    gap = max(abs(here - planned) for here, planned in zip(
+        readings.losses(), readings.planned_losses, strict=True))
+    return {"more memory": readings.here.peak > 1.05 * readings.planned.peak,
+            "equal losses": gap < MATCHED, "a little apart": MATCHED < gap < 0.1}
+
+
 def of_plan(readings):
     page, right, seen = readings.page, readings.right, flawed_plans.SEEN
     return {"late": right.days > seen * page.days, "in time": right.days < seen * page.days,
@@ -95,4 +103,5 @@ _OF = {failing_reports.Readings: of_failing, silent_failures.Readings: of_silent
        late_buckets.Readings: of_late, slow_jobs.Readings: of_slow,
        wrong_steps.Readings: of_wrong_steps,
        sharded_training.Readings: of_sharded_training,
-       gathered_layers.Readings: of_gathered, flawed_plans.Readings: of_plan}
+       gathered_layers.Readings: of_gathered,
+       wrapped_transformer.Readings: of_wrapped, flawed_plans.Readings: of_plan}
