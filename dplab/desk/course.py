@@ -61,7 +61,7 @@ GUESSES: dict[Key, tuple[str, ...]] = {
     "A": ("error-with-mixed-signs", "ones-on-four-ranks", "sure-gradient"),
     "B": ("product-that-cut-f-sums", "least-sent-at-two-depths", "cut-that-leaves-most-intensity"),
     "C": ("ranks-with-finite-weights", "early-when-uncut", "tied-under-both-names"),
-    "D": ("muon-on-halves", "all-gathers-of-muon", "matrices-in-turn"),
+    "D": ("all-gathers-of-muon", "matrices-in-turn", "torch-beside-owners"),
 }
 
 

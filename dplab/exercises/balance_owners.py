@@ -63,11 +63,11 @@ class BalanceOwners(Calculation):
     )
     slips = (
         Slip("You deal the matrices in turn, whatever their work. One may be many times the work "
-             "of another: give each to the rank with the least load.",
+             "of another, and its rank gets the next one all the same.",
              {"owners[index] = loads.index(min(loads))": "owners[index] = index % ranks"}),
         Slip("Your shares are those of sorted matrices that are dealt in turn, so that one rank "
              "gets the heaviest of each round. The same comes out if the lightest go first, or if "
-             "a load counts matrices. Heaviest first, each to the rank with the least work.",
+             "a load counts matrices. What does a load add up, and which matrix goes first?",
              {"owners[index] = loads.index(min(loads))": "owners[index] = sum(loads) % ranks",
               "+= work(index)": "+= 1"},
              {"+= work(index)": "+= 1"}, {", reverse=True": ""}),
@@ -75,7 +75,7 @@ class BalanceOwners(Calculation):
              "same number of elements and not the same work: the shorter side counts twice.",
              {"2 * short * short * long + short**3": "short * long"}),
         Slip("You take the matrices as they come. A heavy one at the end then comes on top of an "
-             "even load: begin with the heaviest.",
+             "even load. Does the order in which you share out matter?",
              {"sorted(range(len(shapes)), key=work, reverse=True)": "range(len(shapes))"}),
         Slip("You count tall matrices as if they were not turned. `orthogonalize` transposes one "
              "with more rows than columns, so the Gram matrix has the shorter side.",
@@ -84,8 +84,8 @@ class BalanceOwners(Calculation):
              "side: `orthogonalize` transposes a matrix with more rows than columns.",
              {"sorted(shapes[index])": "sorted(shapes[index], reverse=True)"},
              {"sorted(shapes[index])": "reversed(shapes[index])"}),
-        Slip("One rank gets every matrix. Add the work of each to its owner's load, and look for "
-             "the *least* load.",
+        Slip("One rank gets every matrix. Either its load does not grow with them, or a large load "
+             "is what attracts the next.",
              {"index(min(loads))": "index(max(loads))"},
              {"loads[owners[index]] += work(index)": "pass"}),
         Slip("Your owners stand in the order in which you dealt. The list has them in the order of "

@@ -76,8 +76,11 @@ class OrthogonalizeByOwners(Exercise):
     title = "Rows to the owner, and back"
     minutes = 20
     solution = staticmethod(orthogonalize_by_owners)
-    too_long = ("What is received into has another size in bytes than the message. Receive into "
-                "`shard.new_empty(...)`, which has the shard's dtype: not all are float32.")
+    too_long = ("What is received into has another size in bytes than the message. There are three "
+                "causes. The dtype: not all shards are float32, and `shard.new_empty(...)` has the "
+                "shard's. The cut: ranks have the rows that `chunk` gives, and other ways to cut "
+                "give others. The order: messages between two ranks match in the order in which "
+                "they are sent and asked for.")
 
     def trial(self, attempt):
         rank, ranks = dist.get_rank(), dist.get_world_size()
