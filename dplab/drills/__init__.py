@@ -19,7 +19,8 @@ _OF_CHAPTER = {0: ("failing_reports", "FailingReport"),
                6: ("slow_jobs", "SlowJob"),
                7: ("wrong_steps", "WrongSteps"),
                8: ("sharded_training", "ShardedTraining"),
-               9: ("gathered_layers", "GatheredLayers")}
+               9: ("gathered_layers", "GatheredLayers"),
+               11: ("flawed_plans", "FlawedPlan")}
 
 
 def drill(chapter: str, seed: int | None = None) -> SickJob:

@@ -91,6 +91,7 @@ class SickJob:
     chapter: int
     minutes = 10  # that a reader needs for one
     answer = 'job.diagnose("…")'  # as the reader writes it
+    running = "Running the job on {n} ranks …"
     suspects_known: tuple[Suspect, ...]
     cases: tuple[Case, ...]
 
@@ -240,7 +241,7 @@ class SickJob:
     def _has_run(self):
         """Runs the job the first time; False, with a card, where it could not be run."""
         if self._readings is None:
-            print(f"Running the job on {self._world_size} ranks …", flush=True)
+            print(self.running.format(n=self._world_size), flush=True)
             try:
                 self._readings = self._run(self._sick_part())
             except (RankError, OSError) as error:

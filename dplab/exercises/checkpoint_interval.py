@@ -22,7 +22,7 @@ PLANS = ((419, 54, 16_384, 16_384, 60, 10), (419, 54, 16_384, 1_024, 30, 5),
 
 
 class PlanCheckpoints(Calculation):
-    number = "11.4"
+    number = "12.3"
     title = "How often to save"
     minutes = 15
     solution = staticmethod(plan_checkpoints)

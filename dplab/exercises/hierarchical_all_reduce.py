@@ -36,7 +36,7 @@ def instead(lines):
 
 
 class HierarchicalAllReduce(Exercise):
-    number = "11.2"
+    number = "12.1"
     title = "An all-reduce over two levels"
     minutes = 25
     seconds = 8.0

@@ -5,6 +5,7 @@ from drill_jobs import first_job_of, fitting, job_of, said_by, seeds_of, words_o
 from symptoms import symptoms_of
 
 from dplab.drills.failing_reports import FailingReport
+from dplab.drills.flawed_plans import FlawedPlan
 from dplab.drills.gathered_layers import GatheredLayers
 from dplab.drills.late_buckets import LateBuckets
 from dplab.drills.sharded_training import ShardedTraining
@@ -13,7 +14,7 @@ from dplab.drills.slow_jobs import SlowJob
 from dplab.drills.wrong_steps import WrongSteps
 
 SEEDS = {FailingReport: 1, SilentFailure: 6, LateBuckets: 6, SlowJob: 5, WrongSteps: 4,
-         ShardedTraining: 5, GatheredLayers: 5}
+         ShardedTraining: 5, GatheredLayers: 5, FlawedPlan: 5}
 PLAIN_WORDS = {SilentFailure: {"own", "parts"}}  # of suspects, which a complaint may use
 JOBS = [pytest.param(drill, case, fault, id=f"{drill.__name__}-{case.slug}-{number}")
         for drill in SEEDS for case in drill.cases for number, fault in enumerate(case.faults)]

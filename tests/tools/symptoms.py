@@ -4,6 +4,7 @@ import torch
 
 from dplab.drills import (
     failing_reports,
+    flawed_plans,
     gathered_layers,
     late_buckets,
     sharded_training,
@@ -82,8 +83,16 @@ def of_sharded_training(readings):
             "equal ranks": all(each == apart[0] for each in apart)}
 
 
+def of_plan(readings):
+    page, right, seen = readings.page, readings.right, flawed_plans.SEEN
+    return {"late": right.days > seen * page.days, "in time": right.days < seen * page.days,
+            "holds more": right.held > seen * page.held,
+            "dearer": right.money > seen * page.money,
+            "other steps": page.sequences != right.sequences}
+
+
 _OF = {failing_reports.Readings: of_failing, silent_failures.Readings: of_silent,
        late_buckets.Readings: of_late, slow_jobs.Readings: of_slow,
        wrong_steps.Readings: of_wrong_steps,
        sharded_training.Readings: of_sharded_training,
-       gathered_layers.Readings: of_gathered}
+       gathered_layers.Readings: of_gathered, flawed_plans.Readings: of_plan}
