@@ -12,20 +12,22 @@
 #SBATCH --output=%x-%j.out
 
 # One task a node: torchrun, which starts a rank for each GPU. Submit it with `sbatch slurm.sh` from
-# a folder that all nodes see, with train.py in it, and with your Python environment activated:
-# sbatch passes it on. --cpus-per-task: no more than a node has, or the job is refused.
+# a folder that all nodes see, with train.py and data in it, and with your Python environment
+# activated: sbatch passes it on. --cpus-per-task: no more than a node has, or the job is refused.
 #
 # The checkpoints go into the same folder, under the job's number, which a requeued job keeps. To go
 # on with those of an older job, name its folder below.
 #
 # A rank that dies: torchrun starts all ranks again, from the last checkpoint. A node that dies, or
 # a job that is preempted: SLURM puts the job back into the queue (--requeue). And so do the lines
-# below, two minutes before the time is up: what is lost is the work since the last checkpoint.
+# below, two minutes before the time is up; the ranks save first, so that nothing is lost.
 
 set -euo pipefail
 
 requeue() {
-    echo "time is nearly up: back into the queue"
+    echo "time is nearly up: the ranks save, then back into the queue"
+    scancel --signal=USR1 "$SLURM_JOB_ID" # to srun's tasks; torchrun hands it on, and waits 30 s
+    wait "$training" || true
     scontrol requeue "$SLURM_JOB_ID"
     exit 0
 }
@@ -45,5 +47,7 @@ srun --kill-on-bad-exit=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" torchrun \
     --rdzv-id "$SLURM_JOB_ID" \
     --rdzv-endpoint "$first:$((20000 + SLURM_JOB_ID % 10000))" \
     --max-restarts 3 \
-    train.py --strategy hsdp --checkpoints "checkpoints-$SLURM_JOB_ID" &
-wait $! # in the background, because bash runs a trap only between commands
+    --signals-to-handle SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 \
+    train.py --strategy hsdp --data data --checkpoints "checkpoints-$SLURM_JOB_ID" &
+training=$!
+wait "$training" # in the background, because bash runs a trap only between commands

@@ -21,7 +21,8 @@ _OF_CHAPTER = {0: ("failing_reports", "FailingReport"),
                8: ("sharded_training", "ShardedTraining"),
                9: ("gathered_layers", "GatheredLayers"),
                10: ("wrapped_transformer", "WrappedTransformer"),
-               11: ("flawed_plans", "FlawedPlan")}
+               11: ("flawed_plans", "FlawedPlan"),
+               12: ("restarted_jobs", "RestartedJob")}
 
 
 def drill(chapter: str, seed: int | None = None) -> SickJob:

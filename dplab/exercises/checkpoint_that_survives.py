@@ -56,7 +56,7 @@ GOES_ON, AT_THE_END = "the step that goes on", "the weights at the end"
 
 
 class SurvivingCheckpoint(Exercise):
-    number = "12.2"
+    number = "12.1"
     title = "A checkpoint that survives"
     minutes = 25
     communicates = False

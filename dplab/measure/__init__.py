@@ -8,12 +8,14 @@ from dplab.measure.memory_limit import memory_limit
 from dplab.measure.memory_timeline import MemoryTimeline, state_bytes
 from dplab.measure.split import from_last_launch, split_time
 from dplab.measure.torchrun_log import torchrun_log
+from dplab.measure.torchrun_nodes import TorchrunNodes
 from dplab.measure.trace import Trace, aligned, layer_times
 from dplab.measure.unit_calls import UnitCalls
 from dplab.measure.whole_units import Whole, WholeUnits
 from dplab.measure.wire import WireMeter
 
-__all__ = ["CallLog", "EmulatedLink", "MemoryTimeline", "Trace", "UnitCalls", "Whole",
-           "WholeUnits", "WireMeter", "after_a_step", "aligned", "available_cores",
+__all__ = ["CallLog", "EmulatedLink", "MemoryTimeline", "TorchrunNodes", "Trace", "UnitCalls",
+           "Whole", "WholeUnits", "WireMeter", "after_a_step", "aligned", "available_cores",
            "available_memory", "describe_machine", "from_last_launch", "layer_times",
-           "memory_limit", "saved_bytes", "sent_bytes", "split_time", "state_bytes", "torchrun_log"]
+           "memory_limit", "saved_bytes", "sent_bytes", "split_time", "state_bytes",
+           "torchrun_log"]

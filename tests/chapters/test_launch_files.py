@@ -2,23 +2,19 @@
 
 import contextlib
 import importlib.util
-import json
 import os
 import re
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
-import jsonschema
 import pytest
-import yaml
 from torch.distributed.run import get_args_parser
 
 FOLDER = Path(__file__).resolve().parents[2] / "chapters" / "launch"
-SLURM, KUBERNETES, TRAIN = (FOLDER / name for name in ("slurm.sh", "kubernetes.yaml", "train.py"))
+SLURM, TRAIN = FOLDER / "slurm.sh", FOLDER / "train.py"
 
 SBATCH = {  # what each option takes; https://slurm.schedmd.com/sbatch.html
     "job-name": r"\S+", "nodes": r"\d+(-\d+)?", "ntasks-per-node": r"\d+",
@@ -67,7 +63,7 @@ def cluster(tmp_path):
                     '*) echo "$@" > "$NOTES/scontrol.called" ;; esac',
         "srun": 'while [[ $1 == --* ]]; do echo "$1" >> "$NOTES/srun.called"; shift; done\n'
                 'SLURM_NODEID=0 "$@" & SLURM_NODEID=1 "$@" & wait',
-        "torchrun": 'node=${SLURM_NODEID:-$JOB_COMPLETION_INDEX}\n'
+        "torchrun": 'node=$SLURM_NODEID\n'
                     'printf "%s\\n" "$@" > "$NOTES/torchrun-$node"\n'
                     'env > "$NOTES/environment"; sleep "${SECONDS_TO_TRAIN:-0}"',
     }
@@ -84,34 +80,6 @@ def torchrun_calls(folder):
     """For each node how torchrun was called, by torchrun's own parser."""
     calls = [(folder / f"torchrun-{node}").read_text().splitlines() for node in (0, 1)]
     return [get_args_parser().parse_args(call) for call in calls]
-
-
-# The training script
-
-
-def printed_by_train(*arguments):
-    done = subprocess.run([sys.executable, TRAIN, *map(str, arguments)], capture_output=True,
-                          text=True, check=True, timeout=120,
-                          env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""})
-    return done.stdout.splitlines()
-
-
-@pytest.mark.slow
-def test_a_checkpoint_serves_every_strategy_and_a_broken_one_none(tmp_path):
-    options = ["--batch", 4, "--print-every", 1, "--save-every", 2]
-    whole = printed_by_train(*options, "--steps", 7, "--checkpoints", tmp_path / "whole")
-    folder = tmp_path / "interrupted"
-    first = printed_by_train(*options, "--steps", 5, "--checkpoints", folder)
-    assert first == whole[:6]
-    shutil.rmtree(folder / "step-00000005")  # as if it had died before
-    (folder / "unfinished").mkdir()
-    (folder / "unfinished" / "__0_0.distcp").write_bytes(b"half of it")
-    resumed = printed_by_train(*options, "--steps", 7, "--checkpoints", folder,
-                               "--strategy", "fsdp")
-    assert resumed[0] == "1 ranks on cpu, fsdp, from step 4"
-    losses = [[float(line.split()[-1]) for line in lines] for lines in (resumed[1:], whole[5:])]
-    assert losses[0] == pytest.approx(losses[1], abs=1e-4)
-    assert sorted(path.name for path in folder.iterdir()) == ["step-00000006", "step-00000007"]
 
 
 # SLURM
@@ -164,48 +132,3 @@ def test_before_its_time_is_up_the_slurm_script_puts_itself_into_the_queue(clust
             os.killpg(process.pid, signal.SIGKILL)
         process.stdout.close()
     assert (folder / "scontrol.called").read_text() == "requeue 43210\n"
-
-
-# Kubernetes
-
-SCHEMA = json.loads(Path(__file__).with_name("kubernetes_1.37.json").read_text())
-DOCUMENTS = {document["kind"]: document for document in yaml.safe_load_all(KUBERNETES.read_text())}
-JOB = DOCUMENTS["Job"]
-POD = JOB["spec"]["template"]["spec"]
-CONTAINER, = POD["containers"]
-
-
-@pytest.mark.parametrize("kind", DOCUMENTS)
-def test_the_manifest_has_the_schema_of_kubernetes(kind):
-    group = "batch" if kind == "Job" else "core"
-    reference = {"$ref": f"#/$defs/io.k8s.api.{group}.v1.{kind}"}
-    validator = jsonschema.Draft202012Validator({**SCHEMA, **reference})
-    assert not [error.message for error in validator.iter_errors(DOCUMENTS[kind])]
-
-
-def test_the_parts_of_the_manifest_agree(cluster):
-    folder, environment = cluster
-    for node in "01":
-        subprocess.run([*CONTAINER["command"], *CONTAINER["args"]], check=True, timeout=60,
-                       env={**environment, "JOB_COMPLETION_INDEX": node})
-    service, name = DOCUMENTS["Service"], JOB["metadata"]["name"]
-    assert service["spec"]["clusterIP"] == "None" and service["spec"]["publishNotReadyAddresses"]
-    assert service["spec"]["selector"] == {"job-name": name}
-    assert POD["subdomain"] == service["metadata"]["name"]
-    assert JOB["spec"]["completionMode"] == "Indexed" and POD["restartPolicy"] == "Never"
-    port, = [port["port"] for port in service["spec"]["ports"]]
-    gpus = CONTAINER["resources"]["limits"]["nvidia.com/gpu"]
-    paths = {mount["name"]: mount["mountPath"] for mount in CONTAINER["volumeMounts"]}
-    assert paths.keys() == {volume["name"] for volume in POD["volumes"]}
-    for node, call in enumerate(torchrun_calls(folder)):
-        assert (call.rdzv_backend, call.rdzv_conf) == ("c10d", f"is_host={int(node == 0)}")
-        assert call.rdzv_endpoint == f"{name}-0.{POD['subdomain']}:{port}"
-        assert int(call.nnodes) == JOB["spec"]["completions"] == JOB["spec"]["parallelism"]
-        assert int(call.nproc_per_node) == gpus
-        assert call.training_script == f"{paths['script']}/{TRAIN.name}"
-        arguments = train_arguments(call.training_script_args)
-        assert str(arguments.checkpoints) == paths["checkpoints"]
-    claim, = [volume["persistentVolumeClaim"]["claimName"] for volume in POD["volumes"]
-              if "persistentVolumeClaim" in volume]
-    assert DOCUMENTS["PersistentVolumeClaim"]["metadata"]["name"] == claim
-    assert DOCUMENTS["PersistentVolumeClaim"]["spec"]["accessModes"] == ["ReadWriteMany"]

@@ -7,6 +7,7 @@ from dplab.drills import (
     flawed_plans,
     gathered_layers,
     late_buckets,
+    restarted_jobs,
     sharded_training,
     silent_failures,
     slow_jobs,
@@ -99,9 +100,20 @@ def of_plan(readings):
             "other steps": page.sequences != right.sequences}
 
 
+def of_restarted(readings):
+    apart, dies = readings.apart(), restarted_jobs.DIES
+    begin = readings.second[0].begin if readings.second else dies
+    slow = max(readings.pace()) > restarted_jobs.TIMES * min(readings.pace())
+    return {"stands still": bool(readings.waits), "apart early": bool(apart) and apart[0] < dies,
+            "apart late": bool(apart) and apart[0] > begin >= dies - restarted_jobs.EVERY,
+            "far back": begin < dies - restarted_jobs.EVERY and not apart,
+            "slow": slow and not apart}
+
+
 _OF = {failing_reports.Readings: of_failing, silent_failures.Readings: of_silent,
        late_buckets.Readings: of_late, slow_jobs.Readings: of_slow,
        wrong_steps.Readings: of_wrong_steps,
        sharded_training.Readings: of_sharded_training,
        gathered_layers.Readings: of_gathered,
-       wrapped_transformer.Readings: of_wrapped, flawed_plans.Readings: of_plan}
+       wrapped_transformer.Readings: of_wrapped, flawed_plans.Readings: of_plan,
+       restarted_jobs.Readings: of_restarted}

@@ -4,6 +4,6 @@
 
 For Linux, as root, with iproute2; it takes 2 minutes. `hosts` makes two hosts out of network
 namespaces, `link_bytes` trains on them by each strategy and puts the bytes on the link beside the
-prediction, `restart` kills a rank of chapter 12's training script there. Chapter 12 shows the
-results, chapters/data/two_nodes.json.
+prediction, `restart` kills a rank of chapter 12's training script there. The bytes are kept in
+chapters/data/two_nodes.json.
 """

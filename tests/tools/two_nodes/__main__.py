@@ -22,7 +22,7 @@ def main():
                         help="of the link, in bits/s (default 400e6)")
     parser.add_argument("--steps", type=int, default=3, help="measured (default 3)")
     parser.add_argument("--save", action="store_true",
-                        help="keep the results, which chapter 12 shows")
+                        help="keep the bytes")
     options = parser.parse_args()
     if missing():
         sys.exit(f"two_nodes: {missing()}")
@@ -41,7 +41,7 @@ def main():
           f"{whole[-1][1]:.4f}")
     if options.save:
         save("two_nodes", "python tests/tools/two_nodes --save", rate=options.rate,
-             parameters=CONFIG.parameters, rows=rows, one_process=whole, killed=broken)
+             parameters=CONFIG.parameters, rows=rows)
 
 
 main()

@@ -22,6 +22,7 @@ TIME_LIMIT = 300  # seconds
 def one_process(steps: int) -> list[tuple[int, float]]:
     """(step, loss) as the chapter's training script prints them when nothing interrupts it."""
     with tempfile.TemporaryDirectory() as folder:
+        make_shards(folder)
         done = subprocess.run([sys.executable, SCRIPT, *_arguments(steps, folder)], text=True,
                               check=True, capture_output=True, timeout=TIME_LIMIT,
                               env={**os.environ, "OMP_NUM_THREADS": "1"})
@@ -35,6 +36,7 @@ def killed(steps: int, after: int, rank: int) -> dict:
     each start of the ranks went on; ``status``: what each host's torchrun exits with.
     """
     with tempfile.TemporaryDirectory() as folder, Hosts() as hosts:
+        make_shards(folder)
         reader, writer = os.pipe()
         jobs = start_job(hosts, 2, ["--max-restarts", 2, SCRIPT, *_arguments(steps, folder)],
                          stdout=writer)
@@ -71,9 +73,16 @@ def _read(output, after, kill):
     return lines
 
 
+def make_shards(folder):
+    """The data of a training in this folder."""
+    subprocess.run([sys.executable, SCRIPT.with_name("make_shards.py"), f"{folder}/data"],
+                   check=True, stdout=subprocess.DEVNULL)
+
+
 def _arguments(steps, folder):
     return ["--steps", str(steps), "--batch", "8", "--save-every", "10", "--print-every", "1",
-            "--checkpoints", folder]
+            "--width", "32", "--layers", "2", "--fp32",
+            "--data", f"{folder}/data", "--checkpoints", f"{folder}/run"]
 
 
 def _losses(lines):
