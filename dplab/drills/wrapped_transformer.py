@@ -20,7 +20,7 @@ from dplab import run
 from dplab.drills.sick_job import Case, Fault, SickJob, Suspect, instrument, print_table
 from dplab.measure import CallLog, MemoryTimeline
 from dplab.predict.transformer_config import TransformerConfig
-from dplab.workloads.transformer import Transformer
+from dplab.workloads.transformer import Block, Transformer  # noqa: F401, a fault needs Block
 
 STEPS, SAMPLES, LENGTH, VOCABULARY, RATE = 6, 2, 16, 64, 0.5
 
