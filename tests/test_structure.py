@@ -47,7 +47,8 @@ MAY_IMPORT = {
     "demos": "dplab measure parallel show spawn workloads",
     "bench": "dplab dryrun measure parallel predict spawn workloads",
     "figures": "predict show",
-    "chapters": "demos dryrun measure parallel predict show workloads",  # and dplab's own names
+    # and dplab's own names; of exercises, an answer that is shown after its check
+    "chapters": "demos dryrun exercises measure parallel predict show workloads",
     "chapters/data": "bench dryrun measure predict spawn workloads",
     "chapters/launch": "",  # files that readers copy run without dplab
     "chapters/book": "checks desk predict show",  # checks: for the hints of exercises

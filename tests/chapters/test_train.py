@@ -176,7 +176,7 @@ def test_another_model_or_data_set_is_refused(data, whole, tmp_path):
 
 
 def test_a_full_disk_costs_the_checkpoint_and_no_training(data, whole, tmp_path):
-    expected, folder = whole
+    _, folder = whole
     before = copied(folder, tmp_path / "full", until=9)
     printed = trained(data, before, "--steps", "12", largest_file=20_000, ranks=1)
     assert "step 12: NOT SAVED, " in printed and "File too large" in printed
