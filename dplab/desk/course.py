@@ -50,7 +50,7 @@ GUESSES: dict[Key, tuple[str, ...]] = {
     6: ("without-a-barrier", "slowest-of-eight", "strong-on-eight", "most-of-the-three",
         "kernels-repaired"),
     7: ("rate-on-four-ranks", "rule-that-loses-seeds", "steps-at-256-times",
-        "rank-seconds-of-eight", "seeds-with-a-small-start"),
+        "rank-seconds-of-eight"),
     8: ("line-that-runs-out", "bytes-of-zero-1", "time-of-zero-2", "least-with-micro-batches"),
     9: ("layers-held-after-forward", "zero-3-beside-ddp", "t5-as-one-unit", "hidden-by-one-ahead",
         "gap-to-fully-shard"),

@@ -58,9 +58,9 @@ class BranchLosses(Calculation):
     hints = (
         "All branches start at the same point. What makes up that point, beside the weights? And "
         "what must not be changed by a branch?",
-        "Each branch has a copy of its own, of model *and* optimizer: `copy.deepcopy` of both in "
-        "one call, so that the copied optimizer steps the copied model. Which of Adam's settings "
-        "follows the batch, and how?",
+        "Each branch has a copy of its own, of model *and* optimizer: `copy.deepcopy` (after "
+        "`import copy`) of both in one call, so that the copied optimizer steps the copied model. "
+        "Which of Adam's settings follows the batch, and how?",
         "For each k: `branch, stepper = copy.deepcopy((model, optimizer))`, the rates of "
         "`stepper.param_groups` times √k, a `train_step` for each part of `samples.split(k * "
         "batch)`, and then `test_loss(branch)`.",
