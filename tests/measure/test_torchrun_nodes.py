@@ -7,11 +7,13 @@ from dplab.measure import TorchrunNodes
 
 pytestmark = pytest.mark.slow
 SCRIPT = """
-import os, time
+import os, sys, time
 rank, ranks = os.environ["RANK"], os.environ["WORLD_SIZE"]
 print(f"rank {rank} of {ranks}", flush=True)
 if ranks == "2":
-    time.sleep(600)
+    while not os.path.exists(f"{__file__}.broken"):  # in place of a connection to a rank
+        time.sleep(0.1)
+    sys.exit(1)
 """
 
 
@@ -43,6 +45,7 @@ def test_a_rank_and_a_node_are_killed_and_the_job_goes_on(script, capsys):
         with pytest.raises(LookupError, match="rank 7"):
             job.kill_rank(7)
         job.kill_node(1)
+        script.with_name(f"{script.name}.broken").touch()
         assert texts(job.follow()) == ["rank 0 of 1"]
     assert not processes_of(script)
     assert capsys.readouterr().out.splitlines() == ["node 1 | rank 1 of 2"] * 2
@@ -59,5 +62,5 @@ def test_an_interrupt_leaves_no_process(script):
 def test_what_never_comes_is_told(script):
     with TorchrunNodes(1, 1, script) as job, pytest.raises(EOFError, match="rank 0 of 1"):
         job.follow(until="rank 1")
-    with TorchrunNodes(2, 1, script) as job, pytest.raises(TimeoutError, match="within 0.1 s"):
+    with TorchrunNodes(2, 1, script) as job, pytest.raises(TimeoutError, match=r"within 0\.1 s"):
         job.follow(until="rank 1", seconds=0.1)
