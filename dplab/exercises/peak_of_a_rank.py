@@ -53,9 +53,9 @@ class PeakOfARank(Calculation):
             _, units, ranks = case
             chunks = [-(-unit // ranks) for unit in units]
             found[fact_of(*case)] = {
-                "the chunks' parameters": 4 * sum(chunks),
-                "the largest unit's whole parameters": 4 * ranks * max(chunks),
-                "the whole model's parameters": 4 * sum(units)}
+                "4 bytes for each element of the chunks": 4 * sum(chunks),
+                "4 bytes for each element of the largest unit": 4 * ranks * max(chunks),
+                "4 bytes for each element of the model": 4 * sum(units)}
         return {"": found}
 
     hints = (
@@ -76,6 +76,8 @@ class PeakOfARank(Calculation):
         Slip("You add all units whole. They are freed one after another: the largest one counts.",
              {"ranks * max(chunks)": "ranks * sum(chunks)"}),
         Slip("You leave out Adam's two moments, of 4 bytes each.", {"16 * sum": "8 * sum"}),
+        Slip("Four values stay for each element of a chunk, of 4 bytes each: parameter, gradient "
+             "and Adam's two moments. You count three.", {"16 * sum": "12 * sum"}),
         Slip("You do not divide the states: each rank keeps its chunk of them, and nothing more.",
              {"16 * sum(chunks)": "16 * sum(units)"}),
         Slip("You leave out the padding. A chunk has ⌈n/N⌉ elements, on every rank.",

@@ -60,6 +60,7 @@ CASES = (
 )
 
 
+KEPT = "(0.0 if is_backward and layer is layers[-1] else half)"
 RETURN = "return max(link, done) + reductions[-1]"  # of by_two_lists
 
 
@@ -111,7 +112,13 @@ class PredictShardedStep(Calculation):
              "again.", {"arrived = end + owed + half":
                         "arrived = end + owed + (0.0 if is_backward else half)",
                         "arrived = max(free, begin) + half":
-                        "arrived = max(free, begin) + (0.0 if is_backward else half)"}),
+                        "arrived = max(free, begin) + (0.0 if is_backward else half)"},
+             {"arrived = end + owed + half":
+              "arrived = end + owed + (0.0 if is_backward else half)"}),
+        Slip("The last layer stays whole from forward to backward. It is freed after forward too, "
+             "and gathered again.",
+             {"arrived = end + owed + half": f"arrived = end + owed + {KEPT}",
+              "arrived = max(free, begin) + half": f"arrived = max(free, begin) + {KEPT}"}),
         Slip("The reduce-scatters are missing: each layer's gradient travels to its owners.",
              {"owed = half if is_backward else 0.0": "owed = 0.0"}),
         Slip("The last reduce-scatter is missing. Nothing is left to hide it behind.",
@@ -134,8 +141,9 @@ class PredictShardedStep(Calculation):
               "link = max(link, done) + reductions[number - 1]":
               "back = max(back, done) + reductions[number - 1]",
               RETURN: "return max(back, done) + reductions[-1]"}),
-        Slip("Computing waits for the reduce-scatters. Nobody needs their result before the step "
-             "ends.", {"begin = max(end, arrived)": "begin = max(end, arrived, free)"}),
+        Slip("The reduce-scatters come too late, or computing waits for them. Each is launched "
+             "when its layer's backward ends, and nobody needs its result before the step ends.",
+             {"begin = max(end, arrived)": "begin = max(end, arrived, free)"}),
         Slip("In your step the link carries several collectives at once. A gather waits until the "
              "link is free.", {"max(free, begin) + half": "begin + half"}),
     )
