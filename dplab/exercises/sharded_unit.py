@@ -182,8 +182,8 @@ class MakeUnits(InPairsToo):
                 add(lambda _: {
                     AFTER: AtMost(1, "free each unit when it has computed; autograd may keep none "
                                      "of it either", exact=False),
-                    MOST: AtMost(5, "one unit, its gradient, and what travels: no more is needed "
-                                    "at a time", exact=False)})
+                    MOST: AtMost(5, "in backward a unit and its gradient are there, and copies of "
+                                    "both on their way", exact=False)})
             if when == FIRST and count > 1:  # alone, a chunk is whole
                 add(lambda _: {fact: AtMost(0, "a unit is whole only while it computes itself",
                                             exact=False)
