@@ -38,6 +38,7 @@ import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.checkpoint.api import CheckpointException  # a BaseException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.elastic.multiprocessing.errors import record
@@ -262,7 +263,7 @@ class Checkpoints:
             files = {path.name: path.stat().st_size for path in part.iterdir()}
             (part / "whole.json").write_text(json.dumps({**self.describes, "files": files}))
             part.rename(self.folder / f"step-{step:08}")
-        except Exception as error:  # a full disk, say: the last whole checkpoint stands
+        except (Exception, CheckpointException) as error:  # a full disk, say
             say(f"step {step}: NOT SAVED, {first_cause(error)}. Training goes on; the last whole "
                 f"checkpoint is {max(self.whole(), default=None) or 'none'}")
             shutil.rmtree(part, ignore_errors=True)
@@ -316,10 +317,12 @@ class Checkpoints:
 
 
 def first_cause(error):
-    """The sentence of what went wrong first; DCP wraps it, and gives it by rank."""
-    for each in getattr(error, "failures", {}).values():
-        error = each[0] if isinstance(each, tuple) else each
-    return f"{type(error).__name__}: {str(error).splitlines()[0]}"
+    """What went wrong first, in a line. DCP has the errors by rank; a full disk is an OSError."""
+    for failed in getattr(error, "failures", {}).values():
+        error = failed[0] if isinstance(failed, tuple) else failed
+    while error.__context__ is not None and not isinstance(error, OSError):
+        error = error.__context__
+    return " ".join(f"{type(error).__name__}: {error}".split("\n", 1)[0].split())
 
 
 # The loop

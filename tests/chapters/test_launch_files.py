@@ -61,6 +61,7 @@ def cluster(tmp_path):
     commands = {
         "scontrol": 'case "$1" in show) printf "node-a\\nnode-b\\n" ;; '
                     '*) echo "$@" > "$NOTES/scontrol.called" ;; esac',
+        "scancel": 'echo "$@" > "$NOTES/scancel.called"',
         "srun": 'while [[ $1 == --* ]]; do echo "$1" >> "$NOTES/srun.called"; shift; done\n'
                 'SLURM_NODEID=0 "$@" & SLURM_NODEID=1 "$@" & wait',
         "torchrun": 'node=$SLURM_NODEID\n'
@@ -118,7 +119,7 @@ def test_the_slurm_script_starts_one_torchrun_on_each_node(cluster):
 
 def test_before_its_time_is_up_the_slurm_script_puts_itself_into_the_queue(cluster):
     folder, environment = cluster
-    environment["SECONDS_TO_TRAIN"] = "30"
+    environment["SECONDS_TO_TRAIN"] = "3"  # in which the ranks save
     process = subprocess.Popen(["bash", SLURM], env=environment, stdout=subprocess.PIPE,
                                text=True, start_new_session=True)
     try:
@@ -126,9 +127,10 @@ def test_before_its_time_is_up_the_slurm_script_puts_itself_into_the_queue(clust
         while not (folder / "environment").exists() and time.monotonic() < deadline:
             time.sleep(0.05)
         os.kill(process.pid, signal.SIGUSR1)
-        assert process.wait(timeout=10) == 0
+        assert process.wait(timeout=30) == 0
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.stdout.close()
+    assert (folder / "scancel.called").read_text() == "--signal=USR1 43210\n"
     assert (folder / "scontrol.called").read_text() == "requeue 43210\n"

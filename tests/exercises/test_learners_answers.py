@@ -204,7 +204,7 @@ def counts(*kinds):
     ("2.1", mean_without_nan), ("2.1", divided_by_the_mean_count),
     ("2.1", counted_in_a_list_of_one), ("2.2", FromAllGather),
     ("2.3", with_keys_in_turn), ("2.3", loss_averaged),
-    ("ring-seconds", in_fractions), ("12.2", WrittenByTheLastRank),
+    ("ring-seconds", in_fractions), ("checkpoint-that-survives", WrittenByTheLastRank),
     ("overlapped-gradients", WithTorch)])
 def test_a_right_answer_in_another_form_passes(number, answer):
     verdict = find(number).judge(answer)
@@ -797,7 +797,7 @@ def really_gathered(queries, keys, temperature):
     ("overlapped-gradients", GoesOnWithItsNumber, "how many buckets were sent"),
     ("overlapped-gradients", BeginsAgainUnlessItRaises, "Start over in any case"),
     ("gradient-buckets", leaves_views, "each `.grad` is a new tensor"),
-    ("12.2", WrittenAtOnce, "killed while it saved"),
+    ("checkpoint-that-survives", WrittenAtOnce, "killed while it saved"),
     ("6.3", attributed(statistics.median, of_the_median_rank),
      "of a rank that computes faster"),
     ("10.2", without_the_last_block, "`model.blocks[5]`"),
@@ -895,7 +895,7 @@ def in_seconds_and_without_restart(failures, days, log_ranks, ranks, save_second
     ("gradient-buckets", summed_without_the_last, ("did not divide", "last bucket")),
     ("6.2", tokens_by(exposed_in_backward), ("has no forward", "with computing alone")),
     ("seeds-of-ranks", same_noise_and_order, ("same order", "draw the same noise")),
-    ("10.1", clips_by_its_own, ("own shards", "after clipping")),
+    ("clip-by-global-norm", clips_by_its_own, ("own shards", "after clipping")),
     ("12.3", in_seconds_and_without_restart, ("is in seconds", "leaves out the restart")),
 ])
 def test_of_two_mistakes_both_are_named(number, answer, halves, monkeypatch):

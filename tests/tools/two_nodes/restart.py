@@ -15,7 +15,7 @@ import psutil
 from two_nodes.hosts import Hosts, start_job
 
 SCRIPT = Path(__file__).resolve().parents[3] / "chapters" / "launch" / "train.py"
-LINE = re.compile(r"step (\d+): loss (\S+)")
+LINE = re.compile(r"step (\d+): loss ([\d.]+)")
 TIME_LIMIT = 300  # seconds
 
 
