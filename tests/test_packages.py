@@ -213,8 +213,11 @@ PRIVATE_IN_TORCH = """
     torch.distributed.Reducer._rebuild_buckets
     torch.distributed.algorithms._checkpoint.checkpoint_wrapper.checkpoint_wrapper
     torch.distributed.distributed_c10d._get_default_store
+    torch.distributed.distributed_c10d._resolve_process_group
     torch.distributed.distributed_c10d._world
     torch.distributed.fsdp.FSDPModule._get_fsdp_state
+    torch.distributed.fsdp._fully_shard._fsdp_api.AllGather
+    torch.distributed.fsdp._fully_shard._fsdp_api.ReduceScatter
     torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._lazy_init
     torch.distributed.tensor.DTensor._local_tensor
     torch.nn.Module._buffers
