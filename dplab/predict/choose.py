@@ -42,6 +42,21 @@ class Strategy:
     sends: str
     reshard: bool = True
 
+    @property
+    def replicated(self) -> bool:
+        """Whether every rank has all parameters."""
+        return self.simulated == "DDP"
+
+    def on_wire(self, stored: Precision) -> dict[str, Any]:
+        """Bytes of a parameter and of a gradient as they travel, for `traffic.collectives`.
+
+        What every rank has travels as it is stored: the gradients in DDP's buckets, and the
+        parameters that ZeRO-1 gathers.
+        """
+        if self.replicated:
+            return {"parameter_bytes": stored.parameters, "gradient_bytes": stored.gradients}
+        return {"parameter_bytes": stored.gathered, "gradient_bytes": stored.reduced}
+
 
 CHOICES = {
     "DDP": Strategy("everything on every rank", "DDP", "DDP", "DDP"),
@@ -65,8 +80,7 @@ _MIXED = PRECISIONS["fp32 shards, bf16 gathered"]
 STORED = dict(zip(PRECISION_CHOICES, (_MIXED, replace(_MIXED, reduced=2),
                                            PRECISIONS["pure bf16"]), strict=True))
 _MANY_NODES = [2**power for power in range(18)]
-FREE = 0.1
-"""The share of memory that is left to the allocator and the libraries."""
+_FREE = 0.1  # the share of memory that is left to the allocator and the libraries
 MEMORY_ERROR = 0.03
 """Two budgets that differ by less, relatively, are not told apart. A prediction is nearer than that
 to a dry run (``python -m dplab.bench memory``); what a GPU's allocator adds is not known."""
@@ -109,8 +123,8 @@ class Option(Prediction):
 
     @property
     def limit(self) -> float:
-        """The bytes that the budget may have; a share of the GPU's memory stays free."""
-        return (1 - FREE) * self.cluster.gpu.memory_bytes
+        """The bytes that the budget may have."""
+        return limit_of(self.cluster)
 
     @property
     def fits(self) -> bool:
@@ -146,26 +160,17 @@ class Option(Prediction):
 
         Under HSDP the root is gathered once, as by torch, where `traffic` gathers all units twice.
         """
-        stored, cluster = self._stored, self.cluster
-        wire = stored.parameters if self.strategy == "ZeRO-1" else stored.gathered
+        strategy, cluster = CHOICES[self.strategy], self.cluster
 
         def sent(name, ranks, shard_ranks=None):
-            return collectives(name, ranks, self.job.model.units, parameter_bytes=wire,
-                               gradient_bytes=stored.reduced, shard_ranks=shard_ranks)
+            return collectives(name, ranks, self.job.model.units, shard_ranks=shard_ranks,
+                               **strategy.on_wire(STORED[self.precision]))
 
-        sends = CHOICES[self.strategy].sends
         if self.strategy != "HSDP":
-            return sent(sends, cluster.ranks)
-        return [*sent(sends, cluster.per_node),
+            return sent(strategy.sends, cluster.ranks)
+        return [*sent(strategy.sends, cluster.per_node),
                 *(each for each in sent("HSDP", cluster.ranks, cluster.per_node)
                   if each.of == "shards of gradients")]
-
-    @property
-    def _stored(self) -> Precision:
-        """In DDP's buckets gradients stay in fp32."""
-        stored = STORED[self.precision]
-        replicated = CHOICES[self.strategy].simulated == "DDP"
-        return replace(stored, reduced=stored.gradients) if replicated else stored
 
     def times_sent(self, each: Transfers) -> int:
         """How often in a step: what is all-reduced for the last micro-batch alone, else for all."""
@@ -540,12 +545,13 @@ def option_of(strategy: str, model: TransformerConfig, cluster: Cluster, *, batc
     chosen = CHOICES[one_of(strategy, CHOICES, "strategy")]
     stored = STORED[one_of(precision, PRECISION_CHOICES, "precision")]
     first, *others = (recompute,) if isinstance(recompute, str) else recompute
-    casts, replicated = stored.gathered < stored.parameters, chosen.simulated == "DDP"
+    casts = stored.gathered < stored.parameters
     job = Job(
         model, batch, sequence, chosen.simulated, recompute=first, reshard=chosen.reshard,
         parameter_bytes=stored.gathered, compiled=compiled, accumulation=accumulation,
-        gradient_bytes=stored.gradients if replicated else stored.reduced,
-        optimizer_bytes=stored.optimizer + (4 if casts else 0), cast_weights=casts and replicated,
+        gradient_bytes=chosen.on_wire(stored)["gradient_bytes"],
+        optimizer_bytes=stored.optimizer + (4 if casts else 0),
+        cast_weights=casts and chosen.replicated,
         # The optimizer reads and writes parameters and moments, and reads gradients.
         update_bytes=2 * (stored.parameters + stored.optimizer) + stored.gradients)
     option = Option(job, cluster, strategy, precision)
@@ -554,6 +560,11 @@ def option_of(strategy: str, model: TransformerConfig, cluster: Cluster, *, batc
             break
         option = option.recomputing(way)
     return option
+
+
+def limit_of(cluster: Cluster) -> float:
+    """The bytes that a rank may hold; a share of the GPU's memory stays free."""
+    return (1 - _FREE) * cluster.gpu.memory_bytes
 
 
 def fullest_rank(model: TransformerConfig, ranks: int, precision: Precision | str) -> States:

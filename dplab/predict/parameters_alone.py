@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dplab.predict import memory
-from dplab.predict.choose import CHOICES, FREE, STORED
+from dplab.predict.choose import CHOICES, STORED, limit_of
 from dplab.predict.job import Cluster
 from dplab.predict.network import collective_seconds
 from dplab.predict.precision import Precision
@@ -34,11 +34,9 @@ def said(values: Mapping[str, Any], cluster: Cluster) -> dict:
     """
     parameters, parts = values["parameters"], values["parts"]
     stored = STORED[values["precision"]]
-    part = math.ceil(parameters / parts)
-    units: list[Sequence[tuple[int, ...]]] = [[(part,)]] * parts
     return {"title": f"{parameters:,} parameters in {parts:,} parts on {cluster.ranks:,} × "
                      f"{cluster.gpu.name}",
-            "rows": [_row(name, parameters, units, cluster, stored) for name in CHOICES
+            "rows": [_row(name, parameters, parts, cluster, stored) for name in CHOICES
                      if name == "DDP" or (cluster.ranks > 1 and name != "HSDP")],
             "not_said": NOT_SAID,
             "published": [f"{row['what']}: a GPU keeps {row['published']:.0%} of its speed "
@@ -47,20 +45,17 @@ def said(values: Mapping[str, Any], cluster: Cluster) -> dict:
                           if row["kind"] == "ResNet-50" and row["overlap"]]}
 
 
-def _row(name: str, parameters: int, units: list, cluster: Cluster, stored: Precision) -> dict:
-    strategy, ranks = CHOICES[name], cluster.ranks
+def _row(name: str, parameters: int, parts: int, cluster: Cluster, stored: Precision) -> dict:
+    strategy, ranks, part = CHOICES[name], cluster.ranks, math.ceil(parameters / parts)
     held = memory.states(strategy.stage, stored, ranks, parameters).total
-    whole = strategy.simulated == "DDP"
+    if not strategy.replicated:
+        held += (min(2, parts) if strategy.reshard else parts) * part * stored.gathered
+    units: list[Sequence[tuple[int, ...]]] = [[(part,)]] * parts
     sent = [] if ranks == 1 else collectives(
-        strategy.sends, ranks, [*units, []], parameter_bytes=stored.parameters if whole
-        else stored.gathered, gradient_bytes=stored.gradients if whole else stored.reduced)
-    if not whole:
-        part = max(math.prod(shape) for unit in units for shape in unit)
-        held += (min(2, len(units)) if strategy.reshard else len(units)) * part * stored.gathered
-    limit = (1 - FREE) * cluster.gpu.memory_bytes
-    return {"name": name, "what": strategy.what, "bytes": held, "left": limit - held,
+        strategy.sends, ranks, [*units, []], **strategy.on_wire(stored))
+    return {"name": name, "what": strategy.what, "bytes": held, "left": limit_of(cluster) - held,
             "sent": sum(each.bytes_sent for each in sent),
-            "seconds": sum(_seconds(each, cluster, len(units)) for each in sent)}
+            "seconds": sum(_seconds(each, cluster, parts) for each in sent)}
 
 
 def _seconds(each, cluster, parts):
