@@ -69,6 +69,16 @@ def trained(*arguments, status=0, ranks=1, **settings):
     return printed
 
 
+def follow(process, start):
+    """What it prints up to the first line that begins so."""
+    printed = ""
+    for line in process.stdout:
+        printed += line
+        if line.startswith(start):
+            break
+    return printed
+
+
 def losses(printed):
     return [(int(step), loss, norm) for step, loss, norm in LINE.findall(printed)]
 
@@ -104,9 +114,7 @@ def test_it_goes_on_bit_for_bit_and_on_other_ranks_with_the_same_samples(data, w
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
 def test_told_to_stop_it_saves_first(data, tmp_path, name):
     process = started(data, tmp_path, "--steps", "100000", "--save-every", "100000", ranks=2)
-    for line in process.stdout:
-        if line.startswith("step 5:"):
-            break
+    follow(process, "step 5:")
     process.send_signal(getattr(signal, name))
     printed, _ = process.communicate(timeout=TIME_LIMIT)
     stopped = int(re.search(r"told to stop: saved at step (\d+)", printed)[1])
@@ -117,22 +125,18 @@ def test_told_to_stop_it_saves_first(data, tmp_path, name):
 def test_a_rank_dies_and_torchrun_goes_on_from_the_last_checkpoint(data, whole, tmp_path):
     expected, _ = whole
     process = started(data, tmp_path, "--steps", "10", ranks=2, restarts=1)
-    printed = []
-    for line in process.stdout:
-        printed.append(line)
-        if line.startswith("step 5:") and len(printed) < 12:
-            ranks_of(process)[1].kill()
-    assert process.wait(TIME_LIMIT) == 0
-    starts = [int(step) for step in re.findall(r"from step (\d+)", "".join(printed))]
+    printed = follow(process, "step 5:")
+    ranks_of(process)[1].kill()
+    printed += process.communicate(timeout=TIME_LIMIT)[0]
+    assert process.returncode == 0
+    starts = [int(step) for step in re.findall(r"from step (\d+)", printed)]
     assert starts in ([0, 3], [0, 0])  # the save of step 3 may not have been done
-    assert losses("".join(printed))[-(10 - starts[1]):] == expected[starts[1]:]
+    assert losses(printed)[-(10 - starts[1]):] == expected[starts[1]:]
 
 
 def test_ranks_die_with_their_torchrun(data, tmp_path):
     process = started(data, tmp_path, "--steps", "100000", ranks=2)
-    for line in process.stdout:
-        if line.startswith("step 2:"):
-            break
+    follow(process, "step 2:")
     ranks = ranks_of(process)
     assert len(ranks) == 2
     process.kill()
@@ -213,10 +217,8 @@ def test_a_kill_at_any_moment_loses_at_most_an_interval(data, whole, tmp_path, s
     expected, _ = whole
     chance = random.Random(seed)
     process = started(data, tmp_path, "--steps", "100", "--save-every", "2", ranks=2)
-    until, seen = chance.randint(1, 9), 0
-    for line in process.stdout:
-        if line.startswith(f"step {until}:"):
-            break
+    until = chance.randint(1, 9)
+    follow(process, f"step {until}:")
     time.sleep(chance.uniform(0, 0.3))
     if chance.random() < 0.5:
         process.kill()  # torchrun, and its ranks with it
