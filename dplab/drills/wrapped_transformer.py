@@ -108,7 +108,7 @@ def _most_held(memory):
     found: dict[tuple[str, str], int] = {}
     for phase in memory.phases:
         for sample in memory.samples:
-            if phase.start < sample.op <= phase.end:
+            if phase.holds(sample):
                 for category, nbytes in sample.bytes.items():
                     place = phase.name, category
                     found[place] = max(found.get(place, 0), nbytes)

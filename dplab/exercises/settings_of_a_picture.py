@@ -109,7 +109,7 @@ def picture_of(units, reshard, precision, recomputed):
                              reshard_after_forward=reshard, precision=precision,
                              checkpointing=recomputed)
     parts = {name: [sample.bytes for sample in run.samples for phase in run.phases
-                    if phase.name == name and phase.start < sample.op <= phase.end]
+                    if phase.name == name and phase.holds(sample)]
              for name in ("forward", "backward")}
     return Picture([run.samples[0].bytes, *parts["forward"]], parts["backward"],
                    CONFIG.parameters - CONFIG.layers * CONFIG.block_parameters,

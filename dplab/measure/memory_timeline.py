@@ -60,6 +60,10 @@ class Phase:
     start: int
     end: int
 
+    def holds(self, sample: "Sample") -> bool:
+        """Whether the sample is of this part."""
+        return self.start < sample.op <= self.end
+
 
 class Sampled:
     """What has ``samples``, and so a highest one."""
