@@ -14,6 +14,7 @@ on any number of ranks that divides the global batch.
 """
 
 import argparse
+import collections
 import contextlib
 import ctypes
 import functools
@@ -273,28 +274,35 @@ class Checkpoints:
             shutil.rmtree(old)
 
     def whole(self):
-        return sorted(self.folder.glob("step-*"))
-
-    def last(self):
-        """The last that is whole by its list of files; says why where a later one is not."""
-        for path in reversed(self.whole()):
+        """Those that have all of their files, the oldest first; a torn one loses its name."""
+        found = []
+        for path in sorted(self.folder.glob("step-*")):
             try:
-                found = json.loads((path / "whole.json").read_text())
-                files = found.pop("files")
+                files = json.loads((path / "whole.json").read_text())["files"]
                 for name, size in files.items():
                     have = (path / name).stat().st_size
                     if have != size:
                         raise ValueError(f"{name} has {have:,} of {size:,} bytes")
+                found.append(path)
             except (OSError, ValueError, KeyError) as error:
-                say(f"{path} is torn ({error}): left alone, the one before is tried")
-                continue
-            differs = [f"{name} was {found.get(name)} and is {value}" for name, value in
-                       self.describes.items() if found.get(name) != value]
-            if differs:
-                raise SystemExit(f"{path} is of another training: {'; '.join(differs)}. Give the "
-                                 "same again, or another --checkpoints folder")
-            return path
-        return None
+                aside = path.with_name(f"torn-{path.name}")
+                shutil.rmtree(aside, ignore_errors=True)
+                path.rename(aside)
+                say(f"{path} is torn ({error}): kept as {aside.name}, the one before is tried")
+        return found
+
+    def last(self):
+        """The last that is whole; SystemExit if it is of another training."""
+        path = max(self.whole(), default=None)
+        if path is None:
+            return None
+        found = json.loads((path / "whole.json").read_text())
+        differs = [f"{name} was {found.get(name)} and is {value}" for name, value in
+                   self.describes.items() if found.get(name) != value]
+        if differs:
+            raise SystemExit(f"{path} is of another training: {'; '.join(differs)}. Give the "
+                             "same again, or another --checkpoints folder")
+        return path
 
     def resume(self, model, optimizer):
         """Loads the last one, on any number of ranks; returns how many steps are done."""
@@ -340,7 +348,7 @@ class Report:
 
     def __init__(self, options, parameters, device, log):
         self.options, self.parameters, self.device, self.log = options, parameters, device, log
-        self.told_to_stop, self.pending, self.seconds = False, None, []
+        self.told_to_stop, self.pending, self.seconds = False, None, collections.deque(maxlen=20)
         self.before = time.perf_counter()
         for each in (signal.SIGTERM, signal.SIGUSR1):
             signal.signal(each, self.stop)
@@ -361,7 +369,7 @@ class Report:
         step, values, norm, seconds, work = report
         work.wait()
         loss, stops = values.tolist()
-        usual = statistics.median(self.seconds[-20:]) if len(self.seconds) >= 5 else math.inf
+        usual = statistics.median(self.seconds) if len(self.seconds) >= 5 else math.inf
         self.seconds.append(seconds)
         if dist.get_rank() == 0:
             if seconds > 2 * usual:

@@ -162,6 +162,8 @@ def test_a_torn_checkpoint_is_named_and_the_one_before_is_taken(data, whole, tmp
     printed = trained(data, torn, "--steps", "10", ranks=2)
     assert f"step-00000010 is torn ({part.name} has" in printed and "from step 9" in printed
     assert losses(printed) == expected[-1:] and "unfinished-00000012" not in saved(torn)
+    assert "step 10: saved" in printed  # its name is free again
+    assert saved(torn) == ["step-00000009", "step-00000010", "torn-step-00000010"]
 
 
 def test_another_model_or_data_set_is_refused(data, whole, tmp_path):
