@@ -80,6 +80,8 @@ class DaysAndMoney(Calculation):
         Slip("You leave the update out.", {STEP: "accumulation * seconds"}),
         Slip("You multiply the time by `share`. That is of the *speed*: runs are slower than "
              "predicted, so they take longer.", {"predicted / share": "predicted * share"}),
+        Slip("You divide the micro-batches by `share`, and not the update. It is of the whole "
+             "speed.", {STEP: "(accumulation * seconds + share * update)"}),
         Slip("You leave `share` out: that is the run as predicted, and not as runs go.",
              {"predicted / share": "predicted"}),
         Slip("Your first number is right and your days are hours, or your hours seconds.",

@@ -92,6 +92,12 @@ class StepByHand(Calculation):
         Slip("You let computing hide any collective. Where the collective is longer than what it "
              "runs beside, the next unit waits for it.",
              {"return max(slowed, sending)": "return slowed"}),
+        Slip("You compare all of backward with all that is sent beside it. Each unit has to hide "
+             "its own: what one has left over does not help the next.",
+             {"+= beside(root_backward, gather)": "+= beside(root_backward + layers * backward, "
+                                                  "layers * gather + (layers - 1) * scatter)",
+              "+= beside(backward, gather)": "+= 0", MIDDLE: "0",
+              "+= beside(backward, scatter)": "+= 0"}),
         # What nothing hides.
         Slip("Your beginning is too short. Before anything computes, the root and the first block "
              "have to be there, gathered one after the other.",

@@ -70,6 +70,10 @@ class TokensThatHide(Calculation):
              {"2 * parameters / flops": "parameters / flops"}, {RING: f"2 * ({RING})"}),
         Slip("Your backward takes as long as forward. It has two products for each of forward's.",
              {"2 * forward": "forward"}),
+        Slip("You count the messages of backward once. A gather and a reduce-scatter run beside "
+             "it, and each has N − 1 of them.",
+             {"(gather + scatter) / backward":
+              "(gather + scatter - (ranks - 1) * latency) / backward"}),
         Slip("You leave the latency out. With many ranks it is most of a gather.",
              {"(ranks - 1) * latency + ": ""}),
         Slip("You count the latency once. A ring has N − 1 messages, one after the other.",
