@@ -1,8 +1,8 @@
 """One step of DDP on two A100s, recorded by others: a lens on GPUs where there is none.
 
-The profiler's trace of rank 0 lies in Holistic Trace Analysis, under the MIT licence (copyright Meta
-Platforms). This takes from it the second of its three steps whole, and the all-reduces of all three.
-What is known beyond the trace: HTA's test of it names ResNet-50. The numbers of elements fit it.
+The profiler's trace of rank 0 lies in Holistic Trace Analysis, under the MIT licence (copyright
+Meta Platforms). This takes from it the second of its three steps whole, and the all-reduces of all
+three. HTA's own test calls it a ResNet, and the numbers of elements are those of ResNet-50.
 """
 
 import gzip
@@ -36,7 +36,8 @@ def main(file=None):
     whole = steps[WHOLE]
     parts = {
         "command": "python chapters/data/gpu_step.py", "source": SOURCE, "licence": "MIT",
-        "gpu": trace["deviceProperties"][0]["name"], "ranks": trace["distributedInfo"]["world_size"],
+        "gpu": trace["deviceProperties"][0]["name"],
+        "ranks": trace["distributedInfo"]["world_size"],
         "recorded": "2024-05-22", "parameters": resnet50(), "step_us": whole["dur"],
         "columns": "µs from the step's start: launched, start, duration; operation and elements",
         "collectives": [[collective(event, step) for event in on_gpu

@@ -69,8 +69,8 @@ class MakeBuckets(Calculation):
         "there is an index to put in. Set the count of bytes back to zero at the same place.",
     )
     slips = (
-        Slip("Your first bucket closes at `bucket_bytes`. Where `first_bytes` is given, that is its "
-             "limit.", {"bucket_bytes if buckets or first_bytes is None else first_bytes":
+        Slip("Your first bucket closes at `bucket_bytes`. Where `first_bytes` is given, that is "
+             "its limit.", {"bucket_bytes if buckets or first_bytes is None else first_bytes":
                         "bucket_bytes"}),
         Slip("All your buckets close at `first_bytes`. It is the limit of the first one alone.",
              {"buckets or first_bytes": "first_bytes"}),
@@ -119,7 +119,8 @@ class MakeBuckets(Calculation):
         Slip("Where there is no gradient, there is no bucket, and you return an empty one.",
              {"[], 0, 0": "[[]], 0, bucket_bytes if first_bytes is None else first_bytes",
               "bucket_bytes if buckets or first_bytes is None else first_bytes": "bucket_bytes"}),
-        Slip("Your first bucket is empty.", {"[], 0, 0": "[[]], 0, 0", "if buckets or": "if buckets != [[]] or"}),
+        Slip("Your first bucket is empty.",
+             {"[], 0, 0": "[[]], 0, 0", "if buckets or": "if buckets != [[]] or"}),
         Slip("From the second bucket on, each index is alone: set the count of bytes back to zero "
              "when a bucket is closed.",
              {"bucket = []\n            held = 0": "bucket = []"}),

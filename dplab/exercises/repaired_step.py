@@ -59,18 +59,18 @@ class RepairedStep(Calculation):
     hints = (
         "You have a function that says how long a step takes: `predict_step` of chapter 05. What "
         "are the slowest rank's layers like?",
-        "The wait for data stands before the step, and the optimizer behind it. Where in the step "
-        "do slower kernels stand, and where does the straggler's delay?",
-        "One `Layer(forward + straggler / 2 / layers, backward + straggler / 2 / layers + kernels / "
-        "layers, gradient_bytes)`, `layers` times; `predict_step(layers * [layer], 1, ranks, "
+        "The wait for data stands before the step, and the optimizer behind it. Where in the "
+        "step do slower kernels stand, and where does the straggler's delay?",
+        "One `Layer(forward + straggler / 2 / layers, backward + straggler / 2 / layers + kernels "
+        "/ layers, gradient_bytes)`, `layers` times; `predict_step(layers * [layer], 1, ranks, "
         "bandwidth, 0)[0]`; what is repaired is 0 before that.",
     )
     slips = (
         Slip("You take the repaired seconds off the step, as if nothing else would change. Predict "
              "the step without them: what is saved beside a bottleneck turns into waiting.",
-             {"ill[repair] = 0.0": "healed = job[repair]",
-              "    ill =": "    healed = 0.0\n    ill =",
-              "+ job[\"optimizer\"]": "+ job[\"optimizer\"] - healed"}),
+             {"ill[repair] = 0.0": "pass",
+              "+ job[\"optimizer\"]":
+              "+ job[\"optimizer\"] - (job[repair] if repair in ill else 0)"}),
         Slip("The straggler's delay is missing. The step ends with the slowest rank.",
              {"ill[\"straggler\"] / 2 / job[\"layers\"]": "0.0"}),
         Slip("The straggler's delay stands in backward alone. Half of it is in forward.",
@@ -91,17 +91,14 @@ class RepairedStep(Calculation):
         Slip("You halve the exposed seconds where the link is twice as fast. Predict the step with "
              "twice the bandwidth: the link then waits for backward.",
              {"bandwidth = 2 * bandwidth": "pass", "seconds, _ =": "seconds, exposed =",
-              "    return ill": "    seconds -= exposed / 2 * (repair == \"link\")\n    return ill"}),
+              "+ seconds": "+ seconds - exposed / 2 * (repair == \"link\")"}),
         Slip("The link is no faster after it was repaired: it has twice the bandwidth.",
              {"bandwidth = 2 * bandwidth": "pass"}),
         Slip("The link is half as fast after it was repaired. It has twice the bandwidth.",
              {"= 2 * bandwidth": "= bandwidth / 2"}),
-        Slip("All layers travel in one bucket. Here each layer is a bucket of its own.",
+        Slip("Nothing is hidden in your step: its communication is added to all of its computing. "
+             "Here each layer is a bucket of its own, which leaves during backward.",
              {"layers * [layer], 1,": "layers * [layer], 10**12,"}),
-        Slip("You compute as if nothing were hidden: computing and communication are added up.",
-             {"seconds, _ = predict_step(layers * [layer], 1, job[\"ranks\"], bandwidth, 0)":
-              "seconds = layers * (layer.forward_seconds + layer.backward_seconds + 2 * (job["
-              "\"ranks\"] - 1) / job[\"ranks\"] * job[\"gradient_bytes\"] / bandwidth)"}),
     )
 
 

@@ -61,33 +61,39 @@ class WhatDDPSends(Calculation):
         "Iteration 1 is a case of its own. For the others you have a function already, which goes "
         "through a list from its last entry to its first.",
         "Lay the sizes out so that `make_buckets` meets them in the order of `ready`.",
-        "`in_order = [sizes[index] for index in reversed(ready)]`, buckets of 25 MiB with the first "
-        "of 1 MiB; the indices that you get back belong to `in_order`.",
+        "`in_order = [sizes[index] for index in reversed(ready)]`, buckets of 25 MiB with the "
+        "first of 1 MiB; the indices that you get back belong to `in_order`.",
     )
     slips = (
         Slip("The buckets of iteration 1 are rebuilt already. In iteration 1 all gradients travel "
              "together: DDP has not yet seen in which order they come.",
              {"iteration == 1": "iteration == 0"}),
         Slip("From iteration 2 on the buckets are rebuilt, and you still send all gradients "
-             "together.", {"iteration == 1": "iteration < 3"}, {"iteration == 1": "iteration > 0"}),
-        Slip("`make_buckets` goes through its list from the end. You gave it the sizes in the order "
-             "of `ready`, so its first bucket begins with the gradient that comes last.",
+             "together.",
+             {"iteration == 1": "iteration < 3"}, {"iteration == 1": "iteration > 0"}),
+        Slip("`make_buckets` goes through its list from the end. You gave it the sizes in the "
+             "order of `ready`, so its first bucket begins with the gradient that comes last.",
              {"reversed(ready)": "ready"}),
-        Slip("You filled the buckets in the reverse order of the parameters. DDP has seen the order "
-             "in which the gradients really come: that of `ready`.",
-             {"reversed(ready)": "range(len(sizes))"}, {"in ready": "in reversed(range(len(sizes)))"}),
+        Slip("You filled the buckets in the reverse order of the parameters. DDP has seen the "
+             "order in which the gradients really come: that of `ready`.",
+             {"reversed(ready)": "range(len(sizes))"},
+             {"in ready": "in reversed(range(len(sizes)))"}),
         Slip("You filled the buckets in the order of the parameters. It is that of `ready`.",
-             {"reversed(ready)": "reversed(range(len(sizes)))"}, {"in ready": "in range(len(sizes))"}),
-        Slip("Your first bucket closes at 25 MiB. It closes at 1 MiB, so that sending begins early.",
+             {"reversed(ready)": "reversed(range(len(sizes)))"},
+             {"in ready": "in range(len(sizes))"}),
+        Slip("Your first bucket closes at 25 MiB. It closes at 1 MiB, so that sending begins "
+             "early.",
              {", MIB)": ")"}, {"limit = MIB if": "limit = 25 * MIB if"}),
-        Slip("All your buckets close at 1 MiB. Only the first one does; the others close at 25 MiB.",
+        Slip("All your buckets close at 1 MiB. Only the first one does; the others close at 25 "
+             "MiB.",
              {"25 * MIB, MIB": "MIB"}, {"limit = 25 * MIB": "limit = MIB"}),
         Slip("You count 1 MiB as a million bytes, or 25 MiB as 25 million. A MiB has 2**20 bytes.",
              {"25 * MIB, MIB": "25e6, 1e6"}, {"limit = 25 * MIB": "limit = 25e6"}),
         Slip("The indices in the buckets are places in the list that you gave to `make_buckets`, "
              "and you take the sizes of the parameters with these numbers.",
              {"sum(in_order[index]": "sum(sizes[index]"}),
-        Slip("The last bucket is missing: what is left over when the gradients run out is sent too.",
+        Slip("The last bucket is missing: what is left over when the gradients run out is sent "
+             "too.",
              {"return sent + [held] * (held > 0)": "return sent"}),
         Slip("You return how many gradients each all-reduce holds. Return its bytes.",
              {"return [sum(sizes)]": "return [len(sizes)]",

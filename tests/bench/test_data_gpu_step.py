@@ -1,5 +1,6 @@
 """The recorded step of two A100s: its all-reduces are those that DDP's rule gives ResNet-50."""
 
+import itertools
 import json
 
 import gpu_step
@@ -36,6 +37,6 @@ def test_the_cpu_fills_the_step_and_nothing_is_counted_twice():
     spans = RECORDED["cpu"]
     assert [name for name, *_ in spans] == ["zero_grad", "buffers", "forward", "backward",
                                             "optimizer"]
-    for (_, _, end), (_, start, _) in zip(spans, spans[1:], strict=False):
+    for (_, _, end), (_, start, _) in itertools.pairwise(spans):
         assert start >= end
     assert sum(end - start for _, start, end in spans) > 0.95 * RECORDED["step_us"]
