@@ -145,9 +145,9 @@ PARTS = (
           overwrites="the model and the optimizer's state. `batches` holds the indices of global "
                      "batches, of which rank r takes batch[r::N]; N divides their length"),
 
-    _part("make-buckets", "05", "make_buckets(sizes, bucket_bytes)", make_buckets,
+    _part("make-buckets", "05", "make_buckets(sizes, bucket_bytes, first_bytes=None)", make_buckets,
           gives="lists of indices into sizes, from the last index to the first; a bucket closes "
-                "when it reaches bucket_bytes",
+                "when it reaches bucket_bytes, the first at first_bytes where that is given",
           chunks=_NONE, padding=_NONE, dtypes="numbers of bytes", group=_NO_RANKS),
     _part("gradient-buckets", "05", "average_in_buckets(buckets, group=None)",
           average_in_buckets, uses="ring-all-reduce pack unpack", gives="None",

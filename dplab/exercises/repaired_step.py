@@ -1,0 +1,107 @@
+"""How long the slowest rank's step takes after a repair: what is saved may be lost to waiting."""
+
+from dplab.checks.exercise import Calculation
+from dplab.checks.mistakes import Slip
+from dplab.checks.trials import of_cases
+from dplab.exercises.predict_step import predict_step
+from dplab.predict.step import Layer
+
+REPAIRS = "nothing", "data", "kernels", "straggler", "link"
+
+
+def repaired_step(job, repair):
+    """The seconds of the slowest rank's step of a sick job, with one of its causes repaired.
+
+    ``job`` and ``repair`` as the exercise's notebook says. The scheduler knows what a repair frees.
+    """
+    ill = {cause: job[cause] for cause in ("data", "kernels", "straggler")}
+    if repair in ill:
+        ill[repair] = 0.0
+    bandwidth = job["bandwidth"]
+    if repair == "link":
+        bandwidth = 2 * bandwidth
+    layers, slower = job["layers"], ill["straggler"] / 2 / job["layers"]
+    layer = Layer(job["forward"] + slower, job["backward"] + ill["kernels"] / layers + slower,
+                  job["gradient_bytes"])
+    seconds, _ = predict_step(layers * [layer], 1, job["ranks"], bandwidth, 0)
+    return ill["data"] + seconds + job["optimizer"]
+
+
+def sick_job(**numbers):
+    return {"ranks": 8, "layers": 8, "forward": 0.015, "backward": 0.030, "optimizer": 0.040,
+            "gradient_bytes": 65_536, "bandwidth": 2.65e6, "data": 0.064, "kernels": 0.040,
+            "straggler": 0.056} | numbers
+
+
+# In the second, backward is the bottleneck; in the third, each part differs.
+JOBS = {"the chapter's job": sick_job(),
+        "a job with a fast link": sick_job(bandwidth=21e6, layers=6, kernels=0.033),
+        "a job on 5 ranks": sick_job(ranks=5, layers=3, forward=0.021, backward=0.047,
+                                     optimizer=0.013, bandwidth=1.7e6, data=0.0, straggler=0.009)}
+CASES = tuple((name, repair) for name in JOBS for repair in REPAIRS)
+
+
+class RepairedStep(Calculation):
+    number = "6.4"
+    title = "What does a repair bring back?"
+    minutes = 12
+    tolerance = 1e-3
+    solution = staticmethod(repaired_step)
+
+    def trial(self, attempt):
+        return of_cases(seconds_of_the_step, CASES,
+                        lambda name, repair: float(attempt(dict(JOBS[name]), repair)))
+
+    def expected(self, world_size):
+        return of_cases(seconds_of_the_step, CASES, lambda name, repair: repaired_step(
+            JOBS[name], repair))
+
+    hints = (
+        "You have a function that says how long a step takes: `predict_step` of chapter 05. What "
+        "are the slowest rank's layers like?",
+        "The wait for data stands before the step, and the optimizer behind it. Where in the "
+        "step do slower kernels stand, and where does the straggler's delay?",
+        "One `Layer(forward + straggler / 2 / layers, backward + straggler / 2 / layers + kernels "
+        "/ layers, gradient_bytes)`, `layers` times; `predict_step(layers * [layer], 1, ranks, "
+        "bandwidth, 0)[0]`; what is repaired is 0 before that.",
+    )
+    slips = (
+        Slip("You take the repaired seconds off the step, as if nothing else would change. Predict "
+             "the step without them: what is saved beside a bottleneck turns into waiting.",
+             {"ill[repair] = 0.0": "pass",
+              "+ job[\"optimizer\"]":
+              "+ job[\"optimizer\"] - (job[repair] if repair in ill else 0)"}),
+        Slip("The straggler's delay is missing. The step ends with the slowest rank.",
+             {"ill[\"straggler\"] / 2 / job[\"layers\"]": "0.0"}),
+        Slip("The straggler's delay stands in backward alone. Half of it is in forward.",
+             {"+ slower, job": ", job", "/ layers + slower": "/ layers + 2 * slower"}),
+        Slip("The straggler's delay stands in forward alone. Half of it is in backward.",
+             {"+ slower, job": "+ 2 * slower, job", "/ layers + slower": "/ layers"}),
+        Slip("Each layer gets the whole delay of the straggler. `straggler` is that of the step.",
+             {"ill[\"straggler\"] / 2 / job[\"layers\"]": "ill[\"straggler\"] / 2"}),
+        Slip("Each layer gets all seconds of the slower kernels. `kernels` is those of the step.",
+             {"ill[\"kernels\"] / layers": "ill[\"kernels\"]"}),
+        Slip("The slower kernels stand in forward. They are those of backward.",
+             {"job[\"forward\"] + slower": "job[\"forward\"] + ill[\"kernels\"] / layers + slower",
+              "+ ill[\"kernels\"] / layers + slower,\n": "+ slower,\n"}),
+        Slip("The wait for data is missing: it stands before forward.",
+             {"ill[\"data\"] + seconds": "seconds"}),
+        Slip("The optimizer is missing: it begins when all gradients are there.",
+             {" + job[\"optimizer\"]": ""}),
+        Slip("You halve the exposed seconds where the link is twice as fast. Predict the step with "
+             "twice the bandwidth: the link then waits for backward.",
+             {"bandwidth = 2 * bandwidth": "pass", "seconds, _ =": "seconds, exposed =",
+              "+ seconds": "+ seconds - exposed / 2 * (repair == \"link\")"}),
+        Slip("The link is no faster after it was repaired: it has twice the bandwidth.",
+             {"bandwidth = 2 * bandwidth": "pass"}),
+        Slip("The link is half as fast after it was repaired. It has twice the bandwidth.",
+             {"= 2 * bandwidth": "= bandwidth / 2"}),
+        Slip("Nothing is hidden in your step: its communication is added to all of its computing. "
+             "Here each layer is a bucket of its own, which leaves during backward.",
+             {"layers * [layer], 1,": "layers * [layer], 10**12,"}),
+    )
+
+
+def seconds_of_the_step(case, seconds):
+    name, repair = case
+    return {f"{name}: the seconds of the step after the repair of {repair}": seconds}
