@@ -32,6 +32,11 @@ WRAPPERS = {
 }
 RESHARDS = {"fully_shard": None, "fully_shard, reshard_after_forward=True": True,
             "fully_shard, reshard_after_forward=False": False, "HSDP": None}
+# With its defaults, stage 3 gathers a small model once: it keeps whole what is small, or used soon.
+DEEPSPEED = {**{f"DeepSpeed {stage}": {"stage": stage} for stage in range(4)},
+             "DeepSpeed 3, nothing kept": {
+                 "stage": 3, "stage3_param_persistence_threshold": 0,
+                 "stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0}}
 
 
 def training_step(name: str, model: nn.Module, compute_loss: Callable, optimizer_cls: type,
@@ -66,8 +71,8 @@ def training_step(name: str, model: nn.Module, compute_loss: Callable, optimizer
         mesh = _mesh(hybrid=name == "HSDP")
         for unit in (*units, model):
             fully_shard(unit, mesh=mesh, reshard_after_forward=RESHARDS[name])
-    elif HAS_DEEPSPEED and name in [f"DeepSpeed {stage}" for stage in range(4)]:
-        return _deepspeed(model, make(model.parameters()), compute_loss, stage=int(name[-1]))
+    elif HAS_DEEPSPEED and name in DEEPSPEED:
+        return _deepspeed(model, make(model.parameters()), compute_loss, DEEPSPEED[name])
     else:
         raise ValueError(f"no strategy {name!r}")
     return _stepping(model, optimizer or make(model.parameters()), compute_loss)
@@ -93,7 +98,7 @@ def _stepping(model, optimizer, compute_loss):
     return step
 
 
-def _deepspeed(model, optimizer, compute_loss, stage):
+def _deepspeed(model, optimizer, compute_loss, zero):
     os.environ["DS_ACCELERATOR"] = "cpu"
     os.environ["LOCAL_RANK"] = str(dist.get_rank())
     warnings.simplefilter("ignore", FutureWarning)
@@ -106,7 +111,7 @@ def _deepspeed(model, optimizer, compute_loss, stage):
     engine, *_ = deepspeed.initialize(
         model=model, optimizer=optimizer,
         config={"train_micro_batch_size_per_gpu": 1, "zero_allow_untested_optimizer": True,
-                "zero_optimization": {"stage": stage}})
+                "zero_optimization": zero})
 
     def step(*batch):
         loss = compute_loss(engine, *batch)

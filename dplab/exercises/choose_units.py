@@ -151,4 +151,5 @@ def _why_so_large(parts):
     if any(unit != list(range(unit[0], unit[-1] + 1)) for unit in blocks if unit):
         return ("The blocks of a unit are not neighbours. It is gathered for the first of them and "
                 "stays whole until the last has computed: put neighbours together.")
-    return "Your units are too large: for a moment, two neighbours are whole at the same time."
+    return ("Your units are too large: beside one that is whole, there are a buffer for the next "
+            "gather and one for the last reduction, each as large as a unit.")

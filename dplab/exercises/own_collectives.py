@@ -63,6 +63,7 @@ class OwnCollectives(Exercise):
     solution = staticmethod(use_own_rings)
 
     def trial(self, attempt):
+        torch.use_deterministic_algorithms(True)  # then what nobody has filled is NaN, not chance
         facts = {}
         for case in _cases(dist.get_world_size()):
             model = model_of(case)
@@ -133,6 +134,14 @@ class OwnCollectives(Exercise):
              {LOOP: "for module in list(model.modules())[1:]:"}),
         Slip("The gathers are yours, and the reduce-scatters still torch's.",
              {"module.set_custom_reduce_scatter(RingScatter())": "pass"}),
+        Slip("FSDP reads the tensor that it has handed to you. What you return, or give the name "
+             "`output_tensor`, does not reach it: copy the result into it.",
+             {"output_tensor.copy_(ring_all_gather(input_tensor, group))":
+              "return ring_all_gather(input_tensor, group)"},
+             {"output_tensor.copy_(total)": "return total"}),
+        Slip("You write into `output_tensor` before you have read `input_tensor`, and in a gather "
+             "the input lies in the output.",
+             {"output_tensor.copy_(ring": "output_tensor.zero_(); output_tensor.copy_(ring"}),
         Slip("Your rings take all ranks. Pass `group` on: in a mesh of two dimensions a unit is "
              "gathered within a row.",
              {"ring_all_gather(input_tensor, group)": "ring_all_gather(input_tensor)[: len("

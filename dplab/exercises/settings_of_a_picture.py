@@ -92,8 +92,12 @@ class SettingsOfAPicture(Calculation):
              {"root + picture.block)": "picture.block)"}),
         Slip("A rank stores 1/N of the parameters.", {" * picture.ranks / whole": " / whole"}),
         Slip("Gathered is not stored: shards in 4 bytes may be gathered in 2. What is stored is "
-             "the area `parameters`.",
-             {'picture.forward[0]["parameters"] * picture.ranks / whole': "gathered"}),
+             "the area `parameters`, and what is gathered the area `gathered`.",
+             {'picture.forward[0]["parameters"] * picture.ranks / whole': "gathered"},
+             {'"gathered": round(gathered)': '"gathered": round(stored)'}),
+        Slip("Backward begins with a few bytes more than forward ended with, whatever the "
+             "settings. Recomputing a block adds far more than that.",
+             {'later > 1.1 * at_end["activations"]': 'later > at_end["activations"]'}),
         Slip("Without recomputation, activations fall all through backward. With it, they rise "
              "again in each block, above what they are when forward ends.",
              {'later > 1.1 * at_end["activations"]':
