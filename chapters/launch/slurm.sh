@@ -20,13 +20,16 @@
 #
 # A rank that dies: torchrun starts all ranks again, from the last checkpoint. A node that dies, or
 # a job that is preempted: SLURM puts the job back into the queue (--requeue). And so do the lines
-# below, two minutes before the time is up; the ranks save first, so that nothing is lost.
+# below, when two minutes are left. The signal goes from SLURM to this shell (--signal=B:), from the
+# shell to each torchrun (scancel), and from each torchrun to its ranks, which save and end. What is
+# not saved when torchrun's patience ends is lost: the step in which they are, one more, and the
+# save have to fit into it. Where they take longer, raise it together with --signal.
 
 set -euo pipefail
 
 requeue() {
     echo "time is nearly up: the ranks save, then back into the queue"
-    scancel --signal=USR1 "$SLURM_JOB_ID" # to srun's tasks; torchrun hands it on, and waits 30 s
+    scancel --signal=USR1 "$SLURM_JOB_ID" # to srun's tasks, not to this shell
     wait "$training" || true
     scontrol requeue "$SLURM_JOB_ID"
     exit 0
@@ -36,6 +39,7 @@ trap requeue USR1
 first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)
 export OMP_NUM_THREADS=8
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 # or a restart may call dead ranks (torch 2.13)
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=90    # seconds from a signal until torchrun kills; 30 else
 # export NCCL_DEBUG=INFO                    # what NCCL found and chose: read it on a new cluster
 # export NCCL_SOCKET_IFNAME=eth0            # where its ranks first meet, if it picks the wrong one
 # export GLOO_SOCKET_IFNAME=eth0            # the same for gloo

@@ -8,9 +8,10 @@
         --strategy hsdp --data /shared/data --checkpoints /shared/run-1
 
 It needs torch and numpy. To make it yours, put your model in place of `Model`, and write your
-tokens as `make_shards.py` does. A step depends on nothing but the weights, the optimizer's state
-and its own number: a job that goes on from a checkpoint takes the same samples in the same order,
-on any number of ranks that divides the global batch.
+tokens as `make_shards.py` does. A step depends on nothing but the weights, the optimizer's state,
+its own number and the settings: a job that goes on from a checkpoint with the same settings takes
+the same samples in the same order, at the same learning rates, on any number of ranks that divides
+the global batch.
 """
 
 import argparse
@@ -213,7 +214,7 @@ def build(options, device):
 
 
 def learning_rate(options, step):
-    """Rises in a line, then falls as a cosine to a tenth; a function of the step alone."""
+    """Rises in a line, then falls as a cosine to a tenth: of the step and the settings alone."""
     if step < options.warmup:
         return options.rate * (step + 1) / options.warmup
     done = (step - options.warmup) / max(1, options.steps - options.warmup)
@@ -226,13 +227,21 @@ def learning_rate(options, step):
 class Checkpoints:
     """A folder of ``step-…``: each whole, because a folder gets its name when all is written.
 
+    The name says that on all ranks every write has ended without an error, and that the file system
+    has put the bytes on its disk (DCP calls fsync). The sizes in ``whole.json`` show what is lost
+    or cut off later. Nothing here shows a byte that has changed: there are no checksums.
+
+    describes: settings in which a checkpoint and the job must agree. schedule: those that may
+    change, which is said, because from there on it is another training.
+
     Saving copies what is saved, and writes it while training goes on, in a process group of its
     own: collectives of two threads in one group would take each other's messages. Names count
     steps, so that no clock decides which is the last.
     """
 
-    def __init__(self, folder, describes, keep, timeout):
-        self.folder, self.describes, self.keep = folder, describes, keep
+    def __init__(self, folder, describes, schedule, keep, timeout):
+        self.folder, self.describes, self.schedule = folder, describes, schedule
+        self.keep = keep
         self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
         self.saving = None  # (step, the future of its write)
         folder.mkdir(parents=True, exist_ok=True)
@@ -262,7 +271,8 @@ class Checkpoints:
             if failed:
                 raise failed
             files = {path.name: path.stat().st_size for path in part.iterdir()}
-            (part / "whole.json").write_text(json.dumps({**self.describes, "files": files}))
+            (part / "whole.json").write_text(json.dumps(
+                {**self.describes, **self.schedule, "files": files}))
             part.rename(self.folder / f"step-{step:08}")
         except (Exception, CheckpointException) as error:  # a full disk, say
             say(f"step {step}: NOT SAVED, {first_cause(error)}. Training goes on; the last whole "
@@ -297,11 +307,15 @@ class Checkpoints:
         if path is None:
             return None
         found = json.loads((path / "whole.json").read_text())
-        differs = [f"{name} was {found.get(name)} and is {value}" for name, value in
-                   self.describes.items() if found.get(name) != value]
+        differs, changed = (
+            "; ".join(f"{name} was {found.get(name)} and is {value}"
+                      for name, value in settings.items() if found.get(name) != value)
+            for settings in (self.describes, self.schedule))
         if differs:
-            raise SystemExit(f"{path} is of another training: {'; '.join(differs)}. Give the "
+            raise SystemExit(f"{path} is of another training: {differs}. Give the "
                              "same again, or another --checkpoints folder")
+        if changed:
+            say(f"{path.name}: {changed}. Training goes on, with other losses than before")
         return path
 
     def resume(self, model, optimizer):
@@ -431,7 +445,10 @@ def train(options, device):
                                   weight_decay=0.1)
     describes = {"data": data.fingerprint, **{name: getattr(options, name) for name in (
         "vocabulary", "width", "layers", "heads", "sequence", "batch", "seed")}}
-    checkpoints = Checkpoints(options.checkpoints, describes, options.keep, options.timeout)
+    schedule = {name: getattr(options, name) for name in (
+        "steps", "rate", "warmup", "clip", "fp32")}
+    checkpoints = Checkpoints(options.checkpoints, describes, schedule, options.keep,
+                              options.timeout)
     done = checkpoints.resume(model, optimizer)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     if dist.get_rank() == 0:
@@ -457,6 +474,7 @@ def train(options, device):
     if report.pending:
         report.read(report.pending)
     checkpoints.finish()
+    dist.barrier(checkpoints.group)  # srun ends the job when a node's ranks leave: the name first
     if stops and dist.get_rank() == 0:
         say(f"told to stop: saved at step {step}, and ending")
 

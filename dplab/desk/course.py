@@ -58,7 +58,7 @@ GUESSES: dict[Key, tuple[str, ...]] = {
          "shards-with-one-seed"),
     11: ("gather-beside-forward", "tokens-on-2048-gpus", "hsdp-beside-fsdp-on-16384",
          "error-of-a-speed", "days-of-mpt-7b", "tensor-parallel-across-nodes"),
-    12: ("steps-done-twice", "loss-on-fewer-ranks", "minutes-between-saves", "flip-in-the-loss"),
+    12: ("minutes-between-saves", "flip-in-the-loss"),
     "A": ("error-with-mixed-signs", "ones-on-four-ranks", "sure-gradient"),
     "B": ("product-that-cut-f-sums", "least-sent-at-two-depths", "cut-that-leaves-most-intensity"),
     "C": ("ranks-with-finite-weights", "early-when-uncut", "tied-under-both-names"),

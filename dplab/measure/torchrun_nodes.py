@@ -53,16 +53,14 @@ class TorchrunNodes:
 
     def __enter__(self):
         with socket.create_server(("127.0.0.1", 0)) as server:
-            port = server.getsockname()[1]
-        self._start = time.monotonic()
+            self._port = server.getsockname()[1]
+        self._start, self._ends = time.monotonic(), 0
         try:
             for node in range(self.nodes):
-                self._torchruns.append(self._torchrun(node, port))
-                threading.Thread(target=self._read, args=[node], daemon=True).start()
+                self.start_node(node)
         except BaseException:
             self.__exit__()
             raise
-        self._ends = self.nodes
         return self
 
     def __exit__(self, *_):
@@ -106,8 +104,15 @@ class TorchrunNodes:
                     return
         raise LookupError(f"no process of the job is rank {rank}")
 
+    def start_node(self, node: int) -> None:
+        """Starts the node's torchrun: when a node that was killed is repaired, say."""
+        self._torchruns[node:node + 1] = [self._torchrun(node)]
+        self._ends += 1
+        threading.Thread(target=self._read, args=[node, self._torchruns[node]],
+                         daemon=True).start()
+
     def kill_node(self, node: int) -> None:
-        """Kills the node's torchrun and its ranks at once, as a power cut would."""
+        """Kills the node's torchrun and its ranks at once. (Their connections are closed.)"""
         for process in self._processes(node):
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
@@ -118,10 +123,10 @@ class TorchrunNodes:
             if torchrun.poll() is None:
                 torchrun.send_signal(signal.SIGTERM)
 
-    def _torchrun(self, node, port):
+    def _torchrun(self, node):
         command = [sys.executable, "-c", _TORCHRUN, "--nnodes", f"{self.at_least}:{self.nodes}",
                    "--nproc-per-node", self.ranks_per_node, "--max-restarts", self.restarts,
-                   "--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{port}",
+                   "--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{self._port}",
                    "--rdzv-conf", f"is_host={int(node == 0)},{_PATIENCE}", *self.command]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "",
                        "GLOO_SOCKET_IFNAME": _LOOPBACK,
@@ -131,10 +136,10 @@ class TorchrunNodes:
                                 stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
                                 start_new_session=True)
 
-    def _read(self, node):
-        for text in self._torchruns[node].stdout:
+    def _read(self, node, torchrun):
+        for text in torchrun.stdout:
             self._arriving.put(Line(time.monotonic() - self._start, node, text.rstrip()))
-        self._torchruns[node].stdout.close()
+        torchrun.stdout.close()
         self._arriving.put(None)
 
     def _processes(self, node):

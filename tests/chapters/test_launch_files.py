@@ -114,6 +114,11 @@ def test_the_slurm_script_starts_one_torchrun_on_each_node(cluster):
         assert train_arguments(call.training_script_args).strategy == "hsdp"
     assert "--cpus-per-task=64" in (folder / "srun.called").read_text().split()
     assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in (folder / "environment").read_text()
+    # The ranks have as long to save as the signal leaves, and the job some time for the queue.
+    patience = re.search(r"TORCH_ELASTIC_SHUTDOWN_TIMEOUT=(\d+)",
+                         (folder / "environment").read_text())
+    before = int(sbatch_options(SLURM.read_text())["signal"].partition("@")[2])
+    assert 30 < int(patience[1]) <= before - 20
     assert not (folder / "scontrol.called").exists()
 
 

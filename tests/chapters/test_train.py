@@ -181,6 +181,15 @@ def test_another_model_or_data_set_is_refused(data, whole, tmp_path):
     assert "5 ranks do not divide a batch of 12" in trained(data, folder, status=1, ranks=5)
 
 
+def test_a_changed_schedule_is_said_and_an_equal_one_is_not(data, whole, tmp_path):
+    _, folder = whole
+    before = copied(folder, tmp_path / "before", until=9)
+    printed = trained(data, before, "--steps", "12", "--rate", "0.002")
+    assert ("step-00000009: steps was 10 and is 12; rate was 0.001 and is 0.002." in printed
+            and "from step 9" in printed)
+    assert " was " not in trained(data, before, "--steps", "12", "--rate", "0.002")
+
+
 def test_a_full_disk_costs_the_checkpoint_and_no_training(data, whole, tmp_path):
     _, folder = whole
     before = copied(folder, tmp_path / "full", until=9)

@@ -51,6 +51,22 @@ def test_a_rank_and_a_node_are_killed_and_the_job_goes_on(script, capsys):
     assert capsys.readouterr().out.splitlines() == ["node 1 | rank 1 of 2"] * 2
 
 
+def test_a_node_that_comes_back_is_taken_in(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT.replace('if ranks == "2":', 'if True:').replace("sys.exit(1)", ""))
+    with TorchrunNodes(2, 1, script, at_least=1) as job:
+        seen = job.follow(until="rank")
+        while len(texts(seen)) < 2:
+            seen += job.follow(until="rank")
+        job.kill_node(1)
+        job.kill_rank(0)  # which a rank does itself when its connection closes
+        assert texts(job.follow(until="rank")) == ["rank 0 of 1"]
+        job.start_node(1)
+        seen = job.follow(until="rank") + job.follow(until="rank")
+        assert texts(seen) == ["rank 0 of 2", "rank 1 of 2"]
+    assert not processes_of(script)
+
+
 def test_an_interrupt_leaves_no_process(script):
     with pytest.raises(KeyboardInterrupt), TorchrunNodes(2, 1, script) as job:
         job.follow(until="rank 0")
