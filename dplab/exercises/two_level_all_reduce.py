@@ -31,7 +31,7 @@ def in_five_calls(flat, node, across):
 
 class TwoLevelAllReduce(Exercise):
     number = "3.6"
-    title = "Two levels: each rank sends its part across"
+    title = "An all-reduce that uses every adapter"
     minutes = 15
     solution = staticmethod(two_level_all_reduce)
     also_right = (in_five_calls,)
@@ -78,16 +78,14 @@ class TwoLevelAllReduce(Exercise):
         "`across`, and `ring_all_gather` with `node`.",
     )
     slips = (
-        Slip("The sum is right, and every rank sends whole tensors to the other nodes: the same sum "
-             "crosses as often as a node has ranks. Scatter it in the node first, so that each "
-             "rank sends one chunk of it across.",
+        Slip("The sum is right, and whole tensors travel between the nodes, where the links are "
+             "slow. Add up in the node first, by a reduce-scatter, so that each rank sends one "
+             "chunk of the node's sum across.",
              {"chunk = ring_reduce_scatter(flat, node)": "chunk = ring_all_reduce(flat, node)",
               "return ring_all_gather(total, node)": "return total"},
              {"chunk = ring_reduce_scatter(flat, node)": "chunk = ring_all_reduce(flat, across)",
               "total = ring_all_reduce(chunk, across)": "total = ring_all_reduce(chunk, node)",
-              "return ring_all_gather(total, node)": "return total"}),
-        Slip("The sum is right, and the levels are exchanged: between nodes, where the links are "
-             "slow, whole tensors travel. Scatter in the node, and send only a chunk across.",
+              "return ring_all_gather(total, node)": "return total"},
              {"ring_reduce_scatter(flat, node)": "ring_reduce_scatter(flat, across)",
               "ring_all_reduce(chunk, across)": "ring_all_reduce(chunk, node)",
               "ring_all_gather(total, node)": "ring_all_gather(total, across)"}),
