@@ -17,6 +17,8 @@ from dplab.desk.definition import CannotWrite
 from dplab.desk.edits import source_of as source_in_python
 from dplab.spawn.rank import device as devices
 
+COURSES = "the course's"
+
 _being_given: list[str] = []  # slugs; a part may ask for others while it is defined
 
 
@@ -62,11 +64,11 @@ def given(exercise: Exercise) -> Given:
     """
     if of_the_course(exercise.slug):
         parts = _own_parts(exercise)
-        whose = " and ".join(f"{name} ({'yours' if part.is_readers else 'the course’s'})"
-                             for name, part in parts.items())
+        whose = [f"{name}, {'yours' if part.is_readers else COURSES}"
+                 for name, part in parts.items()]
         return Given(kept.given(_on_own_parts(exercise), exercise.slug),
                      all(part.is_readers for part in parts.values()),
-                     f"{exercise.name}: made of {whose}.")
+                     f"{exercise.name}: made of {'; '.join(whose)}.")
     slug, place = exercise.slug, kept.place(exercise.slug)
     if slug in _being_given:  # yours uses itself: below it, the course's takes over
         return Given(kept.given(exercise.solution, slug), False, "")
