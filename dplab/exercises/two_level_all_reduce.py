@@ -71,7 +71,7 @@ class TwoLevelAllReduce(Exercise):
 
     hints = (
         "When a node's sum leaves the node, each of its ranks should send another part of it. "
-        "After which of your parts does each rank of a group hold another chunk of the group's sum?",
+        "After which of your parts does each rank of a group hold another chunk of the sum?",
         "After a reduce-scatter in the node, rank r of each node has chunk r of its own node's "
         "sum. Which ranks have chunk r of the other nodes' sums, and are they a group?",
         "Three calls: `ring_reduce_scatter` with `node`, `ring_all_reduce` of that chunk with "
