@@ -104,6 +104,9 @@ class TwoLevelAllReduce(Exercise):
         Slip("You add up in the node twice. The second sum goes across: `across` has the ranks "
              "that hold the same chunk.",
              {"ring_all_reduce(chunk, across)": "ring_all_reduce(chunk, node)"}),
+        Slip("You add up chunks among all ranks. The other ranks of a node hold other chunks: pass "
+             "`across`, whose ranks hold the same one.",
+             {"ring_all_reduce(chunk, across)": "ring_all_reduce(chunk)"}),
         Slip("After the reduce-scatter across the nodes a rank holds a part of its chunk alone. "
              "Gather across the nodes, before you gather in the node.",
              {"total = ring_all_gather(part, across)": "total = part"}),
