@@ -17,6 +17,8 @@ from dplab.desk.definition import CannotWrite
 from dplab.desk.edits import source_of as source_in_python
 from dplab.spawn.rank import device as devices
 
+COURSES = "the course's"
+
 _being_given: list[str] = []  # slugs; a part may ask for others while it is defined
 
 
@@ -56,7 +58,17 @@ class Given(NamedTuple):
 
 
 def given(exercise: Exercise) -> Given:
-    """The reader's part where it is kept and passes, or else the course's."""
+    """The reader's part where it is kept and passes, or else the course's.
+
+    ``exercise`` may be what `of_the_course` returns: then what it calls is the reader's or not.
+    """
+    if of_the_course(exercise.slug):
+        parts = _own_parts(exercise)
+        whose = [f"{name}, {'yours' if part.is_readers else COURSES}"
+                 for name, part in parts.items()]
+        return Given(kept.given(_on_own_parts(exercise), exercise.slug),
+                     all(part.is_readers for part in parts.values()),
+                     f"{exercise.name}: made of {'; '.join(whose)}.")
     slug, place = exercise.slug, kept.place(exercise.slug)
     if slug in _being_given:  # yours uses itself: below it, the course's takes over
         return Given(kept.given(exercise.solution, slug), False, "")
@@ -84,14 +96,29 @@ def given(exercise: Exercise) -> Given:
                  f"{exercise.name}: the course's, since {words}")
 
 
-def _on_own_parts(exercise):
-    """The course's version, which calls the reader's own parts of the stack where there are any."""
-    from dplab import checks
+def of_the_course(slug: str):
+    """The row of the stack of this slug, if the course makes that part of the reader's parts."""
     from dplab.checks.stack import PARTS  # which needs all exercises of the stack
 
+    return next((part for part in PARTS
+                 if part.slug == slug and part.by == "course" and part.uses), None)
+
+
+def _own_parts(exercise):
+    """What is given for each part of the stack that it calls, by name."""
+    from dplab import checks
+    from dplab.checks.stack import PARTS
+
     used = next((part.uses for part in PARTS if part.slug == exercise.slug), ())
-    own = {part.name: given(checks.find(part.slug)).value for part in PARTS
-           if part.slug in used and part.by == "reader"}
+    return {part.name: given(of_the_course(part.slug) or checks.find(part.slug)) for part in PARTS
+            if part.slug in used and (part.by == "reader" or part.uses)}
+
+
+def _on_own_parts(exercise):
+    """The course's version, which calls the reader's own parts of the stack where there are any."""
+    from dplab.checks.stack import PARTS
+
+    own = {name: part.value for name, part in _own_parts(exercise).items()}
     courses = {part.name: part.solution for part in PARTS}
     if all(value is courses[name] for name, value in own.items()):
         return exercise.solution

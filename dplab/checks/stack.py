@@ -20,8 +20,7 @@ from dplab.exercises.overlapped_gradients import OverlappedGradients
 from dplab.exercises.own_collectives import use_own_rings
 from dplab.exercises.predict_sharded_step import predict_sharded_step
 from dplab.exercises.predict_step import predict_step
-from dplab.exercises.ring_all_gather import ring_all_gather
-from dplab.exercises.ring_all_reduce import ring_all_reduce
+from dplab.exercises.ring_all_gather import ring_all_gather, ring_all_reduce
 from dplab.exercises.ring_reduce_scatter import ring_reduce_scatter
 from dplab.exercises.ring_seconds import ring_seconds
 from dplab.exercises.scatter_gradients import scatter_gradients
@@ -109,7 +108,7 @@ PARTS = (
           gives="all ranks' chunks in rank order: a new flat tensor of N len(chunk) elements",
           chunks="rank r brings chunk r; all chunks have the same length", dtypes=_ANY),
     _part("ring-all-reduce", "03", "ring_all_reduce(flat, group=None)", ring_all_reduce,
-          uses="ring-reduce-scatter ring-all-gather",
+          uses="ring-reduce-scatter ring-all-gather", by="course",
           gives="the sum over the ranks (no division), equal to the last bit on all ranks: a new "
                 "flat tensor",
           chunks="cut and joined inside", dtypes=_ANY),

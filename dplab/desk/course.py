@@ -42,7 +42,7 @@ GUESSES: dict[Key, tuple[str, ...]] = {
     1: ("bytes-of-an-all-reduce", "messages-after-backward", "rows-of-wider-layers",
         "parameters-that-fill-80-gb", "exposed-with-slices"),
     2: ("weight-of-a-token", "yes-or-no", "plain-all-reduce", "mean-of-a-sum", "four-runs"),
-    3: ("rank-0-receives-first", "equal-bits", "messages-of-a-tree", "the-real-crossover",
+    3: ("rank-0-receives-first", "equal-bits", "ring-faster-from", "adapters-of-one-ring",
         "a-slow-machine", "ring-or-tree-of-1024"),
     4: ("equal-but-wrong", "accuracy-with-repeats", "forgotten-and-no-loss-differs"),
     5: ("shortest-of-three-ways", "most-that-overlap-saves", "early-in-iteration-1",

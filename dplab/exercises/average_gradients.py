@@ -10,7 +10,7 @@ from dplab.checks.exercise import WITHOUT_GROUP, Exercise
 from dplab.checks.mistakes import Slip
 from dplab.checks.trials import gradients, seeded
 from dplab.exercises.broadcast_weights import InPairsToo
-from dplab.exercises.ring_all_reduce import ring_all_reduce
+from dplab.exercises.ring_all_gather import ring_all_reduce
 from dplab.measure import CallLog
 
 

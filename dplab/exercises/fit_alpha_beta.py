@@ -32,7 +32,7 @@ def by_newton(sizes, seconds):
 
 
 class FitAlphaBeta(Calculation):
-    number = "3.6"
+    number = "3.5"
     title = "Fit latency and bandwidth"
     minutes = 15
     tolerance = 1e-3

@@ -10,7 +10,7 @@ from dplab.checks.exercise import Exercise
 from dplab.checks.mistakes import Slip
 from dplab.checks.trials import seeded
 from dplab.exercises.average_gradients import AverageGradients, pack, unpack
-from dplab.exercises.ring_all_reduce import ring_all_reduce
+from dplab.exercises.ring_all_gather import ring_all_reduce
 from dplab.measure import CallLog
 
 

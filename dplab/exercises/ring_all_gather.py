@@ -5,7 +5,7 @@ import torch.distributed as dist
 
 from dplab.checks.mistakes import Slip
 from dplab.exercises.exchange import exchange
-from dplab.exercises.ring_reduce_scatter import OnARing
+from dplab.exercises.ring_reduce_scatter import OnARing, ring_reduce_scatter
 
 
 def ring_all_gather(chunk, group=None):
@@ -20,6 +20,11 @@ def ring_all_gather(chunk, group=None):
         outgoing = chunks[(rank - step) % ranks]
         chunks[(rank - 1 - step) % ranks] = exchange(outgoing, right, left, group)
     return chunks.view(-1)
+
+
+def ring_all_reduce(flat, group=None):
+    """The sum of all ranks' flat tensors, on every rank: the two halves, one after the other."""
+    return ring_all_gather(ring_reduce_scatter(flat, group), group)
 
 
 def with_one_passing_on(chunk, group=None):
@@ -55,9 +60,6 @@ class RingAllGather(OnARing):
         return {f"rank {each}'s chunk in place {place}": torch.cat([
                     chunk if place == other else torch.zeros_like(chunk) for other in places])
                 for place in places for each, chunk in enumerate(chunks)}
-
-    def quantities(self, world_size, rank):
-        return {"the ranks": world_size}
 
     hints = (
         "In the first step a rank has one chunk to send. Which new one does it have to send in "

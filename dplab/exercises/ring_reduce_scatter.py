@@ -1,7 +1,6 @@
-"""The half of a ring in which sums travel; and what the checks of the three rings share."""
+"""The half of a ring in which sums travel; and what the checks of both halves share."""
 
 from functools import partial
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -12,7 +11,7 @@ from dplab.checks.exercise import Exercise
 from dplab.checks.mistakes import Slip
 from dplab.checks.trials import seeded, whole_numbers
 from dplab.exercises.exchange import exchange
-from dplab.measure import CallLog
+from dplab.measure import CallLog, sent_messages
 
 
 def ring_reduce_scatter(flat, group=None):
@@ -51,7 +50,7 @@ SENT = "what it sends"
 
 
 class OnARing(Exercise):
-    """Base of the three rings: several dtypes, the input left alone, and every send counted.
+    """Base of both halves: several dtypes, the input left alone, and every send counted.
 
     On four ranks, ranks 0 and 2 are also a group, and 1 and 3 another one, both at once.
     """
@@ -61,7 +60,6 @@ class OnARing(Exercise):
     with_groups = True
     too_long = (f"{Exercise.too_long} On a ring, both are the chunk that your neighbour sends in "
                 "this step.")
-    steps = 1  # times N−1
     fact: str
 
     def trial(self, attempt):
@@ -111,7 +109,7 @@ class OnARing(Exercise):
         return facts
 
     def _limits(self, where, result, chunk_bytes, ranks):
-        steps = self.steps * (ranks - 1)
+        steps = ranks - 1
         return self._named(
             where, result, True, True,
             AtMost(steps, "each half of a ring takes N-1 steps"),
@@ -156,16 +154,10 @@ class RingReduceScatter(OnARing):
 
     def _facts(self, where, attempt, tensor, group):
         """With each message that is sent."""
-        sent, send = [], dist.ProcessGroup.send
-
-        def keep(group, tensors, *arguments):
-            sent.append(tensors[0].clone())
-            return send(group, tensors, *arguments)
-
-        # A call log has sizes alone, and the numbers that were sent tell which chunk it was.
-        with mock.patch.object(dist.ProcessGroup, "send", keep):
+        with sent_messages() as sent:  # the numbers tell which chunk it was
             facts = super()._facts(where, attempt, tensor, group)
-        return facts | {SENT + where: sent[:facts[f"the number of messages sent{where}"]]}
+        of_first_call = sent[:facts[f"the number of messages sent{where}"]]
+        return facts | {SENT + where: [message.tensor for message in of_first_call]}
 
     def result_of(self, tensors, rank):
         return torch.stack([tensor.chunk(len(tensors))[rank] for tensor in tensors]).sum(dim=0)

@@ -1,7 +1,7 @@
 """What really happened: bytes on the wire, calls, spans in time, memory; the emulated link."""
 
 from dplab.measure.after_a_step import after_a_step, saved_bytes
-from dplab.measure.call_log import CallLog, sent_bytes
+from dplab.measure.call_log import CallLog, sent_bytes, sent_messages
 from dplab.measure.emulated_link import EmulatedLink
 from dplab.measure.machine import available_cores, available_memory, describe_machine
 from dplab.measure.memory_limit import memory_limit
@@ -17,5 +17,5 @@ from dplab.measure.wire import WireMeter
 __all__ = ["CallLog", "EmulatedLink", "MemoryTimeline", "TorchrunNodes", "Trace", "UnitCalls",
            "Whole", "WholeUnits", "WireMeter", "after_a_step", "aligned", "available_cores",
            "available_memory", "describe_machine", "from_last_launch", "layer_times",
-           "memory_limit", "saved_bytes", "sent_bytes", "split_time", "state_bytes",
-           "torchrun_log"]
+           "memory_limit", "saved_bytes", "sent_bytes", "sent_messages", "split_time",
+           "state_bytes", "torchrun_log"]

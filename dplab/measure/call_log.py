@@ -1,5 +1,13 @@
 """What this rank called: the collectives, sends and receives that Python code launched."""
 
+import contextlib
+from collections.abc import Iterator
+from typing import NamedTuple
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
 from dplab.predict import cost
 from dplab.spawn.between.calls import Call
 from dplab.spawn.rank import recording
@@ -33,6 +41,30 @@ class CallLog:
 
     def __str__(self):
         return "\n".join(f"{index:3d}  {call}" for index, call in enumerate(self.calls, 1))
+
+
+class Message(NamedTuple):
+    """What a rank has sent: to which rank, as all ranks count, and a copy of the tensor."""
+
+    to: int
+    tensor: torch.Tensor
+
+
+@contextlib.contextmanager
+def sent_messages() -> Iterator[list[Message]]:
+    """A list, to which each message is added that this rank sends during the ``with`` block.
+
+    A `CallLog` has their sizes alone, and peers as their group counts. Collectives, and what is
+    sent over an emulated link, are not among them.
+    """
+    sent, send = [], dist.ProcessGroup.send
+
+    def keep(group, tensors, to, *arguments):
+        sent.append(Message(dist.get_global_rank(group, to), tensors[0].clone()))
+        return send(group, tensors, to, *arguments)
+
+    with mock.patch.object(dist.ProcessGroup, "send", keep):
+        yield sent
 
 
 def sent_bytes(call: Call) -> float:

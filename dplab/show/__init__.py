@@ -19,6 +19,7 @@ _MODULE_OF = {
     "loss_curves": "curves",
     "time_shares": "shares",
     "timeline": "timelines",
+    "ring_states": "ring",
     "ring_step": "ring",
     "row_limits": "limits",
     "memory_over_step": "memory_areas",

@@ -71,6 +71,24 @@ def ring_step(states: Sequence[Sequence[Sequence[float]]], step: int) -> CourseF
     return canvas.figure
 
 
+def ring_states(own: Sequence[Sequence[float]],
+                sent: Sequence[Sequence[float]]) -> list[list[list[float]]]:
+    """What `ring_step` draws, from what a ring to the right has sent.
+
+    ``own[rank][chunk]``: what each rank starts with. ``sent[rank]``: the numbers that it sends, one
+    in each step.
+    """
+    states = [[list(chunks) for chunks in own]]
+    for step in range(1, 2 * len(own) - 1):
+        now = [list(chunks) for chunks in states[-1]]
+        for rank, numbers in enumerate(sent):
+            to, chunk = (rank + 1) % len(own), sent_chunk(rank, step, len(own))
+            part = own[to][chunk] if step < len(own) else 0  # the second half adds nothing
+            now[to][chunk] = numbers[step - 1] + part
+        states.append(now)
+    return states
+
+
 def sent_chunk(rank: int, step: int, size: int) -> int:
     """The chunk that a rank sends to its right neighbour in a step; the first step is 1."""
     # Chunk c starts at rank c+1, is complete at rank c after N−1 steps, and goes round again.

@@ -143,7 +143,7 @@ def hang(notebook, folder):
 
 
 @pytest.mark.parametrize(("path", "cells", "keys"), [
-    ("03_all_reduce", ["setup", "your-numbers", "record-the-ring", "step-through"], STEPS),
+    ("03_all_reduce", ["setup", "two-halves", "your-numbers", "step-through"], STEPS),
     ("11_what_would_you_rent", ["setup", "imports", "the-job", "calculator"], CHOICES),
 ], ids=["stepper", "calculator"])
 def test_a_widget_by_keyboard_alone(lab, path, cells, keys):

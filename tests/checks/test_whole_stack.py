@@ -6,6 +6,7 @@ import textwrap
 
 import notebooks
 import pytest
+import torch
 from sandbox import ROOT
 
 import dplab
@@ -77,3 +78,16 @@ def test_the_stack_trains_as_fully_shard_and_calls_the_readers_own_parts(own, ho
     assert {slug for slug in USED if dplab.whose(slug) == "yours"} == set(own)
     assert run_the_stack() < 1e-9
     assert {path.name for path in home.glob("called-*")} == {f"called-{slug}" for slug in own}
+
+
+def test_the_ring_that_the_course_makes_of_two_halves_calls_the_readers(home, capsys):
+    keep("ring-all-gather")
+    ring = dplab.mine("ring-all-reduce")
+    assert capsys.readouterr().out.endswith(
+        "ring_all_reduce: made of ring_reduce_scatter, the course's; ring_all_gather, yours.\n")
+    assert dplab.whose("ring-all-reduce") == "the course's"
+    used = dplab.mine("average-gradients").__globals__["ring_all_reduce"]
+    for each in ring, used:
+        (home / "called-ring-all-gather").unlink(missing_ok=True)
+        assert dplab.run(each, 2, torch.ones(2), backend="gloo")[1].tolist() == [2.0, 2.0]
+        assert (home / "called-ring-all-gather").exists()

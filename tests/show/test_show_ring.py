@@ -70,6 +70,14 @@ def test_a_ring_is_drawn_as_given_with_texts_apart(parts):
             figure.alt)
 
 
+@pytest.mark.parametrize("size", [1, 2, 5])
+def test_what_a_ring_holds_is_known_from_what_it_sends(size):
+    right = ring_states(parts_of(size))
+    sent = [[right[step][rank][(rank - 1 - step) % size] for step in range(2 * (size - 1))]
+            for rank in range(size)]
+    assert show.ring_states(parts_of(size), sent) == right
+
+
 def test_a_ring_writes_whole_numbers_out():
     [first, *_] = cells_of(show.ring_step(ring_states([[1, 123456], [2.5, 0.1]]), 0), 2)
     assert [text for text, _ in first] == ["1", "123456"]
