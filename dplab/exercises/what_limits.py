@@ -68,8 +68,8 @@ class WhatLimits(Calculation):
              "memory.", {"states * parameters": "parameters"}),
         Slip("You divided the states among the ranks. Each rank holds a whole replica.",
              {"states * parameters": "states * parameters / ranks"}),
-        Slip("Where the states alone fill the memory, no slice is small enough: (None, "
-             "\"memory\").", {"room <= 0": "False"}, {'return None, "memory"': 'return 0, "memory"'},
+        Slip('Where the states alone fill the memory, no slice is small enough: (None, "memory").',
+             {"room <= 0": "False"}, {'return None, "memory"': 'return 0, "memory"'},
              {'return None, "memory"': 'return 1, "memory"'}),
         Slip("You rounded the slices down, so a slice has more rows than fit.",
              {"math.ceil(local * row / room)": "max(1, int(local * row / room))"}),

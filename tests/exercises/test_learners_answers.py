@@ -890,8 +890,10 @@ def in_seconds_and_without_restart(failures, days, log_ranks, ranks, save_second
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "answer", "halves"), [
-    ("bytes-per-parameter", neither_parameters_nor_shared_memory, ("parameters are missing", "share it")),
-    ("bytes-per-parameter", neither_gradients_nor_frozen_parameters, ("gradients are missing", "Frozen")),
+    ("bytes-per-parameter", neither_parameters_nor_shared_memory,
+     ("parameters are missing", "share it")),
+    ("bytes-per-parameter", neither_gradients_nor_frozen_parameters,
+     ("gradients are missing", "Frozen")),
     ("gradient-buckets", summed_without_the_last, ("did not divide", "last bucket")),
     ("6.2", tokens_by(exposed_in_backward), ("has no forward", "with computing alone")),
     ("seeds-of-ranks", same_noise_and_order, ("same order", "draw the same noise")),
