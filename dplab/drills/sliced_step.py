@@ -1,7 +1,6 @@
 """Chapter 01's drills: one data-parallel step in slices, with a fault in how it shares the work.
 
-Real ranks compute the gradient of one global batch of digits. The instruments show what a rank
-takes, holds and sends, and of which rows its result is the sum.
+The instruments show what a rank takes, holds and sends, and of which rows its result is the sum.
 """
 
 from dataclasses import dataclass
@@ -56,7 +55,8 @@ def step(parts, batch, micro) -> Recording:
     rows = parts["own_rows"](batch)
     with CallLog() as log:
         parts["accumulate"](model, images[rows], labels[rows], micro)
-    result = model.weight.grad.flatten()[:, None] * len(right)
+    [result] = [each.grad.flatten()[:, None] * len(right) for each in model.parameters()
+                if each.grad is not None]
     shares = torch.linalg.lstsq(torch.stack(right).T, result).solution.flatten()
     return Recording(rows.tolist(), max(held), [call.bytes for call in log.calls],
                      [abs(round(each, 3)) for each in shares.tolist()])
