@@ -32,7 +32,7 @@ REDUCED_EACH_TIME = {REDUCED: "pass", BACKWARD: f"{BACKWARD}\nfor each in model.
 
 
 class AccumulateGradients(Exercise):
-    number = "1.4"
+    number = "1.2"
     title = "Gradient accumulation over micro-batches"
     minutes = 15
     solution = staticmethod(accumulate_gradients)

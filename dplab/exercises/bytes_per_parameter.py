@@ -31,7 +31,7 @@ TRAINED = "[each for each in parameters if each.requires_grad]"
 
 
 class BytesPerParameter(Calculation):
-    number = "1.3"
+    number = "1.4"
     title = "Bytes per parameter, counted"
     minutes = 15
     solution = staticmethod(bytes_per_parameter)

@@ -24,7 +24,7 @@ RESULT = "all_reduce / backward_of_a_row"
 
 
 class RowsToHide(Calculation):
-    number = "1.2"
+    number = "1.3"
     title = "Rows that hide the all-reduce"
     minutes = 10
     solution = staticmethod(rows_to_hide)

@@ -17,7 +17,7 @@ def row_limits(needed: Mapping[str, float], fitting: Mapping[str, float], *,
     which memory is full, each a dashed wall. The title states what the figure finds.
     """
     figure, axes = subplots(
-        title=title, xlabel="local batch, in rows (tokens) of each rank", height=4.4,
+        title=title, xlabel="rows (tokens) that a rank computes at a time", height=4.4,
         ylabel="all-reduce ÷ backward, in time",
         alt="The time of the all-reduce over that of backward falls with the rows. It reaches 1 at "
         + ", ".join(f"{rows:,.0f} rows over {link}" for link, rows in needed.items())

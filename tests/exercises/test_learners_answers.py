@@ -184,7 +184,7 @@ def storages(*tensors):
 
 
 def counts(*kinds):
-    """1.3: what is asked for, of these kinds alone."""
+    """bytes-per-parameter: what is asked for, of these kinds alone."""
     def answer(model, optimizer, others=()):
         held = {"parameters": list(model.parameters()),
                 "gradients": [each.grad for each in model.parameters()],
@@ -200,7 +200,7 @@ def counts(*kinds):
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "answer"), [
     ("0.3", sends_a_copy), ("0.3", sends_in_a_batch),
-    ("1.3", counts("parameters", "gradients", "state", "others")),
+    ("bytes-per-parameter", counts("parameters", "gradients", "state", "others")),
     ("2.1", mean_without_nan), ("2.1", divided_by_the_mean_count),
     ("2.1", counted_in_a_list_of_one), ("2.2", FromAllGather),
     ("2.3", with_keys_in_turn), ("2.3", loss_averaged),
@@ -784,7 +784,7 @@ def really_gathered(queries, keys, temperature):
     ("0.3", assigns_the_name_on_odd_ranks, "only gives the name"),
     ("0.3", with_a_barrier, "oth ranks of a pair still begin with a send"),
     ("0.3", waits_for_nothing, "a call returns at once"),
-    ("1.3", counts("state", "others"), "The gradients are missing"),
+    ("bytes-per-parameter", counts("state", "others"), "The gradients are missing"),
     ("2.3", really_gathered, "gathered without their gradients"),
     ("3.2", ends_with_the_next_chunk, "it is a neighbour's"),
     ("4.3", averages_before_backward, "own gradients. Average them between"),
@@ -819,8 +819,8 @@ def test_a_wrong_answer_is_named(number, answer, said):
     ("0.3", sends_while_it_receives, "which comes first is luck"),
     ("0.3", copies_too_early, "Wait for the send first"),
     ("0.3", assigns_the_name_on_odd_ranks, "it holds this rank's own numbers"),
-    ("1.3", counts("parameters"), "it holds the memory of the parameters,"),
-    ("1.3", counts("gradients"), "it holds the memory of the gradients,"),
+    ("bytes-per-parameter", counts("parameters"), "it holds the memory of the parameters,"),
+    ("bytes-per-parameter", counts("gradients"), "it holds the memory of the gradients,"),
     ("3.3", gathers_once_more, "N-1 steps"),
     ("3.5", shortest_and_median, "no message's own time"),
     ("3.5", smallest_and_highest, "no message's own time")])
@@ -890,8 +890,10 @@ def in_seconds_and_without_restart(failures, days, log_ranks, ranks, save_second
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "answer", "halves"), [
-    ("1.3", neither_parameters_nor_shared_memory, ("parameters are missing", "share it")),
-    ("1.3", neither_gradients_nor_frozen_parameters, ("gradients are missing", "Frozen")),
+    ("bytes-per-parameter", neither_parameters_nor_shared_memory,
+     ("parameters are missing", "share it")),
+    ("bytes-per-parameter", neither_gradients_nor_frozen_parameters,
+     ("gradients are missing", "Frozen")),
     ("gradient-buckets", summed_without_the_last, ("did not divide", "last bucket")),
     ("6.2", tokens_by(exposed_in_backward), ("has no forward", "with computing alone")),
     ("seeds-of-ranks", same_noise_and_order, ("same order", "draw the same noise")),
@@ -1051,9 +1053,9 @@ def another(values):
 @pytest.mark.parametrize("answer", [global_mean, another])
 def test_the_answer_to_another_exercise_is_not_judged(answer, capsys, tmp_path, monkeypatch):
     monkeypatch.setenv("DPLAB_HOME", str(tmp_path))
-    dplab.check("1.2", answer)
+    dplab.check("rows-to-hide", answer)
     said = capsys.readouterr().out
-    assert "Exercise 1.2: not attempted" in said
+    assert "Exercise 1.3: not attempted" in said
     assert f"`{answer.__name__}" in said and "`rows_to_hide" in said
     assert not record.entries("exercises")
 

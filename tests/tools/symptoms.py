@@ -28,6 +28,11 @@ def of_failing(readings):
     return {"a connection is lost": "by peer" in said, "gloo gives up": "Timed out" in said}
 
 
+def of_sliced_step(ranks):
+    right = all(share == 1 for rank in ranks for share in rank.shares)
+    return {"right": right, "wrong": not right}
+
+
 def of_silent(readings):
     losses, goal = readings.losses, readings.one_process.steps
     gaps = [abs(loss - step.loss) for loss, step in zip(losses, goal, strict=False)]
@@ -110,9 +115,9 @@ def of_restarted(readings):
             "slow": slow and not apart}
 
 
-_OF = {failing_reports.Readings: of_failing, silent_failures.Readings: of_silent,
-       late_buckets.Readings: of_late, slow_jobs.Readings: of_slow,
-       wrong_steps.Readings: of_wrong_steps,
+_OF = {failing_reports.Readings: of_failing, list: of_sliced_step,
+       silent_failures.Readings: of_silent, late_buckets.Readings: of_late,
+       slow_jobs.Readings: of_slow, wrong_steps.Readings: of_wrong_steps,
        sharded_training.Readings: of_sharded_training,
        gathered_layers.Readings: of_gathered,
        wrapped_transformer.Readings: of_wrapped, flawed_plans.Readings: of_plan,
