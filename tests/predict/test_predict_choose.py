@@ -108,7 +108,7 @@ def test_the_best_is_the_simplest_of_the_fastest_that_fit(name, ranks, batch, se
         assert found.best is None
         return
     good = [name for name in CHOICES if fitting.get(name, math.inf)
-            <= 1.06 * min(fitting.values())]
+            <= (1 + TIE) * min(fitting.values())]
     assert [each.strategy for each in found.ties] == good and found.best is found.ties[0]
     for other in good[1:]:
         assert other in said(found).split("as fast as")[1].split("within")[0]
