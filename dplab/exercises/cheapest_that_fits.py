@@ -36,6 +36,7 @@ CASES = (
     ("some may be late", PLANS, 80e9, 15.0, 0.02),
     ("nothing fits", PLANS, 40e9, 40.0, 0.06),
     ("nothing is in time", PLANS, 80e9, 8.0, 0.06),
+    ("nothing is in time, by far", PLANS, 80e9, 6.5, 0.06),
     ("what fits is late, what is in time does not fit", PLANS, 57e9, 10.0, 0.06),
 )
 RUNS = "plan[1] <= memory and plan[2][2] <= deadline"
