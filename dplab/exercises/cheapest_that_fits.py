@@ -59,8 +59,9 @@ class CheapestThatFits(Calculation):
         "promised? Then find the cheapest. Is it the answer?",
         "Every plan whose money is at most (1 + tie) times the least is as cheap, as far as you "
         "can know. Which one of these is the simplest?",
-        "`runs = [plan for plan in plans if …]`, with the days at the slow end. `least = min(…)` over `runs`, then the first of "
-        "`runs` within `(1 + tie) * least`. If `runs` is empty: None.",
+        "`runs = [plan for plan in plans if …]`, with the days at the slow end. `least = "
+        "min(…)` over `runs`, then the first of `runs` within `(1 + tie) * least`. If `runs` is "
+        "empty: None.",
     )
     slips = (
         Slip("A plan that needs exactly the memory that there is fits. You leave it out.",
