@@ -5,7 +5,6 @@ money. One of the functions that made the page has a fault. The instruments show
 the planner predicts for the same settings, with the published runs that it is compared with.
 """
 
-import functools
 import random
 from dataclasses import dataclass, replace
 
@@ -19,9 +18,9 @@ from dplab.predict.rent import Rent
 NEAR = 1e-3  # relative: far above rounding, far below what a fault changes
 SEEN = 1.03  # times: what a colleague notices
 DAY = 86_400
-# Links, sequences of a micro-batch, their tokens: recomputing and waiting both take their time.
-LAYOUTS = (("100 Gb/s", 2, 4096), ("100 Gb/s", 3, 2048), ("200 Gb/s", 1, 4096),
-           ("200 Gb/s", 2, 2048))
+# Links, sequences of a micro-batch, their tokens: recomputing and waiting both take their time, and
+# without recomputing no GPU of 80 GB would hold it, or the recomputing were a flaw itself.
+LAYOUTS = (("100 Gb/s", 3, 4096), ("100 Gb/s", 6, 2048), ("100 Gb/s", 7, 2048))
 
 
 @dataclass(frozen=True)
@@ -210,45 +209,38 @@ SUSPECTS = (
             by_the_node),
 )
 
-of_plan = functools.partial(Fault, world_sizes=(64, 128))
+# Nothing has run yet, so the letter tells nothing of the flaw: the page has to.
+ASKED = ("We sign for {n} GPUs on Friday. Please check the page first.",
+         "My page for {n} GPUs is done, and everybody likes it. Would you look it over?",
+         "Before I ask for {n} GPUs: do you believe these numbers?",
+         "The last run did not go as my page said. This page is for {n} GPUs. What is wrong now?")
+
+
+def of_plan(edits, symptoms):
+    return (Fault(edits, ASKED[0], symptoms, world_sizes=(64, 128), also=ASKED[1:]),)
+
+
 CASES = (
-    Case("a", "stingy accumulation", seconds_of_a_step, (
-        of_plan({"return option.seconds":
-                 "one = replace(option, job=replace(option.job, accumulation=1))\n"
-                 "return one.seconds + (option.job.accumulation - 1) * one.compute_seconds"},
-                "We have trained for a week on our {n} GPUs, and are behind the plan. Nothing "
-                "broke.",
-                {"late"}),)),
-    Case("b", "forgotten recomputing", seconds_of_a_step, (
-        of_plan({"return option.seconds": 'return option.recomputing("none").seconds'},
-                "After some days on {n} GPUs we have fewer tokens than the page says. Is it the "
-                "network?", {"late"}),)),
-    Case("c", "data-sheet speed", seconds_of_a_step, (
-        of_plan({"return option.seconds":
-                 "return option.job.model_flops / option.cluster.gpu.bf16_flops"},
-                "The page was optimistic, they say, but on {n} GPUs we are late from the first day "
-                "on. I see nothing odd in it.", {"late"}),)),
-    Case("d", "resting footprint", held, (
-        of_plan({"option.budget.total": "option.budget.states.total"},
-                "nvidia-smi shows more on each of our {n} GPUs than the page has. The days are "
-                "right.", {"holds more", "in time"}),)),
-    Case("e", "binary gigabytes", held, (
-        of_plan({"option.budget.total": "option.budget.total / 2**30 * 1e9"},
-                "We are on time with {n} GPUs. But they are fuller than planned, and I wanted to "
-                "give the rest away.", {"holds more", "in time"}),)),
-    Case("f", "overfull batch", micro_batches, (
-        of_plan({"recipe.sequences // (recipe.gpus * recipe.micro)":
-                 "-(-recipe.sequences // (recipe.gpus * recipe.micro))"},
-                "The losses on {n} GPUs are not quite those of the recipe, after as many tokens. "
-                "The days are as planned.", {"other steps", "in time"}),)),
-    Case("g", "unbroken optimism", share_of_the_prediction, (
-        of_plan({"like.middle * lasting": "1.0"},
-                "Each number of the page looks right to me. But we are behind it, with {n} GPUs, "
-                "day after day.", {"late"}),)),
-    Case("h", "bargain price", money, (
-        of_plan({"recipe.gpus *": "(recipe.gpus // 8) *"},
-                "We end on the day that was planned, with all {n} GPUs. The bill is another one.",
-                {"dearer", "in time"}),)),
+    Case("a", "stingy accumulation", seconds_of_a_step, of_plan(
+        {"return option.seconds":
+         "one = replace(option, job=replace(option.job, accumulation=1))\n"
+         "return one.seconds + (option.job.accumulation - 1) * one.compute_seconds"}, {"late"})),
+    Case("b", "forgotten recomputing", seconds_of_a_step, of_plan(
+        {"return option.seconds": 'return option.recomputing("none").seconds'}, {"late"})),
+    Case("c", "data-sheet speed", seconds_of_a_step, of_plan(
+        {"return option.seconds":
+         "return option.job.model_flops / option.cluster.gpu.bf16_flops"}, {"late"})),
+    Case("d", "resting footprint", held, of_plan(
+        {"option.budget.total": "option.budget.states.total"}, {"holds more", "in time"})),
+    Case("e", "binary gigabytes", held, of_plan(
+        {"option.budget.total": "option.budget.total / 2**30 * 1e9"}, {"holds more", "in time"})),
+    Case("f", "overfull batch", micro_batches, of_plan(
+        {"recipe.sequences // (recipe.gpus * recipe.micro)":
+         "-(-recipe.sequences // (recipe.gpus * recipe.micro))"}, {"other steps", "in time"})),
+    Case("g", "unbroken optimism", share_of_the_prediction, of_plan(
+        {"like.middle * lasting": "1.0"}, {"late"})),
+    Case("h", "bargain price", money, of_plan(
+        {"recipe.gpus *": "(recipe.gpus // 8) *"}, {"dearer", "in time"})),
 )
 
 

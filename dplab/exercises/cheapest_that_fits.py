@@ -6,7 +6,7 @@ from dplab.checks.trials import of_cases
 
 
 def cheapest_that_fits(plans, memory, deadline, tie):
-    runs = [plan for plan in plans if plan[1] <= memory and plan[2] <= deadline]
+    runs = [plan for plan in plans if plan[1] <= memory and plan[2][2] <= deadline]
     if not runs:
         return None
     least = min(money for _, _, _, money in runs)
@@ -15,10 +15,12 @@ def cheapest_that_fits(plans, memory, deadline, tie):
             return name
 
 
-# Plans: name, bytes, days, money.
-PLANS = (("DDP on 8", 128e9, 30.0, 60e3), ("FSDP on 8", 70e9, 34.0, 68e3),
-         ("FSDP on 16", 42e9, 17.0, 68.5e3), ("kept on 16", 56e9, 16.0, 66e3),
-         ("HSDP on 32", 60e9, 9.0, 74e3))
+# Plans: name, bytes, days at the fast end, in the middle and at the slow end, money.
+PLANS = (("DDP on 8", 128e9, (20.0, 25.0, 30.0), 60e3),
+         ("FSDP on 8", 70e9, (23.0, 28.0, 34.0), 68e3),
+         ("FSDP on 16", 42e9, (11.5, 14.0, 17.0), 68.5e3),
+         ("kept on 16", 56e9, (10.5, 13.0, 16.0), 66e3),
+         ("HSDP on 32", 60e9, (6.0, 7.5, 9.0), 74e3))
 # By what each is about.
 CASES = (
     ("all fit, all in time, no error", PLANS, 200e9, 40.0, 0.0),
@@ -31,11 +33,13 @@ CASES = (
     ("a tie that is just one", PLANS[1:], 80e9, 40.0, 2 / 66 + 1e-9),
     ("a tie that is just none", PLANS[1:], 80e9, 40.0, 0.03),
     ("the error is larger", PLANS[1:], 80e9, 40.0, 0.13),
+    ("some may be late", PLANS, 80e9, 15.0, 0.02),
     ("nothing fits", PLANS, 40e9, 40.0, 0.06),
     ("nothing is in time", PLANS, 80e9, 8.0, 0.06),
+    ("nothing is in time, by far", PLANS, 80e9, 6.5, 0.06),
     ("what fits is late, what is in time does not fit", PLANS, 57e9, 10.0, 0.06),
 )
-RUNS = "plan[1] <= memory and plan[2] <= deadline"
+RUNS = "plan[1] <= memory and plan[2][2] <= deadline"
 
 
 class CheapestThatFits(Calculation):
@@ -51,21 +55,27 @@ class CheapestThatFits(Calculation):
         return self.trial(cheapest_that_fits)
 
     hints = (
-        "First leave out what cannot be taken at all. Then find the cheapest. Is it the answer?",
+        "First leave out what cannot be taken at all. Which of the three days decides, if you have "
+        "promised? Then find the cheapest. Is it the answer?",
         "Every plan whose money is at most (1 + tie) times the least is as cheap, as far as you "
         "can know. Which one of these is the simplest?",
-        "`runs = [plan for plan in plans if …]`, `least = min(…)` over `runs`, then the first of "
-        "`runs` within `(1 + tie) * least`. If `runs` is empty: None.",
+        "`runs = [plan for plan in plans if …]`, with the days at the slow end. `least = "
+        "min(…)` over `runs`, then the first of `runs` within `(1 + tie) * least`. If `runs` is "
+        "empty: None.",
     )
     slips = (
         Slip("A plan that needs exactly the memory that there is fits. You leave it out.",
              {"plan[1] <= memory": "plan[1] < memory"}),
         Slip("A plan that ends exactly at the deadline is in time. You leave it out.",
-             {"plan[2] <= deadline": "plan[2] < deadline"}),
+             {"plan[2][2] <= deadline": "plan[2][2] < deadline"}),
+        Slip("You take the middle of the range. Runs may be as slow as its other end, and the "
+             "deadline is promised.", {"plan[2][2]": "plan[2][1]"}),
+        Slip("You take the fast end of the range. Hardly any run is so fast, and the deadline is "
+             "promised.", {"plan[2][2]": "plan[2][0]"}),
         Slip("You look at the memory alone. Plans that are late are none.",
              {RUNS: "plan[1] <= memory"}),
         Slip("You look at the days alone. A plan that does not fit costs nothing, because it does "
-             "not run.", {RUNS: "plan[2] <= deadline"}),
+             "not run.", {RUNS: "plan[2][2] <= deadline"}),
         Slip("You return the cheapest. Within the error a simpler plan may be as cheap: take that.",
              {"(1 + tie) * least": "least"}, {"(1 + tie) * least": "tie + least"}),
         Slip("You take the error as a share of each plan's own money. It is one of the cheapest's.",
@@ -78,8 +88,8 @@ class CheapestThatFits(Calculation):
              {"for name, _, _, money in runs:": "for name, _, _, money in runs[::-1]:"}),
         Slip("You take the fastest. Asked is the cheapest: the days have only to be in time.",
              {"least = min(money for _, _, _, money in runs)":
-              "least = min(days for _, _, days, _ in runs)",
-              "for name, _, _, money in runs": "for name, _, money, _ in runs"}),
+              "least = min(days[2] for _, _, days, _ in runs)",
+              "for name, _, _, money in runs": "for name, _, (_, _, money), _ in runs"}),
         Slip("You return the plan's money. Asked is its name.", {"return name": "return money"}),
         Slip("You return a whole plan. Asked is its name.",
              {"return name": "return next(plan for plan in runs if plan[0] == name)"}),

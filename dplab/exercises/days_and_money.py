@@ -28,6 +28,7 @@ CASES = (
     (7e6, 24, 512, 3, 8, 0.7, 0.6, 0.6, 0.5),
 )
 STEP = "(accumulation * seconds + update)"
+STEPS = "math.ceil(tokens / (accumulation * gpus * micro * length))"
 
 
 class DaysAndMoney(Calculation):
@@ -67,12 +68,13 @@ class DaysAndMoney(Calculation):
              {"sequences // (gpus * micro)": "sequences // micro"}),
         Slip("Your steps have as many sequences as they may have. They have those that the GPUs "
              "compute, a whole number of micro-batches on each.",
-             {"accumulation * gpus * micro * length": "sequences * length"}),
+             {"accumulation * gpus * micro * length": "sequences * length"},
+             {STEPS: "tokens / (sequences * length)"}),
         Slip("You leave the accumulation out of the tokens of a step.",
-             {"(accumulation * gpus * micro * length)": "(gpus * micro * length)"}),
+             {"(accumulation * gpus * micro * length)": "(gpus * micro * length)"},
+             {STEPS: "tokens / (gpus * micro * length)"}),
         Slip("The last step counts whole: round the steps up.",
-             {"math.ceil(tokens / (accumulation * gpus * micro * length))":
-              "tokens / (accumulation * gpus * micro * length)"}),
+             {STEPS: "tokens / (accumulation * gpus * micro * length)"}),
         Slip("Your step takes as long as one micro-batch. Those of a step run one after the other.",
              {STEP: "(seconds + update)"}),
         Slip("You update after each micro-batch. Accumulation means that there is one update in a "

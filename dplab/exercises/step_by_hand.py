@@ -110,7 +110,18 @@ class StepByHand(Calculation):
              "reduce-scatter.",
              {"beside(root_backward, gather)": "beside(root_backward, gather + root_gather)"},
              {"beside(root_backward, gather)": "root_gather + beside(root_backward, gather)"}),
+        Slip("You hide the root's reduce-scatter. In the figure it comes last, after all of "
+             "backward, beside nothing.",
+             {"+= beside(backward, gather)": "+= beside(backward, gather + root_scatter)",
+              LAST: "scatter"},
+             {"+= beside(backward, scatter)": "+= beside(backward, scatter + root_scatter)",
+              LAST: "scatter"},
+             {"+= beside(root_backward, gather)": "+= beside(root_backward, gather + root_scatter)",
+              LAST: "scatter"}),
         # What runs beside what.
+        Slip("Your root's backward runs beside nothing. The last block was freed after its "
+             "forward, so it is gathered again while the root computes its backward.",
+             {"beside(root_backward, gather)": "root_backward"}),
         Slip("Your backward gathers nothing. After forward the blocks were freed, so backward "
              "gathers each of them again.",
              {"beside(root_backward, gather)": "root_backward",

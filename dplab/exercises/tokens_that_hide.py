@@ -79,7 +79,7 @@ class TokensThatHide(Calculation):
         Slip("You count the latency once. A ring has N − 1 messages, one after the other.",
              {"(ranks - 1) * latency": "latency"}),
         Slip("Each rank sends (N − 1)/N of a unit, not all of it, and with one rank nothing.",
-             {"share * element": "element"}),
+             {"share * element": "element"}, {"share * element": "(ranks > 1) * element"}),
         Slip("You let each message carry the whole unit. A ring's carry an N-th of it.",
              {"share * element": "(ranks - 1) * element"}),
         Slip("You gather and reduce the same bytes. They are `gathered` and `reduced`.",

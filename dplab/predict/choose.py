@@ -84,9 +84,10 @@ _FREE = 0.1  # the share of memory that is left to the allocator and the librari
 MEMORY_ERROR = 0.03
 """Two budgets that differ by less, relatively, are not told apart. A prediction is nearer than that
 to a dry run (``python -m dplab.bench memory``); what a GPU's allocator adds is not known."""
-TIE = 0.06
-"""Two step times that differ by less, relatively, are a tie. The predicted ratio of two runs that
-were published side by side is off by so much in the median: ``python -m dplab.bench cluster``."""
+TIE = 0.12
+"""Two step times that differ by less, relatively, are a tie. Of two runs that were published side
+by side, and differ in strategy or in the number of GPUs, the predicted ratio is off by so much in
+the median."""
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 
-from matplotlib.ticker import MaxNLocator, NullLocator
+from matplotlib.ticker import MaxNLocator
 
 from dplab.show.labels import (
     LINE_SPACING,
@@ -151,50 +151,6 @@ def _last(values: list[float]) -> tuple[int, float] | None:
     """A curve's last point that is drawn, if there is one."""
     finite = [step for step, value in enumerate(values) if math.isfinite(value)]
     return (finite[-1], values[finite[-1]]) if finite else None
-
-
-def over_ranks(curves: Mapping[str, Sequence[tuple[int, float]]], *, title: str, ylabel: str,
-               stops: Mapping[str, int | None] | None = None) -> CourseFigure:
-    """Curves over the number of ranks, named at their right ends.
-
-    ``curves`` maps a label to (ranks, value), the value at least 0 and in the unit that ``ylabel``
-    names; the axis of ranks is logarithmic. ``stops``: where a curve has a circle, because more
-    ranks do not pay from there on. Raises ValueError for no curve.
-    """
-    if not curves:
-        raise ValueError("over_ranks needs at least one curve")
-    stops = stops or {}
-    said = "; ".join(
-        f"{label.replace(chr(10), ' ')}: from {values[0][1]:.3g} at {values[0][0]:,} ranks to "
-        f"{values[-1][1]:.3g} at {values[-1][0]:,}"
-        + (f", stops paying at {stops[label]:,}" if stops.get(label) else "")
-        for label, values in curves.items())
-    finding, title = title, wrapped_title(title)
-    left, bottom, head = 66, 46, 30 + text_height(title, TITLE_SIZE)
-    leader, height = 12, 3.9  # points, inches
-    right = leader + 14 + max(text_width(label, SIZE) for label in curves)
-    across, up = 72 * WIDTH - left - right, 72 * height - bottom - head
-    with style():
-        figure = CourseFigure(figsize=(WIDTH, height), alt=f"{finding}. {ylabel}. {said}.")
-        axes = figure.add_axes(place_in_points(figure, left, bottom, across, up))
-        for place, (label, values) in enumerate(curves.items()):
-            axes.plot(*zip(*values, strict=True), "o-", markersize=3.5, color=rank_color(place))
-            if stop := stops.get(label):
-                axes.plot(stop, dict(values)[stop], "o", markersize=11,
-                          markerfacecolor="none", markeredgewidth=1.8, color=rank_color(place))
-        ranks = sorted({count for values in curves.values() for count, _ in values})
-        axes.set_xscale("log", base=2)
-        axes.xaxis.set_minor_locator(NullLocator())
-        shown = ranks[:: max(1, -(-len(ranks) // 14))]
-        axes.set(xlabel="ranks", ylabel=ylabel, xticks=shown,
-                 xticklabels=[f"{count // 1024}K" if count >= 1024 and count % 1024 == 0
-                              else f"{count:,}" for count in shown])
-        axes.set_ylim(0, None)
-        axes.set(xlim=axes.get_xlim(), ylim=axes.get_ylim())
-        name_ends(axes, (across, up), list(curves), [values[-1] for values in curves.values()],
-                  [rank_color(place) for place in range(len(curves))], leader=leader, beyond=20)
-        write_title(figure, title)
-    return figure
 
 
 def name_ends(axes, size: tuple[float, float], names: Sequence[str],

@@ -1,20 +1,16 @@
-"""Predictions as pictures: what fits and how fast it is, predicted runs beside published ones."""
+"""Predictions as pictures: predicted runs beside published ones."""
 
 import statistics
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from matplotlib.patches import Rectangle
-
 from dplab.show.labels import SIZE, TITLE_SIZE, text_height, wrap
-from dplab.show.palette import FAINT, GRID, INK, MUTED, PART_COLORS, WARNING, rank_color
+from dplab.show.palette import GRID, INK, MUTED, rank_color
 from dplab.show.theme import (
     WIDTH,
     CourseFigure,
-    add_area,
     place_in_points,
     style,
-    subplots,
     wrapped_title,
     write_title,
 )
@@ -26,69 +22,12 @@ _TICKS = (0.5, 0.6, 0.8, 1, 1.25, 1.6, 2)
 KEY = "● a run    ┃ the median of its source    ▶ beyond the axis"
 
 
-class Bar(NamedTuple):
-    """A strategy: bytes of a rank; seconds of a step and, of them, those of sending alone."""
-
-    name: str
-    held_bytes: float
-    seconds: float
-    exposed_seconds: float
-    fits: bool
-
-
 class Beside(NamedTuple):
     """Runs of one source: predicted over published, or None where they are out of scope."""
 
     name: str
     note: str
     ratios: Sequence[float] | None
-
-
-def choices(bars: Sequence[Bar], limit: float, *, title: str) -> CourseFigure:
-    """What each strategy holds, beside ``limit`` bytes, and how long its step takes if it fits.
-
-    Memory is shown in GB, of 1e9 bytes, and steps in ms. Bars of memory are cut off at twice the
-    limit, with a gap before their end and their value beside it. Raises ValueError for no bars.
-    """
-    if not bars:
-        raise ValueError("choices needs at least one bar")
-    said = "; ".join(f"{bar.name}: {bar.held_bytes / 1e9:.3g} GB, " + (
-        f"{1e3 * bar.seconds:.3g} ms, {1e3 * bar.exposed_seconds:.3g} ms of it only sending"
-        if bar.fits else "does not fit") for bar in bars)
-    figure, (memory, time) = subplots(1, 2, title=title, height=1.5 + 0.42 * len(bars),
-                                      alt=f"{title}. Limit {limit / 1e9:.3g} GB. {said}.")
-    longest = max([bar.seconds for bar in bars if bar.fits], default=1.0)
-    with style():
-        for place, bar in enumerate(bars):
-            color = INK if bar.fits else MUTED
-            _bar(memory, place, 0, min(bar.held_bytes, 2 * limit) / 1e9,
-                 rank_color(0) if bar.fits else FAINT)
-            memory.annotate(f"{bar.held_bytes / 1e9:,.3g} GB" if bar.held_bytes < 1e12 else
-                            f"{bar.held_bytes / 1e12:,.3g} TB",
-                            (max(limit, min(bar.held_bytes, 2 * limit)) / 1e9, place), (4, 0),
-                            va="center", textcoords="offset points", size=SIZE, color=color)
-            if not bar.fits:
-                time.annotate("does not fit", (0, place), (4, 0), va="center", size=SIZE,
-                              textcoords="offset points", color=MUTED)
-                continue
-            busy = 1e3 * (bar.seconds - bar.exposed_seconds)
-            _bar(time, place, 0, busy, PART_COLORS["backward"])
-            _bar(time, place, busy, 1e3 * bar.exposed_seconds, PART_COLORS["communication"])
-            time.annotate(f"{1e3 * bar.seconds:,.3g} ms", (1e3 * bar.seconds, place), (4, 0),
-                          va="center", textcoords="offset points", size=SIZE, color=color)
-        memory.axvline(limit / 1e9, color=WARNING, linewidth=1.2, linestyle=(0, (4, 3)))
-        for place, bar in enumerate(bars):
-            if bar.held_bytes > 2 * limit:  # a bar that is cut off has a gap before its end
-                memory.plot([1.86e-9 * limit, 1.92e-9 * limit], [place + 0.4, place - 0.4],
-                            color="white", linewidth=4, solid_capstyle="butt")
-        for axes, most in ((memory, 2.6 * limit / 1e9), (time, 1.35e3 * longest)):
-            axes.set(xlim=(0, most), ylim=(len(bars) - 0.5, -0.5), yticks=range(len(bars)))
-            axes.grid(False, axis="y")
-            axes.tick_params(axis="y", length=0)
-        memory.set(yticklabels=[bar.name for bar in bars], xlabel="memory of a rank [GB]")
-        time.set(yticklabels=[], xlabel="a step [ms]: computing (blue),\n"
-                 "then only sending (yellow)")
-    return figure
 
 
 def predicted_beside_published(rows: Sequence[Beside], *, title: str) -> CourseFigure:
@@ -148,10 +87,6 @@ def _dots(axes, ratios, y):
     if ratios:
         median = min(max(statistics.median(ratios), 1 / BEYOND), BEYOND)
         axes.plot([median, median], [y - 8, y + 8], color=rank_color(1), linewidth=2)
-
-
-def _bar(axes, place, start, length, color):
-    add_area(axes, Rectangle((start, place - 0.3), length, 0.6, facecolor=color))
 
 
 def _errors(ratios):

@@ -52,7 +52,7 @@ STEPS = [
     ("step", "ArrowLeft", "After step 3 of 6, 4 of 16 chunks are complete"),
     ("step", "Home", "Before the first step, 0 of 16 chunks are complete"),
 ]
-CHOICES = [("ranks", "ArrowRight", "on 128 × H100"), ("GPU", "Home", "on 128 × A100")]
+CHOICES = [("ranks", "ArrowRight", "on 16 × H100"), ("GPU", "Home", "on 16 × A100")]
 
 
 @pytest.fixture(scope="module")
@@ -144,7 +144,7 @@ def hang(notebook, folder):
 
 @pytest.mark.parametrize(("path", "cells", "keys"), [
     ("03_all_reduce", ["setup", "two-halves", "your-numbers", "step-through"], STEPS),
-    ("11_what_would_you_rent", ["setup", "imports", "the-job", "calculator"], CHOICES),
+    ("08_zero_by_hand", ["setup", "imports", "mixed", "calculator-parts", "calculator"], CHOICES),
 ], ids=["stepper", "calculator"])
 def test_a_widget_by_keyboard_alone(lab, path, cells, keys):
     with lab.open(f"chapters/{path}.ipynb") as notebook:

@@ -108,7 +108,7 @@ def test_the_best_is_the_simplest_of_the_fastest_that_fit(name, ranks, batch, se
         assert found.best is None
         return
     good = [name for name in CHOICES if fitting.get(name, math.inf)
-            <= 1.06 * min(fitting.values())]
+            <= (1 + TIE) * min(fitting.values())]
     assert [each.strategy for each in found.ties] == good and found.best is found.ties[0]
     for other in good[1:]:
         assert other in said(found).split("as fast as")[1].split("within")[0]
@@ -212,7 +212,12 @@ def test_zero_1_is_ddp_with_a_gather_after_a_shorter_optimizer():
 
 
 def test_a_tie_is_as_wide_as_the_ratios_of_published_runs_are_off():
-    sizes = [abs(error) for ranking in published.rankings() for error in ranking.ratio_errors]
+    sizes = []
+    for ranking in published.rankings():
+        setups = [(published.ROWS[run]["strategy"], published.ROWS[run]["ranks"])
+                  for run in ranking.runs]
+        sizes += [abs(error) for (one, other), error in zip(
+            itertools.combinations(setups, 2), ranking.ratio_errors, strict=True) if one != other]
     assert statistics.median(sizes) == pytest.approx(choose.TIE, abs=0.01)
 
 

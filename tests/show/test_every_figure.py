@@ -58,12 +58,6 @@ FIGURES = {
     "heat_maps": lambda: show.heat_maps(
         {"before": [gradients(rank) for rank in range(8)]}, [["weight"], ["bias"]], title=TITLE,
         bars={"calls": {"one": 3}, "ms exposed": {"one": 2.5}}),
-    "choices": lambda: show.choices(
-        [show.Bar("DDP", 300e9, 0.5, 0.1, False), show.Bar("FSDP", 50e9, 0.4, 0.1, True)], 72e9,
-        title=TITLE),
-    "over_ranks": lambda: show.over_ranks(
-        {f"curve {index}": [(8, 9.0), (16, 8.0 - index)] for index in range(8)}, title=TITLE,
-        ylabel="efficiency [%]"),
     "predicted_beside_published": lambda: show.predicted_beside_published(
         [show.Beside("one", "assumed: much", [1.2, 1.4]), show.Beside("two", "n", None)],
         title=TITLE),
