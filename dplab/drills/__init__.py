@@ -14,6 +14,7 @@ from dplab.drills.sick_job import SickJob, key
 __all__ = ["drill", "minutes", "scores"]
 
 _OF_CHAPTER = {0: ("failing_reports", "FailingReport"),
+               2: ("wrong_gradients", "WrongGradient"),
                4: ("silent_failures", "SilentFailure"),
                5: ("late_buckets", "LateBuckets"),
                6: ("slow_jobs", "SlowJob"),
