@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed._functional_collectives import all_reduce  # autograd sees it
 
 from dplab import run
 from dplab.drills.sick_job import Case, Fault, SickJob, Suspect, instrument, print_table
-from dplab.exercises.sum_over_ranks import SumOverRanks
 from dplab.workloads.digits import TRAIN_SIZE, load_digits
 
 BATCH = 24
@@ -40,7 +40,7 @@ def own_part(batch, sizes):
 
 
 def sum_over_ranks(x):
-    return SumOverRanks.apply(x)
+    return all_reduce(x, "sum", dist.group.WORLD)
 
 
 def normalise(x, over_ranks):
@@ -117,7 +117,7 @@ def one_backward(parts: Parts, settings: Settings, dtype: torch.dtype) -> Record
         warnings.simplefilter("ignore", UserWarning)  # torch's would give one of the faults away
         loss.backward()
     named = {name: parameter.grad for name, parameter in model.named_parameters()
-             if name != "first.bias"}  # whose right gradient is zero
+             if parameter.grad is not None and name != "first.bias"}  # its right gradient is zero
     parts.after_backward(list(named.values()), LIMIT)
     return Recording(mine, loss.item(), F.cross_entropy(logits, labels, reduction="none").tolist(),
                      {name: gradient.double() for name, gradient in named.items()})
@@ -186,9 +186,10 @@ def divisor(readings):
 def lopsided(readings):
     rank, alone = readings.ranks[0], readings.alone
     return all(map(near, (each.loss for each in readings.ranks), alone)), (
-        f"Rank 0 has {len(rank.samples)} of {BATCH} samples, and returns {rank.loss / alone[0]:.3f} "
-        f"times their mean loss. By its share it is {len(rank.samples) / BATCH:.3f} · "
-        f"{len(readings.ranks)} = {len(readings.ranks) * len(rank.samples) / BATCH:.3f}.")
+        f"Rank 0 has {len(rank.samples)} of {BATCH} samples, and returns "
+        f"{rank.loss / alone[0]:.3f} times their mean loss. By its share it is "
+        f"{len(readings.ranks)} · {len(rank.samples)}/{BATCH} = "
+        f"{len(readings.ranks) * len(rank.samples) / BATCH:.3f}.")
 
 
 def counted_twice(readings):
@@ -239,8 +240,7 @@ CASES = (
     Case("a", "harmless rounding", features, (
         Fault({"images.flatten(1)": "3000 + images.flatten(1)"},
               "Our regression test compares {n} GPUs with one, and wants an error below 1e-5. "
-              "Since the sensor's new firmware it is red. Who broke it?", {"close"},
-              (3, 4)),)),
+              "Since the sensor's new firmware it is red. Who broke it?", {"close"}, (3, 4)),)),
     Case("b", "surplus divisor", loss_of, (
         Fault({"dist.get_world_size() * F": "F"},
               "With SGD it learns much more slowly on {n} GPUs than on one. With Adam you see "
@@ -260,7 +260,7 @@ CASES = (
               "The first loss on {n} GPUs is a little off. Nobody touched the model.",
               {"other loss"}, (3, 4)),)),
     Case("e", "severed path", sum_over_ranks, (
-        Fault({"return SumOverRanks.apply(x)":
+        Fault({'return all_reduce(x, "sum", dist.group.WORLD)':
                "total = x.clone()\ndist.all_reduce(total)\nreturn total"},
               "The loss on {n} GPUs is right to all digits. One step later it is not.",
               {"right loss"}, (3, 4)),)),
