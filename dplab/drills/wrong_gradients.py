@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.nn.functional import all_reduce as all_reduce_with_gradient
+from torch.distributed._functional_collectives import all_reduce as all_reduce_with_gradient
 
 from dplab import run
 from dplab.drills.sick_job import Case, Fault, SickJob, Suspect, instrument, print_table
@@ -40,7 +40,7 @@ def own_part(batch, sizes):
 
 
 def sum_over_ranks(x):
-    return all_reduce_with_gradient(x)
+    return all_reduce_with_gradient(x, "sum", dist.group.WORLD)
 
 
 def normalise(x, over_ranks):
@@ -260,7 +260,7 @@ CASES = (
               "The first loss on {n} GPUs is a little off. Nobody touched the model.",
               {"other loss"}, (3, 4)),)),
     Case("e", "severed path", sum_over_ranks, (
-        Fault({"return all_reduce_with_gradient(x)":
+        Fault({'return all_reduce_with_gradient(x, "sum", dist.group.WORLD)':
                "total = x.clone()\ndist.all_reduce(total)\nreturn total"},
               "The loss on {n} GPUs is right to all digits. One step later it is not.",
               {"right loss"}, (3, 4)),)),
