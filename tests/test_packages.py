@@ -211,6 +211,7 @@ PRIVATE_IN_TORCH = """
     torch.distributed.ProcessGroup._set_group_name
     torch.distributed.ProcessGroup._set_sequence_number_for_group
     torch.distributed.Reducer._rebuild_buckets
+    torch.distributed._functional_collectives.all_reduce
     torch.distributed.algorithms._checkpoint.checkpoint_wrapper.checkpoint_wrapper
     torch.distributed.distributed_c10d._get_default_store
     torch.distributed.distributed_c10d._resolve_process_group

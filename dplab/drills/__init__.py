@@ -15,6 +15,7 @@ __all__ = ["drill", "minutes", "scores"]
 
 _OF_CHAPTER = {0: ("failing_reports", "FailingReport"),
                1: ("sliced_step", "SlicedStep"),
+               2: ("wrong_gradients", "WrongGradient"),
                4: ("silent_failures", "SilentFailure"),
                5: ("late_buckets", "LateBuckets"),
                6: ("slow_jobs", "SlowJob"),

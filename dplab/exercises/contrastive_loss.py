@@ -48,7 +48,7 @@ def of_all_queries(queries, keys, temperature):
 
 
 class ContrastiveLoss(Exercise):
-    number = "2.3"
+    number = "2.4"
     title = "A contrastive loss over the global batch"
     minutes = 15
     solution = staticmethod(contrastive_loss)

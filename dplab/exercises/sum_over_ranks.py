@@ -26,7 +26,7 @@ SUM, GRADIENT = "the sum over the ranks", "the gradient of x"
 
 
 class SumOverRanksExercise(Exercise):
-    number = "2.2"
+    number = "2.3"
     title = "The backward of a sum over ranks"
     minutes = 8
     world_sizes = (2, 3, 4, 1)  # one rank last: there, each rank's gradient is the sum

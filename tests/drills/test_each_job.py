@@ -14,10 +14,11 @@ from dplab.drills.silent_failures import SilentFailure
 from dplab.drills.sliced_step import SlicedStep
 from dplab.drills.slow_jobs import SlowJob
 from dplab.drills.wrapped_transformer import WrappedTransformer
+from dplab.drills.wrong_gradients import WrongGradient
 from dplab.drills.wrong_steps import WrongSteps
 
-SEEDS = {FailingReport: 1, SlicedStep: 6, SilentFailure: 6, LateBuckets: 6, SlowJob: 5,
-         WrongSteps: 4, ShardedTraining: 5, GatheredLayers: 5, WrappedTransformer: 4,
+SEEDS = {FailingReport: 1, SlicedStep: 6, WrongGradient: 6, SilentFailure: 6, LateBuckets: 6,
+         SlowJob: 5, WrongSteps: 4, ShardedTraining: 5, GatheredLayers: 5, WrappedTransformer: 4,
          FlawedPlan: 5, RestartedJob: 4}
 PLAIN_WORDS = {SilentFailure: {"own", "parts"}}  # of suspects, which a complaint may use
 JOBS = [pytest.param(drill, case, fault, id=f"{drill.__name__}-{case.slug}-{number}")

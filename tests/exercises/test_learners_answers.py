@@ -147,7 +147,7 @@ def counted_in_a_list_of_one(logits, targets):
 
 
 class FromAllGather(torch.autograd.Function):
-    """2.2"""
+    """2.3"""
 
     @staticmethod
     def forward(context, x):
@@ -161,7 +161,7 @@ class FromAllGather(torch.autograd.Function):
 
 
 def with_keys_in_turn(queries, keys, temperature):
-    """2.3"""
+    """2.4"""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     placed = F.one_hot(torch.tensor(rank), ranks)[None, :, None] * keys[:, None]
     all_keys = find("sum-over-ranks").solution.apply(placed).flatten(0, 1)
@@ -202,8 +202,8 @@ def counts(*kinds):
     ("0.3", sends_a_copy), ("0.3", sends_in_a_batch),
     ("bytes-per-parameter", counts("parameters", "gradients", "state", "others")),
     ("2.1", mean_without_nan), ("2.1", divided_by_the_mean_count),
-    ("2.1", counted_in_a_list_of_one), ("2.2", FromAllGather),
-    ("2.3", with_keys_in_turn), ("2.3", loss_averaged),
+    ("2.1", counted_in_a_list_of_one), ("2.3", FromAllGather),
+    ("2.4", with_keys_in_turn), ("2.4", loss_averaged),
     ("ring-seconds", in_fractions), ("checkpoint-that-survives", WrittenByTheLastRank),
     ("overlapped-gradients", WithTorch)])
 def test_a_right_answer_in_another_form_passes(number, answer):
@@ -766,7 +766,7 @@ def smallest_and_highest(sizes, seconds):
 
 
 def really_gathered(queries, keys, temperature):
-    """2.3"""
+    """2.4"""
     parts = [torch.empty_like(keys) for _ in range(dist.get_world_size())]
     dist.all_gather(parts, keys.detach())
     labels = dist.get_rank() * len(keys) + torch.arange(len(keys))
@@ -785,7 +785,7 @@ def really_gathered(queries, keys, temperature):
     ("0.3", with_a_barrier, "oth ranks of a pair still begin with a send"),
     ("0.3", waits_for_nothing, "a call returns at once"),
     ("bytes-per-parameter", counts("state", "others"), "The gradients are missing"),
-    ("2.3", really_gathered, "gathered without their gradients"),
+    ("2.4", really_gathered, "gathered without their gradients"),
     ("3.2", ends_with_the_next_chunk, "it is a neighbour's"),
     ("4.3", averages_before_backward, "own gradients. Average them between"),
     ("4.2", averages_with(drops_the_sum), "still holds this rank's own gradient"),

@@ -12,6 +12,7 @@ from dplab.drills import (
     silent_failures,
     slow_jobs,
     wrapped_transformer,
+    wrong_gradients,
     wrong_steps,
 )
 
@@ -78,6 +79,13 @@ def of_wrong_steps(readings):
             "fewer steps": len(here) < len(alone)}
 
 
+def of_wrong_gradient(readings):
+    error, ratio, _ = readings.against_one(readings.single)
+    gap = abs(sum(rank.loss for rank in readings.ranks) / len(readings.ranks) - readings.one.loss)
+    return {"close": 1e-5 < error < 1e-2, "shorter": ratio < 0.5, "right loss": gap < MATCHED,
+            "other loss": gap > 1e-3}
+
+
 def of_sharded_training(readings):
     gaps = [abs(here - there) for here, there in zip(readings.losses, readings.one_process,
                                                      strict=True)]
@@ -116,8 +124,9 @@ def of_restarted(readings):
 
 
 _OF = {failing_reports.Readings: of_failing, list: of_sliced_step,
-       silent_failures.Readings: of_silent, late_buckets.Readings: of_late,
-       slow_jobs.Readings: of_slow, wrong_steps.Readings: of_wrong_steps,
+       wrong_gradients.Readings: of_wrong_gradient, silent_failures.Readings: of_silent,
+       late_buckets.Readings: of_late, slow_jobs.Readings: of_slow,
+       wrong_steps.Readings: of_wrong_steps,
        sharded_training.Readings: of_sharded_training,
        gathered_layers.Readings: of_gathered,
        wrapped_transformer.Readings: of_wrapped, flawed_plans.Readings: of_plan,

@@ -1,0 +1,89 @@
+"""What an average does not pass through: the clipping of a gradient, and a perplexity."""
+
+import torch
+import torch.distributed as dist
+
+from dplab.checks.exercise import Exercise
+from dplab.checks.mistakes import Slip
+from dplab.checks.trials import seeded
+
+
+def clip_and_log(gradient, summed, tokens, limit):
+    mean = gradient.clone()
+    dist.all_reduce(mean)
+    mean /= dist.get_world_size()
+    scale = min(1, limit / mean.norm())
+    sums = torch.stack([summed, tokens])
+    dist.all_reduce(sums)
+    return mean * scale, (sums[0] / sums[1]).exp()
+
+
+LONG, SHORT, PERPLEXITY = "a gradient to clip", "a gradient below the limit", "the perplexity"
+TOKENS = 40.0, 10.0, 300.0, 90.0  # of each rank
+SCALE = "scale = min(1, limit / mean.norm())"
+
+
+class ClipAndLog(Exercise):
+    number = "2.2"
+    title = "Where averages stop"
+    minutes = 8
+    solution = staticmethod(clip_and_log)
+
+    def trial(self, attempt):
+        gradient, summed, tokens = of_rank(dist.get_rank())
+        given = gradient.clone()
+        long, perplexity = attempt(gradient, summed, tokens, 0.5)
+        untouched = torch.equal(gradient, given)
+        short, _ = attempt(given, summed, tokens, 100.0)
+        return {LONG: long, SHORT: short, PERPLEXITY: perplexity,
+                "that the rank's own gradient stays as it is": untouched}
+
+    def expected(self, world_size):
+        gradients, summed, tokens = zip(*map(of_rank, range(world_size)), strict=True)
+        mean = torch.stack(gradients).mean(dim=0)
+        return {LONG: 0.5 * mean / mean.norm(), SHORT: mean,
+                PERPLEXITY: (sum(summed) / sum(tokens)).exp(),
+                "that the rank's own gradient stays as it is": True}
+
+    hints = (
+        "What would one process do that has the whole batch? Write its steps down in order. Which "
+        "of them need all ranks?",
+        "For each number ask whether a mean before it is the same as a mean behind it. It is where "
+        "the step between is a factor or a sum, the same on every rank.",
+        "Average the gradient first, and scale it then by `min(1, limit / norm)`. Sum the "
+        "cross-entropies and the tokens over the ranks, divide, and take `exp` last.",
+    )
+    slips = (
+        Slip("Each rank clips its own gradient, and you average what is left. A rank whose "
+             "gradient is long then says less than its part, and the mean points elsewhere. One "
+             "process clips once: what?",
+             {"mean = gradient.clone()": "mean = gradient * min(1, limit / gradient.norm())",
+              SCALE: "scale = 1"}),
+        Slip("You scale the average by the length of this rank's own gradient. Every rank takes "
+             "another scale, and their models part.", {"mean.norm()": "gradient.norm()"}),
+        Slip("You scale up, too, where the gradient is shorter than `limit`. The scale is at most "
+             "1.", {SCALE: "scale = limit / mean.norm()"}),
+        Slip("You clip the sum of the ranks' gradients. Where it is clipped nobody sees that: the "
+             "length is `limit` all the same. Where it is not, it is N times too long, and it is "
+             "clipped too often.", {"mean /= dist.get_world_size()": ""}),
+        Slip("You limit each element. That turns the gradient: all its elements are scaled by one "
+             "number.", {"mean * scale": "mean.clamp(-limit, limit)"}),
+        Slip("This is the mean of the ranks' perplexities. `exp` bends upwards, so that their mean "
+             "is too large where the losses differ, and the ranks have unequal tokens besides.",
+             {"dist.all_reduce(sums)": "each = (summed / tokens).exp()\ndist.all_reduce(each)",
+              "(sums[0] / sums[1]).exp()": "each / dist.get_world_size()"}),
+        Slip("You take `exp` last, but of the mean of the ranks' means: a token of a rank with few "
+             "counts too much. Exercise 2.1 had this in its loss.",
+             {"torch.stack([summed, tokens])": "torch.stack([summed / tokens, torch.ones(())])"}),
+        Slip("This is the perplexity of this rank's own tokens, another one on each rank.",
+             {"dist.all_reduce(sums)": ""}),
+        Slip("This is the mean cross-entropy. The perplexity is e to it.", {".exp()": ""}),
+        Slip("You overwrite the rank's own gradient: an all-reduce works in place. Take a copy.",
+             {"gradient.clone()": "gradient"}),
+    )
+
+
+def of_rank(rank):
+    """Its gradient, the sum of its cross-entropies, and its number of tokens."""
+    tokens = torch.tensor(TOKENS[rank])
+    return (1 + rank) * seeded(f"gradient of rank {rank}", 12), (1 + 0.5 * rank) * tokens, tokens
