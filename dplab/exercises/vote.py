@@ -46,6 +46,8 @@ KINDS = ("nothing is flipped", "the lowest bit of one number", "the sign of a ze
          "the highest bit of the exponent", "two numbers that changed places",
          "one bit up and the same bit down", "a not-a-number on all ranks, a bit on one",
          "one rank of two, or all different")
+_MIXED = ("total = total * 6364136223846793005 + "
+          "(bits * (places * 2862933555777941757 + 1)).sum()")
 FEW = "a checksum needs a few bytes, and the replica has 4,100"
 
 
@@ -96,7 +98,12 @@ class Vote(Exercise):
              "rounding, two numbers that change places leave the sum as it is, and one "
              "not-a-number hides all others. Compare bits: make the checksum of them.",
              {"digest.update(tensor.detach().flatten().view(torch.uint8).numpy().tobytes())":
-              "digest.update(str(tensor.sum().item()).encode())"}),
+              "digest.update(str(tensor.sum().item()).encode())"},
+             {"total = torch.zeros(1, dtype=torch.int64)": "total = torch.zeros(1)", _MIXED:
+              "total = total + tensor.sum()"},
+             {"total = torch.zeros(1, dtype=torch.int64)":
+              "total = torch.zeros(1, dtype=torch.float64)", _MIXED:
+              "total = total + tensor.double().sum()"}),
         Slip("Your checksum adds bits without their places: two numbers that change places, or one "
              "bit up and the same bit down, leave the sum as it is.",
              {"digest.update(tensor.detach().flatten().view(torch.uint8).numpy().tobytes())":
