@@ -24,6 +24,10 @@
 # shell to each torchrun (scancel), and from each torchrun to its ranks, which save and end. What is
 # not saved when torchrun's patience ends is lost: the step in which they are, one more, and the
 # save have to fit into it. Where they take longer, raise it together with --signal.
+#
+# A GPU that is broken, on a node that answers, uses up --max-restarts, and the job fails: nothing
+# here tells SLURM. That takes a health check in its prolog, which drains the node. Without one,
+# submit again with `sbatch --exclude=NODE slurm.sh`.
 
 set -euo pipefail
 

@@ -7,6 +7,8 @@
         --max-restarts 3 --signals-to-handle SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 train.py \\
         --strategy hsdp --data /shared/data --checkpoints /shared/run-1
 
+For the reader of chapter 12 the class `Checkpoints` is new: the chapters before it teach the rest.
+
 It needs torch and numpy. To make it yours, put your model in place of `Model`, and write your
 tokens as `make_shards.py` does. A step depends on nothing but the weights, the optimizer's state,
 its own number and the settings: a job that goes on from a checkpoint with the same settings takes

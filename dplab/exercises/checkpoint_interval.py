@@ -36,10 +36,11 @@ class PlanCheckpoints(Calculation):
     hints = (
         "Everything in seconds first. One rank fails every `days · log_ranks / failures`; any of "
         "your ranks stops the job, so divide by `ranks`: that is M.",
-        "With an interval τ the job loses δ/τ of its time to saving, and at each failure the "
-        "restart R and on average half an interval: δ/τ + (τ/2 + R)/M.",
-        "That is least where its derivative is zero: δ/τ² = 1/(2M), so τ = √(2δM). Then convert: "
-        "hours, minutes, and a share without a unit.",
+        "In a long time T, how many saves are there, and how many failures? A failure strikes at "
+        "any moment of an interval: how much of it is lost on average? Add all losses, and divide "
+        "by T.",
+        "The share is δ/τ + (τ/2 + R)/M. It is least where its derivative is zero: "
+        "δ/τ² = 1/(2M), so τ = √(2δM). Then convert: hours, minutes, and a share without a unit.",
     )
     slips = (
         # The time between failures.

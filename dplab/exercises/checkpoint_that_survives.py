@@ -119,11 +119,12 @@ class SurvivingCheckpoint(Exercise):
     hints = (
         "Go through all that a step uses: weights, optimizer state, where in the sequence of "
         "batches, which step. All of it is the same on every rank, so one rank writes one file.",
-        "`torch.save(..., new)` to another name in the same folder, then `new.replace(path)`: at "
-        "each moment `path` is a whole checkpoint, the old one or the new. And `save` ends for "
-        "nobody before that: a barrier for all ranks.",
-        "`load` of the first job finds no file. `generator.get_state()` and `set_state` are the "
-        "place in the data.",
+        "Stop your `save` in thought after each of its lines, and in the middle of the write: "
+        "what can be read under `path` then? If the answer is ever nothing, look for an operation "
+        "on files that is done wholly or not at all. And what do the other ranks do meanwhile?",
+        "`torch.save(..., new)` to another name in the same folder, then `new.replace(path)`, and "
+        "a barrier for all ranks. `load` of the first job finds no file. `generator.get_state()` "
+        "and `set_state` are the place in the data.",
     )
     slips = (
         # The file.

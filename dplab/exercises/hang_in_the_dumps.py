@@ -9,17 +9,16 @@ from dplab.checks.trials import of_cases
 
 def find_hang(dumps, groups):
     def made(rank, group, number):
-        for entry in dumps[rank]:
-            if (entry["process_group"][0], entry["collective_seq_id"]) == (group, number):
-                return entry["profiling_name"], entry["input_sizes"]
-        return None
+        return next(
+            ((entry["profiling_name"], entry["input_sizes"]) for entry in dumps[rank]
+             if (entry["process_group"][0], entry["collective_seq_id"]) == (group, number)), None)
 
     waits = {}
     for rank, entries in enumerate(dumps):
         for entry in entries:
             if not entry["retired"]:
                 waits.setdefault(rank, (entry["process_group"][0], entry["collective_seq_id"]))
-    for group, number in sorted(set(waits.values())):
+    for group, number in sorted(set(waits.values()), key=lambda call: (int(call[0]), call[1])):
         calls = {rank: made(rank, group, number) for rank in groups[group]}
         different = {str(call) for call in calls.values() if call}
         missing = [rank for rank, call in calls.items() if call is None]
@@ -49,6 +48,7 @@ _SUM, _NORM, _LOSS = ("0", "all_reduce", [[40]]), ("0", "all_reduce", [[1]]), (
     "0", "all_reduce", [[2]])
 _NODE_0, _NODE_1 = (("1", "all_gather", [[10]]), ("2", "all_gather", [[10]]))
 _PAIR_0, _PAIR_1 = (("3", "all_reduce", [[10]]), ("4", "all_reduce", [[10]]))
+_TENTH = ("10", "all_gather", [[10]])
 ALL_OF_4 = {"0": [0, 1, 2, 3]}
 NODES = {**ALL_OF_4, "1": [0, 1], "2": [2, 3], "3": [0, 2], "4": [1, 3]}
 
@@ -82,6 +82,16 @@ CASES = {
          dump(*_healthy(_NODE_0, _PAIR_1, 3), waits=0),
          dump(*_healthy(_NODE_1, _PAIR_0, 3), _NODE_1, _PAIR_0),
          dump(*_healthy(_NODE_1, _PAIR_1, 3), _NODE_1, _PAIR_1)], NODES),
+    "two hangs, in groups 2 and 10": (
+        [dump(_NODE_1, _NODE_1), dump(_NODE_1, waits=0), dump(_TENTH, _TENTH),
+         dump(_TENTH, waits=0)], {**ALL_OF_4, "2": [0, 1], "10": [2, 3]}),
+    "rank 1 has ended, and the recorder has dropped the first calls": (
+        [dump(*[_SUM, _LOSS] * 3, _SUM)[-3:], dump(*[_SUM, _LOSS] * 3, waits=0)[-3:]],
+        {"0": [0, 1]}),
+    "all ranks have made the call that waits": (
+        [dump(_SUM, _LOSS), dump(_SUM, _LOSS, waits=0), dump(_SUM, _LOSS)], {"0": [0, 1, 2]}),
+    "two groups are used in opposite orders": (
+        [dump(_SUM, _NODE_0), dump(_SUM, _PAIR_0)], {"0": [0, 1], "1": [0, 1], "3": [0, 1]}),
     "all is well": ([dump(_SUM, _LOSS, waits=0)] * 2, {"0": [0, 1]}),
 }
 
@@ -106,7 +116,8 @@ class HangInTheDumps(Calculation):
         "call for all ranks of the group. What did each of them make of it?",
         "Two things make a call hang: ranks made different calls under the same number, or a rank "
         "has not made it. A rank that has not made it may be a victim too, which waits elsewhere. "
-        "So look for a call whose missing ranks all wait nowhere.",
+        "So look for a call whose missing ranks all wait nowhere. If no rank is missing, the call "
+        "is only under way; and there may be no such call.",
         "`waits[rank] = (group, number)` of its first entry that is not retired. For each of these "
         "calls, `calls = {rank: (name, sizes) or None for rank in groups[group]}`. It is the cause "
         "if its calls differ, or if some are None and none of these ranks is in `waits`.",
@@ -129,6 +140,23 @@ class HangInTheDumps(Calculation):
               'entry["collective_seq_id"] == number'}),
         Slip("You name all ranks of the job. Those outside the group never make this call.",
              {"for rank in groups[group]}": "for rank in range(len(dumps))}"}),
+        Slip("You name a call that all of its ranks have made, under one name and with one size. "
+             "It is only under way: look for one that lacks a rank.",
+             {"(missing and all(rank not in waits for rank in missing))":
+              "all(rank not in waits for rank in missing)"}),
+        Slip("You name a call wherever ranks wait. Where each call lacks a rank that waits in "
+             "another one, they wait in a circle, and none of them is the first.",
+             {"return None": "return (group, number, calls) if waits else None"},
+             {"return None": "return next(((*call, {rank: made(rank, *call) "
+              "for rank in groups[call[0]]}) for call in sorted(set(waits.values()))), None)"}),
+        Slip("A group's number is a text, and as texts \"10\" comes before \"2\". Compare numbers.",
+             {", key=lambda call: (int(call[0]), call[1]))": ")"}),
+        Slip("You find a call by its place in the list. The recorder keeps the last calls alone, "
+             "so a list need not begin with the first: use `collective_seq_id`.",
+             {"in dumps[rank]": 'in [each for each in dumps[rank] if each["process_group"][0] == '
+              "group][number - 1:number]",
+              'if (entry["process_group"][0], entry["collective_seq_id"]) == (group, number)':
+              "if True"}),
         Slip("You take the last call that is in flight. A rank may have launched several: the "
              "first of them is what the others wait behind.",
              {'waits.setdefault(rank, (entry["process_group"][0], entry["collective_seq_id"]))':

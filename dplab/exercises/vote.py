@@ -1,7 +1,5 @@
 """A vote of checksums: which replica is no longer what the others are, for a few bytes a rank."""
 
-import hashlib
-
 import torch
 import torch.distributed as dist
 
@@ -13,6 +11,8 @@ from dplab.measure import CallLog
 
 
 def outvoted(tensors):
+    import hashlib  # not in the chapter's imports: which checksum is part of the question
+
     digest = hashlib.sha256()
     for tensor in tensors:
         digest.update(tensor.detach().flatten().view(torch.uint8).numpy().tobytes())
@@ -46,6 +46,8 @@ KINDS = ("nothing is flipped", "the lowest bit of one number", "the sign of a ze
          "the highest bit of the exponent", "two numbers that changed places",
          "one bit up and the same bit down", "a not-a-number on all ranks, a bit on one",
          "one rank of two, or all different")
+_MIXED = ("total = total * 6364136223846793005 + "
+          "(bits * (places * 2862933555777941757 + 1)).sum()")
 FEW = "a checksum needs a few bytes, and the replica has 4,100"
 
 
@@ -94,9 +96,14 @@ class Vote(Exercise):
     slips = (
         Slip("Your checksum adds numbers as floats. A bit that is small against the sum is lost in "
              "rounding, two numbers that change places leave the sum as it is, and one "
-             "not-a-number hides all others. Make it of the bits.",
+             "not-a-number hides all others. Compare bits: make the checksum of them.",
              {"digest.update(tensor.detach().flatten().view(torch.uint8).numpy().tobytes())":
-              "digest.update(str(tensor.sum().item()).encode())"}),
+              "digest.update(str(tensor.sum().item()).encode())"},
+             {"total = torch.zeros(1, dtype=torch.int64)": "total = torch.zeros(1)", _MIXED:
+              "total = total + tensor.sum()"},
+             {"total = torch.zeros(1, dtype=torch.int64)":
+              "total = torch.zeros(1, dtype=torch.float64)", _MIXED:
+              "total = total + tensor.double().sum()"}),
         Slip("Your checksum adds bits without their places: two numbers that change places, or one "
              "bit up and the same bit down, leave the sum as it is.",
              {"digest.update(tensor.detach().flatten().view(torch.uint8).numpy().tobytes())":
