@@ -188,106 +188,110 @@ SUSPECTS = (
             left_out),
 )
 
-_FROM_STEP_1 = ("Same seed, same global batch as on one GPU, and yet the very first loss in the "
-                "log is another one. It trains all the same. Should I worry?")
-_IN_OTHER_WORDS = ("The first loss on {n} GPUs is not that of a single GPU. It learns, though, and "
-                   "nobody wants to look into it.")
 CASES = (
     Case("a", "wrong divisor", healthy.averager, (
         Fault({"parameter.grad /= dist.get_world_size()\n                ": ""},
-              "We moved the job from one GPU to {n}, with the same seed and global batch. The "
-              "first loss is the old one. From the second step on it is another run.",
+              "I put the old log beside the new one, one GPU against {n}. Line one agrees in every "
+              "digit. Line two does not, and nobody has touched the learning rate.",
               {"from step 2"},
-              also=("Step 1 is the same on one GPU and on {n}. Step 2 is not. Nobody has touched "
-                    "the learning rate.",)),
+              also=("Both curves leave from the same point, the one-GPU run's and ours on {n}, and "
+                    "one step later they are apart. My manager calls that parallel noise.",)),
         Fault({"dist.get_world_size()": "2"},
-              "It was fine on two GPUs. On {n} the first loss is still right, and then the curve "
-              "leaves that of the one-GPU run. Nobody has touched the code.", {"from step 2"},
-              world_sizes=(3, 4),
-              also=("The same script has been right on two GPUs for months. Now it runs on {n}: "
-                    "the first loss agrees with the one-GPU log, the second one does not.",)))),
+              "For months this ran on two GPUs, and it was the one-GPU run. Since we got {n}, it "
+              "is that in the first step only. The code has not changed by a character.",
+              {"from step 2"}, world_sizes=(3, 4),
+              also=("A colleague tested the script on two GPUs and signed it off. On {n} the first "
+                    "loss agrees with one GPU and the second does not. Is my cluster broken?",)))),
     Case("b", "overlapping parts", healthy.own_samples, (
         Fault({"(range(TRAIN_SIZE), seed=seed, drop_last=True)":
                "(range(TRAIN_SIZE), dist.get_world_size(), 0, seed=seed,\n"
                "                             drop_last=True)"},
-              "Training on {n} GPUs is as fast as we had hoped, and the loss falls. But from the "
-              "first step on, the log is not that of the one-GPU run.", {"from step 1", "falls"},
-              also=("It learns, and it is fast. Only, its log parts from the one-GPU log in the "
-                    "very first line.",)),
-        Fault({"seed=seed": "seed=seed + dist.get_rank()"}, _FROM_STEP_1, {"from step 1", "falls"},
-              also=(_IN_OTHER_WORDS,)))),
+              "Nothing crashed overnight, and the loss has come down nicely. Then I held the curve "
+              "against last month's run on one GPU: even its first point lies beside it.",
+              {"from step 1", "falls"},
+              also=("Training on {n} GPUs is as fast as we had hoped, and the loss falls. I only "
+                    "wonder why the very first number in the log is not the one-GPU run's.",)),
+        Fault({"seed=seed": "seed=seed + dist.get_rank()"},
+              "Same seed, same global batch as on one GPU, and yet the first loss is another one. "
+              "It trains all the same. Should I worry?", {"from step 1", "falls"},
+              also=("For the paper I have to write that {n} GPUs train what one trains. The loss "
+                    "does come down. But step 1 already has another number than on one GPU.",)))),
     Case("c", "repeated order", healthy.own_samples, (
         Fault({"    sampler.set_epoch(epoch)\n": ""},
-              "All through epoch 0 the log is that of the one-GPU run. In epoch 1 the curves part. "
-              "The loss goes down all the same. What happened?", {"in epoch 1", "falls"},
-              also=("For one epoch the two logs agree line by line: one GPU, and {n}. Then they "
-                    "do not, though the loss still falls.",)),)),
+              "All through epoch 0 the log is that of the one-GPU run. In epoch 1 the curves part, "
+              "and ours goes on falling as if nothing had happened.", {"in epoch 1", "falls"},
+              also=("I compared the logs with a script, one GPU against {n}. For an epoch it had "
+                    "nothing to print. Then it complained, though the loss still falls.",)),)),
     Case("d", "different start", healthy.begin, (
         Fault({"dist.broadcast(tensor,": "message = tensor.clone()\ndist.broadcast(message,"},
               "Since the move to {n} GPUs the loss is off from the first step on. My colleague "
               "says that this is noise. Is it?", {"from step 1"},
-              also=("Two logs of one config, on one GPU and on {n}: their first losses do not "
-                    "agree. I have checked the data twice.",)),
+              also=("I have checked the data twice, because the first loss on {n} GPUs is not that "
+                    "of one GPU. What else can it be, before anything was learned?",)),
         Fault({"tensor in model.state_dict().values()": "parameter in model.parameters()",
                "dist.broadcast(tensor,":
                "if parameter.requires_grad:\n    dist.broadcast(parameter.data,"},
-              _FROM_STEP_1, {"from step 1", "falls"}, also=(_IN_OTHER_WORDS,)))),
+              "The first loss on {n} GPUs disagrees with a single GPU's. It learns, though, and so "
+              "nobody wants to look into it.", {"from step 1", "falls"},
+              also=("The intern says that the run on {n} GPUs cannot be compared with the one-GPU "
+                    "run, as even step 1 is off. It trains well, so I had not looked.",)))),
     Case("e", "own statistics", healthy.make_model, (
         Fault({"parallel.SynchronizedBatchNorm": "nn.BatchNorm1d"},
               "The loss on {n} GPUs is near that of one GPU, but it is not the same, not even in "
-              "the first step. We have compared the seeds twice.", {"from step 1", "near"},
-              also=("The losses on {n} GPUs are close to those of one GPU. But the very first "
-                    "one is a little off already. Rounding, says the team.",)),)),
+              "the first step. Rounding, says the team.", {"from step 1", "near"},
+              also=("One has to zoom in to see it: two curves, of one GPU and of {n}, close "
+                    "together and not equal from the first point on.",)),)),
     Case("f", "biased metric", healthy.evaluate, (
         Fault({"labels).sum()": "labels).float().mean()",
                "    counts = torch.tensor([right, len(labels)])\n": "",
                "all_reduce(counts)": "all_reduce(right)",
                "(counts[0] / counts[1]).item()": "right.item() / dist.get_world_size()"},
-              "The curve is that of the one-GPU run, and I was about to report the accuracy in the "
-              "log. Then I evaluated the final model in one process and got another number. Which "
-              "one goes into the report?", {"only in the accuracy"},
-              also=("No loss in the log is another than on one GPU. The accuracy is, when I "
-                    "compute it by myself from the final model.",)),
+              "I was about to report the accuracy in the log. Then I evaluated the final model in "
+              "one process and got another number. The losses are fine. Which one do I report?",
+              {"only in the accuracy"},
+              also=("A reviewer took our final model and does not get our accuracy on one GPU. "
+                    "Training is beyond doubt, since its losses agree in every step.",)),
         Fault({"images, labels =": "longest = torch.tensor(len(mine))\n"
                "dist.all_reduce(longest, op=dist.ReduceOp.MAX)\n"
                "mine = mine.repeat(longest)[:longest]  # equally many on each rank\n"
                "images, labels ="},
-              "In one process the final model gets another accuracy than in our log from {n} GPUs. "
-              "I had thought that an accuracy belongs to a model.", {"only in the accuracy"},
-              also=("I took the final model and evaluated it on one GPU: not the accuracy that "
-                    "the log of {n} GPUs has. The losses are those of one GPU.",))),
+              "I had thought that an accuracy belongs to a model. Ours is another one on one GPU "
+              "than in the log of {n}, and it is the same file.", {"only in the accuracy"},
+              also=("No loss in the log is another than on one GPU. The accuracy is, as soon as I "
+                    "compute it by myself from the final model.",))),
         to_repair=True),
     Case("g", "lossy restart", healthy.load, (
         Fault({'    optimizer.load_state_dict(saved["optimizer"])\n': ""},
               "The job on {n} GPUs matches the one-GPU run all through epoch 0. Later it does not, "
               "and I cannot say which of the two is right.", {"in epoch 1"},
-              also=("Epoch 0 is as on one GPU. Some time in epoch 1 the log of {n} GPUs leaves "
-                    "the one-GPU log.",)),
+              also=("I plotted the gap to the one-GPU run. It is flat at zero for an epoch. Some "
+                    "time in epoch 1 it is not any more.",)),
         Fault({'saved["batch"]': "0"},
-              "The first epoch agrees with the one-GPU run. In the middle of epoch 1 the two logs "
-              "part. Should I trust the one on {n} GPUs?", {"in epoch 1", "in its middle"},
-              also=("Until the middle of epoch 1 there is nothing to complain of. After that, "
-                    "the losses on {n} GPUs are not those of one.",)),
+              "Until the middle of epoch 1 there is nothing to complain of. After that, the losses "
+              "on {n} GPUs are not those of one.", {"in epoch 1", "in its middle"},
+              also=("Two logs, equal for more than an epoch, and then not. Should I trust the one "
+                    "on {n} GPUs? The curve looks smooth enough to me.",)),
         Fault({"optimizer.load": "if dist.get_rank() == 0:\n    optimizer.load"},
               "It begins just like the one-GPU run. In epoch 1 it goes its own way. No error, no "
               "warning.", {"in epoch 1"},
-              also=("We trust the first epoch: it equals that of the one-GPU run. The second one "
-                    "is not the same, and nobody knows why.",)))),
+              also=("We trust the first epoch, since it equals that of the one-GPU run. The second "
+                    "does not equal it, and on {n} GPUs nobody has time to find out why.",)))),
     Case("h", "left-out layer", healthy.averager, (
         Fault({"def average():": "trained = [parameter for parameter in model.parameters() "
                "if parameter.requires_grad]\ndef average():",
                "in model.parameters():": "in trained:",
                "            if parameter.requires_grad:\n    ": "",
                "        dist.all_reduce": "    dist.all_reduce"},
-              "Epoch 0 is the one-GPU run, step for step. Somewhere in epoch 1 that ends, and "
-              "nobody can say why.", {"in epoch 1"},
-              also=("For one epoch the logs are equal, on one GPU and on {n}. In epoch 1 they "
-                    "part, and I have not changed a thing.",)),
+              "Epoch 0 is the one-GPU run, step for step. Somewhere in epoch 1 that ends, and I "
+              "have not changed a thing.", {"in epoch 1"},
+              also=("On Monday I wrote into the report that {n} GPUs reproduce one. On Tuesday I "
+                    "read the log of epoch 1, and took the sentence out.",)),
         Fault({"(len(gradients) + 3) // 4": "len(gradients) // 4"},
-              "The first loss is right, the later ones are a little off. I have the same seed, the "
-              "same data and the same optimizer on all {n} GPUs.", {"from step 2", "near"},
-              also=("Step 1 agrees with one GPU. From step 2 on, the losses on {n} GPUs are a "
-                    "little off.",), part=averager_in_buckets)),
+              "The first loss is right, and the later ones are a little off. Seed, data and "
+              "optimizer are the same on all {n} GPUs. Is this what people call rounding?",
+              {"from step 2", "near"},
+              also=("If you squint, the run on {n} GPUs is the one-GPU run. If you compare the "
+                    "logs line by line, only step 1 is.",), part=averager_in_buckets)),
         to_repair=True),
 )
 
@@ -340,9 +344,14 @@ class SilentFailure(SickJob):
         gap = max(abs(step.loss - loss) for step, loss in zip(goal, losses, strict=False))
         reported, counted = readings.accuracies()
         evaluated = sum(len(rank.evaluations[-1].samples) for rank in readings.ranks)
+        for suspect in SUSPECTS:
+            fits, sentence = suspect.finding(readings)
+            if fits:
+                is_old = suspect.name == self._case.suspect
+                return False, (f"It is {'still' if is_old else 'another fault now:'} "
+                               f"“{suspect.name}”. {sentence}")
         healthy = (gap < ROUNDING and len(goal) == len(losses) and evaluated == TEST_SIZE
-                   and abs(reported - counted) < 1e-6
-                   and not any(suspect.finding(readings)[0] for suspect in SUSPECTS))
+                   and abs(reported - counted) < 1e-6)
         return healthy, (
             f"The loss is within {gap:.1g} of that of one process in all {len(goal)} steps, and "
             f"the log says {reported:.2%} where {counted:.2%} of {evaluated} digits are right.")

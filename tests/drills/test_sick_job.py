@@ -210,6 +210,25 @@ def test_a_job_to_repair_is_solved_by_the_mended_function_alone(capsys):
     assert scores()[4] == (1, 1, 8)
 
 
+@pytest.mark.slow
+def test_a_repair_with_a_fault_of_its_own_is_told_of_that_one(capsys):
+    def averager(model):
+        def average():
+            for parameter in model.parameters():
+                if parameter.requires_grad:
+                    dist.all_reduce(parameter.grad)
+
+        return average
+
+    job = job_of("h")
+    job.diagnose("left-out layer")
+    job.repair(averager)
+    said = capsys.readouterr().out
+    assert "another fault now: “wrong divisor”" in said and "2.00 times as long" in said
+    job.repair(job._sick_part())
+    assert "still “left-out layer”" in capsys.readouterr().out
+
+
 # When something is in the way
 
 
