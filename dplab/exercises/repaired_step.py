@@ -96,6 +96,11 @@ class RepairedStep(Calculation):
              {"bandwidth = 2 * bandwidth": "pass"}),
         Slip("The link is half as fast after it was repaired. It has twice the bandwidth.",
              {"= 2 * bandwidth": "= bandwidth / 2"}),
+        Slip("You add one all-reduce to the end of backward. That holds where the link keeps up. "
+             "Here the all-reduces queue behind each other.",
+             {"seconds, _ = predict_step(layers * [layer], 1, job[\"ranks\"], bandwidth, 0)":
+              "seconds = layers * (layer.forward_seconds + layer.backward_seconds) + 2 * (job["
+              "\"ranks\"] - 1) / job[\"ranks\"] * job[\"gradient_bytes\"] / bandwidth"}),
         Slip("Nothing is hidden in your step: its communication is added to all of its computing. "
              "Here each layer is a bucket of its own, which leaves during backward.",
              {"layers * [layer], 1,": "layers * [layer], 10**12,"}),
