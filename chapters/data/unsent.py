@@ -159,7 +159,7 @@ class Int8(Scheme):
 
 @dataclass(frozen=True)
 class TopK(Scheme):
-    """Each rank's largest elements, one in a hundred, with their places in 4 bytes."""
+    """Each rank's largest elements, one in a hundred, with their places in 8 bytes."""
 
     keeps: bool = True
 
@@ -174,7 +174,7 @@ class TopK(Scheme):
         gradients.copy_(mean(sent))
 
     def sent(self, size, steps):
-        part = (4 + 4) * (size // 100)
+        part = (4 + 8) * (size // 100)
         return cost.bytes_sent("ring all-gather", RANKS, RANKS * part)
 
 

@@ -27,7 +27,7 @@ HELD_OUT = 200_000  # the last bytes of the text, on which nobody trains
 @dataclass(frozen=True)
 class Trained:
     """What came of a training on one rank: its loss on held-out text, and for each step the bytes
-    that a rank sends, where collectives go over rings, and the seconds.
+    that a rank sends, where collectives go over rings, and the seconds up to the last step.
     """
 
     loss: float
@@ -89,7 +89,7 @@ def train(make_scheme: Callable, rate: float, seed: int = 0, steps: int = STEPS,
             time.sleep(max(0.0, until - time.perf_counter()))
             scheme.step()
             schedule.step()
+        seconds = (time.perf_counter() - begin) / steps
         if hasattr(scheme, "finish"):
             scheme.finish()
-    seconds = (time.perf_counter() - begin) / steps
     return Trained(held_out_loss(model), sum(map(sent_bytes, log.calls)) / steps, seconds)
