@@ -1,9 +1,10 @@
 """Schemes that send less than all gradients, each over learning rates and seeds: loss by bytes.
 
-All train `dplab.workloads.small_language` on four ranks. Each scheme is searched by one rule: rates
-a factor of two apart, from 3e-3 on, and on towards the side of the best one, until it has a worse
-neighbour on each side. One process with one thread plays all ranks of all seeds: a row of
-``weights`` is a rank's model. tests/bench/test_data_unsent.py compares it with real ranks.
+The tasks are those of `dplab.workloads.scheme_tasks`, on four ranks. Each scheme is searched by one
+rule: rates a factor of two apart, from the task's first one on, and on towards the side of the best
+one, until it has a worse neighbour on each side. One process with one thread plays all ranks of all
+seeds: a row of ``weights`` is a rank's model. tests/bench/test_data_unsent.py compares it with real
+ranks.
 """
 
 import collections
@@ -19,69 +20,72 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from dplab.bench.results import save
 from dplab.predict import cost
-from dplab.workloads import small_language
-from dplab.workloads.small_language import RANKS, STEPS
+from dplab.workloads.scheme_tasks import DIGITS, LANGUAGE, RANKS, Task
 
+TASKS = {"digits": DIGITS, "language": LANGUAGE}
+FIRST_RATES = {"digits": 0.1, "language": 0.003}
+FAILED = {"digits": 2.3, "language": 3.15}  # who knows only how often each class occurs has as much
 SEEDS = range(3)
-FAILED = 3.15  # a loss above it: who knows only how often each byte occurs has 3.15
 FRAGMENTS, LATE, MIX = 4, 4, 0.5  # of streaming DiLoCo
 
 
 def main():
     torch.set_num_threads(1)
-    print(f"AdamW, {STEPS} steps, seeds {list(SEEDS)}: held-out loss by learning rate and seed")
+    print(f"held-out loss by learning rate, seeds {list(SEEDS)}")
     rows = []
-    for name in SCHEMES:
-        rows += searched(name)
-    save("unsent", steps=STEPS, seeds=list(SEEDS), failed=FAILED, runs=rows)
+    for task, schemes in SEARCHED.items():
+        for name in schemes:
+            rows += searched(task, name)
+    save("unsent", steps={name: task.steps for name, task in TASKS.items()}, seeds=list(SEEDS),
+         failed=FAILED, runs=rows)
 
 
-def searched(name: str) -> list[dict]:
+def searched(task: str, name: str) -> list[dict]:
     """The runs of all seeds at each rate that the search came to."""
     rows: dict[float, list[dict]] = {}
 
     def median(rate):
         if rate not in rows:
-            rows[rate] = runs(name, rate)
-            print(f"{name:40}{rate:10.5f}", *(f"{row['loss']:8.3f}" for row in rows[rate]),
+            rows[rate] = runs(task, name, rate)
+            print(f"{task:10}{name:32}{rate:9.5f}", *(f"{row['loss']:8.3f}" for row in rows[rate]),
                   flush=True)
         return statistics.median(row["loss"] for row in rows[rate])
 
-    best = 3e-3
+    best = FIRST_RATES[task]
     while (nearest := min((best, best / 2, 2 * best), key=median)) != best:
         best = nearest
     return [row for rate in sorted(rows) for row in rows[rate]]
 
 
-def runs(name: str, rate: float, steps: int = STEPS, seeds=SEEDS) -> list[dict]:
-    """For each seed the loss on held-out text, and the bytes that a rank sends per step."""
-    scheme = SCHEMES[name]
-    weights = trained(scheme, rate, steps, seeds)
-    model, rows = small_language.language_model(0), []
+def runs(on: str, name: str, rate: float, steps: int | None = None, seeds=SEEDS) -> list[dict]:
+    """For each seed the loss on held-out data, and the bytes that a rank sends per step."""
+    task, scheme = TASKS[on], SCHEMES[name]
+    steps = steps or task.steps
+    weights = trained(task, scheme, rate, steps, seeds)
+    model, rows = task.model(0), []
     for seed, of_ranks in zip(seeds, weights, strict=True):
         vector_to_parameters(of_ranks[0], model.parameters())
-        loss = small_language.held_out_loss(model)
-        rows.append({"scheme": name, "rate": rate, "seed": seed,
+        loss = task.held_out_loss(model)
+        rows.append({"task": on, "scheme": name, "rate": rate, "seed": seed,
                      "loss": round(loss, 4) if math.isfinite(loss) else 1e9,
                      "sent": round(scheme.sent(weights.shape[-1], steps))})
     return rows
 
 
-def trained(scheme, rate, steps, seeds) -> torch.Tensor:
+def trained(task: Task, scheme, rate, steps, seeds) -> torch.Tensor:
     """The weights at the end, (seeds, ranks, parameters)."""
-    text, _ = small_language.texts()
-    models = [small_language.language_model(seed) for seed in seeds]
+    models = [task.model(seed) for seed in seeds]
     weights = torch.stack([parameters_to_vector(model.parameters()) for model in models])
     weights = weights.detach()[:, None].repeat(1, scheme.ranks, 1)
     gradients_of = Gradients(models[0])
     updates = steps * scheme.updates_a_step
-    optimizer, schedule = small_language.adamw([weights], rate, updates)
+    optimizer, schedule = task.optimizer([weights], rate, updates)
     state = scheme.begin(weights)
     earlier = collections.deque([weights.clone()], maxlen=scheme.staleness + 1)
     for update in range(updates):
         step, first = 1 + update // scheme.updates_a_step, update % scheme.updates_a_step
         weights.grad = gradients_of(earlier[0], [
-            small_language.batch(text, seed, step, first + rank)
+            task.batch(seed, step, first + rank)
             for seed in seeds for rank in range(scheme.ranks)])
         scheme.before_a_step(weights.grad, state)
         optimizer.step()
@@ -97,7 +101,7 @@ class Gradients:
     def __init__(self, model):
         self.shapes = {name: each.shape for name, each in model.named_parameters()}
         self.losses = vmap(lambda weights, x, y: F.cross_entropy(
-            functional_call(model, weights, (x,)).flatten(0, 1), y.flatten()))
+            functional_call(model, weights, (x,)).flatten(0, -2), y.flatten()))
 
     def __call__(self, weights, batches):
         parts = weights.flatten(0, 1).split([size.numel() for size in self.shapes.values()], dim=1)
@@ -250,16 +254,21 @@ def outer_optimizer(anchor, outer):
 SCHEMES = {
     "one rank alone": Scheme(ranks=1),
     "synchronous": Synchronous(),
-    "asynchronous, 3 updates late": Asynchronous(ranks=1),
+    "asynchronous": Asynchronous(ranks=1),
     "int8": Int8(),
     "top 1 %, rest kept": TopK(),
     "top 1 %, rest dropped": TopK(keeps=False),
     "local SGD, H = 16": DiLoCo(outer=(1.0, 0.0)),
     "local SGD, H = 64": DiLoCo(every=64, outer=(1.0, 0.0)),
     "DiLoCo, H = 16": DiLoCo(),
-    "DiLoCo, H = 64": DiLoCo(every=64),
-    "DiLoCo, H = 16, momentum 0.5": DiLoCo(outer=(0.7, 0.5)),
     "streaming, H = 16": Streaming(outer=(1.0, 0.0)),
+}
+
+SEARCHED = {
+    "digits": ["synchronous", "int8", "top 1 %, rest kept", "top 1 %, rest dropped",
+               "asynchronous"],
+    "language": ["one rank alone", "synchronous", "top 1 %, rest kept", "top 1 %, rest dropped",
+                 "local SGD, H = 16", "local SGD, H = 64", "DiLoCo, H = 16", "streaming, H = 16"],
 }
 
 if __name__ == "__main__":

@@ -53,7 +53,7 @@ def average(values, places, size):
     dist.all_gather(all_values, values)
     dist.all_gather(all_places, places)
     total = torch.zeros(size)
-    for arrived, at in zip(all_values, all_places):
+    for arrived, at in zip(all_values, all_places, strict=True):
         total[at] += arrived
     return total / world_size
 
@@ -216,7 +216,7 @@ def elsewhere(readings):
 
 
 def no_memory(readings):
-    now, *earlier = readings.third.shares
+    _, *earlier = readings.third.shares
     return all(abs(each) < NEAR for each in earlier), readings.said_of_steps()
 
 

@@ -15,8 +15,8 @@ from dplab.checks.compare import AtMost
 from dplab.checks.exercise import PASSED, Exercise
 from dplab.checks.mistakes import Slip
 from dplab.measure.call_log import CallLog, sent_bytes
-from dplab.workloads import small_language
 from dplab.workloads.digits import digits_classifier, load_digits
+from dplab.workloads.scheme_tasks import LANGUAGE, RANKS, train
 
 
 class Scheme:
@@ -153,8 +153,8 @@ class Run:
         for call in log.calls:
             kinds.setdefault(f"{call.operation} of {call.dtype} {list(call.shape)}", []).append(
                 sent_bytes(call))
-        self.calls = [f"  {len(sent):4} × {kind}, which sends {sum(sent) / STEPS:,.1f} bytes per "
-                      "step" for kind, sent in sorted(kinds.items(), key=lambda kind: -sum(kind[1]))]
+        self.calls = [f"  {len(sent):4} × {kind}, which sends {sum(sent) / STEPS:,.1f} bytes a step"
+                      for kind, sent in sorted(kinds.items(), key=lambda kind: -sum(kind[1]))]
 
 
 def trained(attempt, changed=None) -> Run:
@@ -181,7 +181,7 @@ def trained(attempt, changed=None) -> Run:
 def place_of(attempt) -> str:
     """The reader's scheme among the course's, by its loss on the language model."""
     try:
-        own = run(in_full, small_language.RANKS, attempt, backend="gloo", timeout=300)[0]
+        own = run(in_full, RANKS, attempt, backend="gloo", timeout=300)[0]
     except RankError as error:
         return f"On the language model it failed, so it has no place in the table:\n{error}"
     rows = [(each["scheme"], each["sent"], each["loss"], each["rate"], False)
@@ -191,7 +191,7 @@ def place_of(attempt) -> str:
     for scheme, sent, loss, rate, is_own in sorted(rows, key=lambda row: row[2]):
         lines.append(f"{loss:6.3f}  {sent:12,.0f}  {rate:8g}  {scheme}{' ←' * is_own}")
     return "\n".join([
-        f"Held-out loss after {small_language.STEPS} steps on {small_language.RANKS} ranks, seed "
+        f"Held-out loss after {LANGUAGE.steps} steps on {RANKS} ranks, seed "
         "0; the course's at the best rate of their search:", *lines,
         f"Seeds differ by up to {spread(best_runs()):.2f} within a scheme, so smaller differences "
         "mean nothing.",
@@ -200,16 +200,16 @@ def place_of(attempt) -> str:
 
 def in_full(attempt):
     """The whole training of the language model with the reader's scheme."""
-    steps = small_language.STEPS
-    return small_language.train(lambda model, optimizer: attempt(model, optimizer, steps),
-                                attempt.rate)
+    return train(LANGUAGE, lambda model, optimizer: attempt(model, optimizer, LANGUAGE.steps),
+                 attempt.rate)
 
 
 def best_runs() -> dict[str, list[dict]]:
     """By scheme of the recorded search, the runs of all seeds at the rate with the best median."""
     found: dict[str, dict[float, list[dict]]] = {}
     for row in json.loads((FOLDER / "unsent.json").read_text())["runs"]:
-        found.setdefault(row["scheme"], {}).setdefault(row["rate"], []).append(row)
+        if row["task"] == "language":
+            found.setdefault(row["scheme"], {}).setdefault(row["rate"], []).append(row)
     return {scheme: min(by_rate.values(), key=lambda rows: statistics.median(
         row["loss"] for row in rows)) for scheme, by_rate in found.items()}
 

@@ -3,8 +3,8 @@
 Each rank takes steps of its own, with its own gradients, and after every H of them an all-reduce
 makes the parameters of all ranks their mean. What is sent is as large as a gradient, but is sent
 only once in H steps. DiLoCo takes the way from the old parameters to that mean for a gradient, and
-gives it to a second, outer optimizer with momentum. Streaming DiLoCo meets in fragments, and goes on
-computing while one of them travels.
+gives it to a second, outer optimizer with momentum. Streaming DiLoCo meets in fragments, and goes
+on computing while one of them travels.
 
 Sources: S. Stich, "Local SGD converges fast and communicates little", 2019, arXiv:1805.09767;
 A. Douillard et al., "DiLoCo: Distributed low-communication training of language models", 2023,
@@ -87,7 +87,7 @@ class DiLoCo(LocalSGD):
 
 
 class StreamingDiLoCo:
-    """DiLoCo in ``fragments`` of the parameters, which meet in turn and arrive ``late`` steps later.
+    """DiLoCo in ``fragments`` of the parameters, which take turns and arrive ``late`` steps later.
 
     Each fragment meets every ``every`` steps. When its average is there, the outer step goes to the
     fragment's anchor, and the rank's own parameters become ``mix`` · own + (1 − mix) · anchor: its

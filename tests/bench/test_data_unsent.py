@@ -1,119 +1,173 @@
-"""chapters/data/infrequent.py plays all ranks in one process; here real ones do the same."""
+"""chapters/data/unsent.py plays all ranks in one process; here real ones do the same."""
 
 import functools
 import json
 import sys
 
 import cloudpickle
-import infrequent
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
+import unsent
+from torch.nn import functional as F
+from torch.nn.utils import parameters_to_vector
 
 import dplab
 from dplab.bench.results import FOLDER
-from dplab.measure import CallLog
-from dplab.parallel import ManualDDP
-from dplab.parallel.local_sgd import DiLoCo, LocalSGD
-from dplab.parallel.parameter_server import ParameterServer, train_as_worker
-from dplab.workloads import standard_library
-from dplab.workloads.digits import digits_classifier, load_digits
+from dplab.exercises.sparse_average import sparse_average
+from dplab.parallel import DiLoCo, LocalSGD, ParameterServer, StreamingDiLoCo
+from dplab.parallel.local_sgd import average_tensors
+from dplab.parallel.parameter_server import train_as_worker
+from dplab.workloads.scheme_tasks import DIGITS, LANGUAGE, RANKS, train
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
-STEPS, SEED = 12, 1
-WAYS = [(None, None), (4, (1.0, 0.0)), (4, (0.7, 0.9))]  # synchronous, local SGD, DiLoCo
+RATE, STEPS, SEED = 0.05, 20, 1
 
 
-def train(every, outer):
-    """One method on this rank: its weights at the end, and the bytes that it handed over."""
-    text = standard_library.load_source()[: -infrequent.HELD_OUT]
-    model = infrequent.transformer(SEED + dist.get_rank())
-    optimizer, schedule = infrequent.adamw(model.parameters(), STEPS)
-    trainer, wrapped = optimizer, model
-    if every is None:
-        wrapped = ManualDDP(model)
-    elif outer == (1.0, 0.0):
-        trainer = LocalSGD(model, optimizer, every)
-    else:
-        trainer = DiLoCo(model, optimizer, every, *outer)
-    with CallLog() as log:
-        for step in range(1, STEPS + 1):
-            x, y = standard_library.sample(text, infrequent.LOCAL_BATCH, infrequent.LENGTH,
-                                           infrequent.sample_of(SEED, step, dist.get_rank()))
-            optimizer.zero_grad()
-            F.cross_entropy(wrapped(x).flatten(0, 1), y.flatten()).backward()
-            if every is None:
-                wrapped.finish_gradient_sync()
-            trainer.step()
-            schedule.step()
-    sent = sum(call.bytes for call in log.calls if call.dtype == "float32")
-    return model.state_dict(), sent / STEPS
+class Averaged:
+    """Changes the gradients, and steps with them."""
+
+    def __init__(self, model, optimizer):
+        self.parameters, self.optimizer = list(model.parameters()), optimizer
+
+    def step(self):
+        gradient = torch.cat([parameter.grad.flatten() for parameter in self.parameters])
+        mean = self.average(gradient)
+        for parameter, part in zip(self.parameters, mean.split(
+                [parameter.numel() for parameter in self.parameters]), strict=True):
+            parameter.grad = part.view_as(parameter)
+        self.optimizer.step()
+
+    def average(self, gradient):
+        average_tensors([gradient])
+        return gradient
+
+
+class Int8(Averaged):
+    def average(self, gradient):
+        unit = gradient.abs().max() / (127 // dist.get_world_size())
+        dist.all_reduce(unit, op=dist.ReduceOp.MAX)
+        numbers = (gradient / unit).round().to(torch.int8)
+        dist.all_reduce(numbers)
+        return numbers * unit / dist.get_world_size()
+
+
+class TopK(Averaged):
+    residual = None
+
+    def average(self, gradient):
+        if self.residual is None:
+            self.residual = torch.zeros_like(gradient)
+        return sparse_average(gradient, self.residual, len(gradient) // 100)
+
+
+class TopKDropped(TopK):
+    def step(self):
+        super().step()
+        self.residual.zero_()
+
+
+def streaming(model, optimizer):
+    return StreamingDiLoCo(model, optimizer, every=8, fragments=4, late=4, outer_momentum=0.9)
+
+
+PAIRS = {  # as it is played, and on real ranks
+    "synchronous": (unsent.Synchronous(), Averaged),
+    "int8": (unsent.Int8(), Int8),
+    "top k, kept": (unsent.TopK(), TopK),
+    "top k, dropped": (unsent.TopK(keeps=False), TopKDropped),
+    "local": (unsent.DiLoCo(every=5, outer=(1.0, 0.0)),
+              lambda model, optimizer: LocalSGD(model, optimizer, 5)),
+    "DiLoCo": (unsent.DiLoCo(every=5), lambda model, optimizer: DiLoCo(model, optimizer, 5)),
+    "streaming": (unsent.Streaming(every=8), streaming),
+}
 
 
 @pytest.fixture(scope="module")
 def on_ranks():
-    """One of WAYS: what `train` gave on each of two ranks."""
-    of_ranks = dplab.run(lambda: [train(*way) for way in WAYS], 2, backend="gloo")
-    return dict(zip(WAYS, zip(*of_ranks, strict=True), strict=True))
+    return dplab.run(lambda: {name: train(DIGITS, real, RATE, SEED, STEPS)
+                              for name, (_, real) in PAIRS.items()}, RANKS, backend="gloo")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("every", "outer"), WAYS)
-def test_the_played_ranks_compute_what_real_ones_do(on_ranks, every, outer):
-    seeds = [0, SEED]  # the other seed must not matter
-    played = infrequent.trained(2, every, outer, STEPS, seeds)[1].state_dict()
-    for state, sent in on_ranks[every, outer]:
-        for name, value in played.items():
-            torch.testing.assert_close(state[name], value, rtol=1e-3, atol=1e-4)
-        size = sum(p.numel() for p in infrequent.transformer(0).parameters())
-        assert sent == 4 * size / (every or 1)
+@pytest.mark.parametrize("name", PAIRS)
+def test_the_played_ranks_compute_what_real_ones_do(on_ranks, name):
+    scheme, _ = PAIRS[name]
+    weights = unsent.trained(DIGITS, scheme, RATE, STEPS, [0, SEED])  # the other must not matter
+    model = DIGITS.model(0)
+    torch.nn.utils.vector_to_parameters(weights[1, 0], model.parameters())
+    for found in (rank[name] for rank in on_ranks):
+        assert found.loss == pytest.approx(DIGITS.held_out_loss(model), rel=1e-3)
+        assert found.sent == pytest.approx(scheme.sent(weights.shape[-1], STEPS))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("workers", [1, 3])
-def test_delayed_gradients_are_those_of_a_server_that_takes_turns(workers):
-    images, labels, *_ = load_digits()
+def test_the_language_model_is_played_as_it_trains():
+    found = dplab.run(train, RANKS, LANGUAGE, Averaged, 0.003, SEED, 8, backend="gloo")[0]
+    [row] = unsent.runs("language", "synchronous", 0.003, 8, [SEED])
+    assert found.loss == pytest.approx(row["loss"], rel=1e-3)
+    assert found.sent == row["sent"]
+
+
+@pytest.mark.slow
+def test_stale_gradients_are_those_of_a_server_that_takes_turns():
+    steps = 3
 
     def serve():
-        model = digits_classifier(SEED)
+        model = DIGITS.model(SEED)
         rank = dist.get_rank()
         if rank == 0:
-            server = ParameterServer(model, torch.optim.SGD(model.parameters(), lr=0.2))
-            return server.serve_asynchronously(11, turns=[1 + n % workers for n in range(11)])
+            optimizer, schedule = DIGITS.optimizer(model.parameters(), RATE, steps * RANKS)
+            server = ParameterServer(model, optimizer, lambda update: schedule.step())
+            turns = [1 + number % RANKS for number in range(steps * RANKS)]
+            return server.serve_asynchronously(steps * RANKS, turns=turns)
 
         def compute_loss(number):
-            chosen = infrequent.digits_batch(number * workers + rank - 1, SEED)
-            return F.cross_entropy(model(images[chosen]), labels[chosen])
+            inputs, targets = DIGITS.batch(SEED, number + 1, rank - 1)
+            return F.cross_entropy(model(inputs), targets)
 
         train_as_worker(model, compute_loss)
-        return [parameter.detach() for parameter in model.parameters()]
+        return parameters_to_vector(model.parameters()).detach()
 
-    expected = infrequent.delayed(workers - 1, 0.2, 11, SEED)
-    found = dplab.run(serve, workers + 1, backend="gloo")[1]
-    for mine, want in zip(found, expected.parameters(), strict=True):
-        torch.testing.assert_close(mine, want)
+    expected = unsent.trained(DIGITS, unsent.SCHEMES["asynchronous"], RATE, steps, [SEED])[0, 0]
+    found = dplab.run(serve, 1 + RANKS, backend="gloo")[1]
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
 @functools.cache
 def results():
-    return json.loads((FOLDER / "infrequent.json").read_text())
+    return json.loads((FOLDER / "unsent.json").read_text())
 
 
 def test_results_are_those_of_this_bench():
-    assert {row["method"] for row in results()["meetings"]} == set(infrequent.METHODS)
-    assert {row["staleness"] for row in results()["delays"]} == set(infrequent.STALENESS)
-    size = sum(parameter.numel() for parameter in infrequent.transformer(0).parameters())
-    for row in results()["meetings"]:
-        assert row["parameters"] == size
-        assert row["every"] == infrequent.METHODS[row["method"]][1]
+    found = {}
+    for row in results()["runs"]:
+        found.setdefault(row["task"], {}).setdefault(row["scheme"], {}).setdefault(
+            row["rate"], []).append(row)
+    assert {task: list(schemes) for task, schemes in found.items()} == unsent.SEARCHED
+    for task, schemes in found.items():
+        for scheme, rates in schemes.items():
+            for rows in rates.values():
+                assert [row["seed"] for row in rows] == results()["seeds"]
+            size = parameters_to_vector(unsent.TASKS[task].model(0).parameters()).numel()
+            sent = unsent.SCHEMES[scheme].sent(size, unsent.TASKS[task].steps)
+            assert {row["sent"] for rows in rates.values() for row in rows} == {round(sent)}
 
 
-def test_a_committed_loss_comes_out_again():
-    row = next(row for row in results()["delays"] if (row["staleness"], row["seed"]) == (1, 2)
-               and row["learning_rate"] < 0.15)
-    images, labels, *_ = load_digits()
-    model = infrequent.delayed(1, row["learning_rate"], infrequent.DIGITS_UPDATES, 2)
-    with torch.no_grad():
-        loss = F.cross_entropy(model(images), labels).item()
-    assert loss == pytest.approx(row["loss"], rel=0.1)
+def test_each_best_rate_has_a_worse_neighbour_on_each_side():
+    for task, schemes in unsent.SEARCHED.items():
+        for scheme in schemes:
+            losses = {}
+            for row in results()["runs"]:
+                if (row["task"], row["scheme"]) == (task, scheme):
+                    losses.setdefault(row["rate"], []).append(row["loss"])
+            best = min(losses, key=lambda rate: sorted(losses[rate])[1])
+            assert min(losses) < best < max(losses)
+
+
+@pytest.mark.slow
+def test_a_recorded_loss_comes_out_again():
+    row = next(row for row in results()["runs"] if (row["task"], row["scheme"], row["seed"]) == (
+        "digits", "synchronous", 2))
+    [again] = unsent.runs("digits", "synchronous", row["rate"], None, [2])
+    assert again["loss"] == pytest.approx(row["loss"], rel=0.1)
