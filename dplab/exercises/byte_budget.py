@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from dplab import RankError, run
-from dplab.bench.results import FOLDER
 from dplab.checks.compare import AtMost
 from dplab.checks.exercise import PASSED, Exercise
 from dplab.checks.mistakes import Slip
+from dplab.desk import course
 from dplab.measure.call_log import CallLog, sent_bytes
 from dplab.workloads.digits import digits_classifier, load_digits
 from dplab.workloads.scheme_tasks import LANGUAGE, RANKS, train
@@ -47,25 +47,6 @@ class Scheme:
         vector_to_parameters(self.anchor.clone(), self.parameters)
 
 
-class Seldom:
-    """All changes, in four bytes each, and seldom."""
-
-    rate = 0.006
-
-    def __init__(self, model, optimizer, steps):
-        self.parameters, self.optimizer = list(model.parameters()), optimizer
-        self.done, self.steps = 0, steps
-
-    def step(self):
-        self.optimizer.step()
-        self.done += 1
-        if self.done % 64 == 0 or self.done == self.steps:
-            with torch.no_grad():
-                weights = parameters_to_vector(self.parameters) / dist.get_world_size()
-                dist.all_reduce(weights)
-                vector_to_parameters(weights, self.parameters)
-
-
 BUDGET = 40  # times less than a synchronous step sends
 STEPS, LOCAL_BATCH = 130, 16  # of a trial
 MOST_LOSS = 2.0  # at the end of one: an untrained model has 2.3
@@ -78,7 +59,6 @@ class ByteBudget(Exercise):
     title = "A scheme within a budget"
     minutes = 30
     solution = Scheme
-    also_right = (Seldom,)
     world_sizes = (2, 4)
     again = False
     seconds = 20.0
@@ -180,45 +160,40 @@ def trained(attempt, changed=None) -> Run:
 
 def place_of(attempt) -> str:
     """The reader's scheme among the course's, by its loss on the language model."""
+    if (chapters := course.folder()) is None:
+        return "The course's notebooks are not beside the package, so there is no table."
+    best = at_the_best_rates(json.loads((chapters / "data" / "unsent.json").read_text())["runs"])
+    rate = getattr(attempt, "rate", Scheme.rate)
     try:
-        own = run(in_full, RANKS, attempt, backend="gloo", timeout=300)[0]
+        own = run(in_full, RANKS, attempt, rate, backend="gloo", timeout=300)[0]
     except RankError as error:
         return f"On the language model it failed, so it has no place in the table:\n{error}"
-    rows = [(each["scheme"], each["sent"], each["loss"], each["rate"], False)
-            for each in of_seed_0(best_runs())]
-    rows.append(("yours", own.sent, own.loss, attempt.rate, True))
-    lines = [f"{'loss':>6}  {'bytes a step':>12}  {'rate':>8}  scheme"]
-    for scheme, sent, loss, rate, is_own in sorted(rows, key=lambda row: row[2]):
-        lines.append(f"{loss:6.3f}  {sent:12,.0f}  {rate:8g}  {scheme}{' ←' * is_own}")
+    rows = [(row["loss"], row["sent"], row["rate"], row["scheme"])
+            for runs in best.values() for row in runs if row["seed"] == 0]
+    rows.append((own.loss, own.sent, rate, "yours  ←"))
+    spread = max(max(row["loss"] for row in runs) - min(row["loss"] for row in runs)
+                 for runs in best.values())
     return "\n".join([
-        f"Held-out loss after {LANGUAGE.steps} steps on {RANKS} ranks, seed "
-        "0; the course's at the best rate of their search:", *lines,
-        f"Seeds differ by up to {spread(best_runs()):.2f} within a scheme, so smaller differences "
-        "mean nothing.",
-        "These are toys: the order says little about large models and long runs."])
+        f"Held-out loss after {LANGUAGE.steps} steps on {RANKS} ranks, seed 0; the course's at the "
+        "best rate of their search:",
+        f"{'loss':>6}  {'bytes a step':>12}  {'rate':>8}  scheme",
+        *(f"{loss:6.3f}  {sent:12,.0f}  {rate:8g}  {scheme}"
+          for loss, sent, rate, scheme in sorted(rows)),
+        f"Seeds of one scheme differ by up to {spread:.2f}: smaller differences mean nothing. And "
+        "these are toys: their order says little about large models and long runs."])
 
 
-def in_full(attempt):
+def in_full(attempt, rate):
     """The whole training of the language model with the reader's scheme."""
     return train(LANGUAGE, lambda model, optimizer: attempt(model, optimizer, LANGUAGE.steps),
-                 attempt.rate)
+                 rate)
 
 
-def best_runs() -> dict[str, list[dict]]:
+def at_the_best_rates(rows) -> dict[str, list[dict]]:
     """By scheme of the recorded search, the runs of all seeds at the rate with the best median."""
     found: dict[str, dict[float, list[dict]]] = {}
-    for row in json.loads((FOLDER / "unsent.json").read_text())["runs"]:
+    for row in rows:
         if row["task"] == "language":
             found.setdefault(row["scheme"], {}).setdefault(row["rate"], []).append(row)
     return {scheme: min(by_rate.values(), key=lambda rows: statistics.median(
         row["loss"] for row in rows)) for scheme, by_rate in found.items()}
-
-
-def of_seed_0(runs):
-    return [row for rows in runs.values() for row in rows if row["seed"] == 0]
-
-
-def spread(runs) -> float:
-    """The largest difference between two seeds of a scheme."""
-    return max(max(row["loss"] for row in rows) - min(row["loss"] for row in rows)
-               for rows in runs.values())

@@ -22,5 +22,6 @@ __all__ = [
     "BucketedDDP", "DiLoCo", "FullyShardedModel", "LocalSGD", "ManualDDP", "OverlappedDDP",
     "ParameterServer", "ShardedGradientOptimizer", "ShardedOptimizer", "StreamingDiLoCo",
     "SynchronizedBatchNorm", "average_gradients", "broadcast_module", "clip_grad_norm_",
-    "naive_all_reduce", "ring_all_gather", "ring_all_reduce", "ring_reduce_scatter", "tree_all_reduce",
+    "naive_all_reduce", "ring_all_gather", "ring_all_reduce", "ring_reduce_scatter",
+    "tree_all_reduce",
 ]
