@@ -104,7 +104,8 @@ def train(parts: Parts, settings: Settings) -> list[Meeting]:
     anchor = parameters_to_vector(model.parameters()).detach()
     kept, velocity = torch.zeros_like(anchor), torch.zeros_like(anchor)
     generator = torch.Generator().manual_seed(settings.seed + rank)
-    meetings, means = [], []
+    meetings: list[Meeting] = []
+    means: list[torch.Tensor] = []
     for _ in range(MEETINGS):
         vector_to_parameters(anchor.clone(), model.parameters())
         optimizer = torch.optim.SGD(model.parameters(), lr=settings.rate)
@@ -123,10 +124,11 @@ def train(parts: Parts, settings: Settings) -> list[Meeting]:
         of_all = reduced(sent) / dist.get_world_size()
         times = (mean @ of_all / of_all.square().sum()).item()
         means.append(mean.clone())
-        meeting = Meeting(0.0, *(each.norm().item() for each in (
-            had, sent, kept, had - sent - kept)), times,
-            ((mean - times * of_all).norm() / of_all.norm()).item(),
-            taken_apart(after - anchor, means))
+        meeting = Meeting(
+            loss=0.0, had=had.norm().item(), sent=sent.norm().item(), kept=kept.norm().item(),
+            missing=(had - sent - kept).norm().item(), times=times,
+            wrong=((mean - times * of_all).norm() / of_all.norm()).item(),
+            shares=taken_apart(after - anchor, means))
         anchor = after
         first = anchor.clone()
         dist.broadcast(first, src=0)

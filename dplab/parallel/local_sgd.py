@@ -150,7 +150,8 @@ class _Fragment:
         self.work = dist.all_reduce(self.anchor.grad, async_op=True)
 
     def arrive(self) -> None:
-        """Takes the outer step, once the average is there."""
+        """Takes the outer step, once the average is there. Something must be on its way."""
+        assert self.work is not None
         self.work.wait()
         self.outer.step()
         self.work = None
