@@ -52,6 +52,7 @@ STEPS, LOCAL_BATCH = 130, 16  # of a trial
 MOST_LOSS = 2.0  # at the end of one: an untrained model has 2.3
 LAST = "the bytes that a rank sends per step"
 ONE = "that all ranks end with the same weights"
+MEET = "that the ranks meet after the last step"
 
 
 class ByteBudget(Exercise):
@@ -72,7 +73,7 @@ class ByteBudget(Exercise):
 
     def trial(self, attempt):
         found = trained(attempt)
-        facts = {LAST: found.sent, ONE: True, "the loss at the end": found.loss}
+        facts = {LAST: found.sent, MEET: found.meets, ONE: True, "the loss at the end": found.loss}
         weights = [torch.empty_like(found.weights) for _ in range(dist.get_world_size())]
         dist.all_gather(weights, found.weights)
         facts[ONE] = all(torch.equal(each, weights[0]) for each in weights)
@@ -88,7 +89,7 @@ class ByteBudget(Exercise):
         return {LAST: AtMost(synchronous / BUDGET,
                              f"a synchronous step sends {synchronous:,.0f}, and the budget is 1/"
                              f"{BUDGET} of that, on average over all steps"),
-                ONE: True, **{f"that rank {rank}'s samples change the weights": True
+                MEET: True, ONE: True, **{f"that rank {rank}'s samples change the weights": True
                               for rank in (0, world_size - 1)},
                 "the loss at the end": AtMost(MOST_LOSS, "an untrained model has 2.3")}
 
@@ -111,23 +112,22 @@ class ByteBudget(Exercise):
     slips = (
         Slip("After the last step your ranks do not meet, so each ends with weights of its own. "
              "`steps` says which step is the last.", {" or self.done == self.steps": ""}),
-        Slip("Each rank goes on from its own change and not from the mean of all: what you "
-             "gathered never reaches the weights.",
+        Slip("Your ranks meet after the last step, and each goes on from numbers of its own. What "
+             "changes the weights must be the same on all: the sum of what all sent, in one unit, "
+             "added to one anchor.",
              {"dist.all_reduce(numbers)": "dist.all_reduce(numbers.clone())",
-              "numbers * unit / world_size": "numbers * unit"}),
+              "numbers * unit / world_size": "numbers * unit"},
+             {"dist.all_reduce(unit, op=dist.ReduceOp.MAX)": "pass"}),
         Slip("The optimizer never steps: your `step()` is called in place of `optimizer.step()`.",
              {"self.optimizer.step()": "pass"}),
-        Slip("Your ranks have units of their own, so the same integer means something else on "
-             "each: take the largest unit of all ranks.",
-             {"dist.all_reduce(unit, op=dist.ReduceOp.MAX)": "pass"}),
     )
 
 
 class Run:
     """What came of one training on this rank."""
 
-    def __init__(self, weights, loss, log):
-        self.weights, self.loss = weights, loss
+    def __init__(self, weights, loss, log, meets):
+        self.weights, self.loss, self.meets = weights, loss, meets
         self.sent = sum(map(sent_bytes, log.calls)) / STEPS
         kinds: dict[str, list[float]] = {}
         for call in log.calls:
@@ -146,13 +146,15 @@ def trained(attempt, changed=None) -> Run:
     generator = torch.Generator().manual_seed(rank + 100 * (rank == changed))
     with CallLog() as log:
         for _ in range(STEPS):
+            before = len(log.calls)
             mine = torch.randint(len(digits.train_labels), (LOCAL_BATCH,), generator=generator)
             optimizer.zero_grad()
             F.cross_entropy(model(digits.train_images[mine]), digits.train_labels[mine]).backward()
             scheme.step()
     with torch.no_grad():
         loss = F.cross_entropy(model(digits.train_images), digits.train_labels).item()
-    return Run(parameters_to_vector(model.parameters()).detach(), loss, log)
+    weights = parameters_to_vector(model.parameters()).detach()
+    return Run(weights, loss, log, meets=len(log.calls) > before)
 
 
 # The table
