@@ -14,7 +14,6 @@ from dplab.desk import course
 MARK = "<!-- contents -->"
 README = ROOT / "README.md"
 NO_ADDRESS = ("*This build does not know its repository's address: what leads there is left out.*")
-DRAFT = "**This is a draft.**"
 QUESTION = re.compile(r"\*\*The question\.\*\*\s+(.+?)(?:\n\n|\Z)", re.DOTALL)
 # Beside the notebooks; those that are not there are left out.
 TOOLS = {"Plan and look up": ["book/planner", "contents", "glossary", "one_step_by_hand"],
@@ -31,12 +30,9 @@ def fill_in(app, docname, source):
     """Puts the contents in place of their mark."""
     if MARK not in source[0]:
         return
-    groups = {"Chapters": [], "Drafts": [], "Appendices": []}
+    groups = {"Chapters": [], "Appendices": []}
     for key, path in course.notebooks(CHAPTERS).items():
-        chapter = Chapter(path)
-        kind = ("Drafts" if chapter.draft else
-                "Appendices" if isinstance(key, str) else "Chapters")
-        groups[kind].append(chapter)
+        groups["Appendices" if isinstance(key, str) else "Chapters"].append(Chapter(path))
     parts = [section(kind, [each.row for each in chapters], [each.entry for each in chapters])
              for kind, chapters in groups.items() if chapters]
     for kind, names in TOOLS.items():
@@ -67,9 +63,8 @@ class Chapter:
 
     def __init__(self, path: Path):
         first = nbformat.read(path, as_version=4).cells[0].source
-        self.draft = DRAFT in first
         heading = re.search(r"^# (.+)$", first, re.MULTILINE)
-        self.title = (heading[1] if heading else path.stem) + " (draft)" * self.draft
+        self.title = heading[1] if heading else path.stem
         question = QUESTION.search(first)
         self.question = " ".join(question[1].split()) if question else ""
         time = re.search(rf"\]\(chapters/{path.name}\).*\| ([^|]+) \|$", readme(), re.MULTILINE)

@@ -59,6 +59,8 @@ GUESSES: dict[Key, tuple[str, ...]] = {
          "shards-with-one-seed"),
     11: ("tokens-on-2048-gpus", "days-of-mpt-7b"),
     12: ("minutes-between-saves", "flip-in-the-loss"),
+    13: ("largest-number-that-fits", "ranks-until-gathering-costs-as-much", "the-rest-dropped",
+         "streaming-waits", "diloco-in-512-steps"),
     "A": ("error-with-mixed-signs", "ones-on-four-ranks", "sure-gradient"),
     "B": ("product-that-cut-f-sums", "least-sent-at-two-depths", "cut-that-leaves-most-intensity"),
     "C": ("ranks-with-finite-weights", "early-when-uncut", "tied-under-both-names"),

@@ -24,7 +24,8 @@ _OF_CHAPTER = {0: ("failing_reports", "FailingReport"),
                9: ("gathered_layers", "GatheredLayers"),
                10: ("wrapped_transformer", "WrappedTransformer"),
                11: ("flawed_plans", "FlawedPlan"),
-               12: ("restarted_jobs", "RestartedJob")}
+               12: ("restarted_jobs", "RestartedJob"),
+               13: ("rare_meetings", "RareMeetings")}
 
 
 def drill(chapter: str, seed: int | None = None) -> SickJob:

@@ -9,7 +9,7 @@ from dplab.parallel.collectives import (
     tree_all_reduce,
 )
 from dplab.parallel.fully_sharded_model import FullyShardedModel
-from dplab.parallel.local_sgd import DiLoCo, LocalSGD
+from dplab.parallel.local_sgd import DiLoCo, LocalSGD, StreamingDiLoCo
 from dplab.parallel.manual_ddp import ManualDDP, average_gradients, broadcast_module
 from dplab.parallel.overlapped_ddp import OverlappedDDP
 from dplab.parallel.ownership import clip_grad_norm_
@@ -20,7 +20,8 @@ from dplab.parallel.synchronized_batch_norm import SynchronizedBatchNorm
 
 __all__ = [
     "BucketedDDP", "DiLoCo", "FullyShardedModel", "LocalSGD", "ManualDDP", "OverlappedDDP",
-    "ParameterServer", "ShardedGradientOptimizer", "ShardedOptimizer", "SynchronizedBatchNorm",
-    "average_gradients", "broadcast_module", "clip_grad_norm_", "naive_all_reduce",
-    "ring_all_gather", "ring_all_reduce", "ring_reduce_scatter", "tree_all_reduce",
+    "ParameterServer", "ShardedGradientOptimizer", "ShardedOptimizer", "StreamingDiLoCo",
+    "SynchronizedBatchNorm", "average_gradients", "broadcast_module", "clip_grad_norm_",
+    "naive_all_reduce", "ring_all_gather", "ring_all_reduce", "ring_reduce_scatter",
+    "tree_all_reduce",
 ]

@@ -3,16 +3,19 @@
 Each rank takes steps of its own, with its own gradients, and after every H of them an all-reduce
 makes the parameters of all ranks their mean. What is sent is as large as a gradient, but is sent
 only once in H steps. DiLoCo takes the way from the old parameters to that mean for a gradient, and
-gives it to a second, outer optimizer with momentum.
+gives it to a second, outer optimizer with momentum. Streaming DiLoCo meets in fragments, and goes
+on computing while one of them travels.
 
 Sources: S. Stich, "Local SGD converges fast and communicates little", 2019, arXiv:1805.09767;
 A. Douillard et al., "DiLoCo: Distributed low-communication training of language models", 2023,
-arXiv:2311.08105 (algorithm 1).
+arXiv:2311.08105 (algorithm 1); A. Douillard et al., "Streaming DiLoCo with overlapping
+communication", 2025, arXiv:2501.18512 (algorithm 2, without its 4-bit numbers).
 """
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from dplab.parallel.manual_ddp import broadcast_module, broadcast_tensors
 
@@ -83,6 +86,78 @@ class DiLoCo(LocalSGD):
             anchor.grad = None
 
 
+class StreamingDiLoCo:
+    """DiLoCo in ``fragments`` of the parameters, which take turns and arrive ``late`` steps later.
+
+    Each fragment meets every ``every`` steps. When its average is there, the outer step goes to the
+    fragment's anchor, and the rank's own parameters become ``mix`` · own + (1 − mix) · anchor: its
+    last steps were taken without that average, and are kept in part. Call ``step()`` in place of
+    ``optimizer.step()``, and ``finish()`` at the end, equally often on every rank. Buffers are left
+    alone. Raises ValueError where a fragment would meet again before it arrived.
+    """
+
+    def __init__(self, module, optimizer, every, fragments=4, late=1, mix=0.5,
+                 outer_learning_rate=0.7, outer_momentum=0.9):
+        if not (0 < late < every and 0 < fragments <= every):
+            raise ValueError(f"{fragments} fragments that are {late} steps late do not fit into "
+                             f"{every} steps")
+        broadcast_module(module)
+        self.optimizer, self.every, self.late, self.mix = optimizer, every, late, mix
+        self.parameters = [p for p in module.parameters() if p.requires_grad]
+        whole = parameters_to_vector(self.parameters).detach()
+        self.fragments = [_Fragment(part, outer_learning_rate, outer_momentum)
+                          for part in whole.tensor_split(fragments)]
+        self.steps = 0
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """One step of this rank's own optimizer; then fragments leave or arrive, if it is time."""
+        self.optimizer.step()
+        self.steps += 1
+        whole = parameters_to_vector(self.parameters)
+        parts = whole.tensor_split(len(self.fragments))
+        for place, (fragment, part) in enumerate(zip(self.fragments, parts, strict=True)):
+            # Their turns are spread evenly over the steps between two meetings.
+            turn = self.steps - place * self.every // len(self.fragments)
+            if turn > 0 and turn % self.every == 0:
+                fragment.leave(part)
+            elif fragment.work is not None and turn % self.every == self.late:
+                fragment.arrive()
+                part.lerp_(fragment.anchor, 1 - self.mix)
+        vector_to_parameters(whole, self.parameters)
+
+    def finish(self) -> None:
+        """Makes the models of all ranks one: their mean. What still travels is dropped."""
+        for fragment in self.fragments:
+            if fragment.work is not None:
+                fragment.work.wait()
+        average_tensors(self.parameters)
+
+
+class _Fragment:
+    """A part of the parameters with an outer optimizer of its own; ``work``: on its way, or None.
+    """
+
+    def __init__(self, part, outer_learning_rate, outer_momentum):
+        self.anchor = part.clone()
+        self.outer = torch.optim.SGD([self.anchor], lr=outer_learning_rate,
+                                     momentum=outer_momentum, nesterov=outer_momentum > 0)
+        self.work: dist.Work | None = None
+
+    def leave(self, part) -> None:
+        """Sends the way from the anchor to ``part``, and does not wait for the others'."""
+        self.anchor.grad = (self.anchor - part) / dist.get_world_size()
+        self.work = dist.all_reduce(self.anchor.grad, async_op=True)
+
+    def arrive(self) -> None:
+        """Takes the outer step, once the average is there. Something must be on its way."""
+        assert self.work is not None
+        self.work.wait()
+        self.outer.step()
+        self.work = None
+
+
+@torch.no_grad()
 def average_tensors(tensors: list[torch.Tensor]) -> None:
     """Replaces each tensor by its mean over the ranks: one all-reduce for each kind of tensor.
 

@@ -81,16 +81,8 @@ def test_every_source_has_its_page_in_the_navigation(book):
               for link in front.select(".sidebar-tree a")]
     assert sorted(listed) == [name for name in PAGES if name != "book/index.html"]
     order = {f"{path.stem}.html": place for place, path in enumerate(NOTEBOOKS.values())}
-    chapters = [name for name in listed if name in order and course.key_of(name[:-5]) != 13]
+    chapters = [name for name in listed if name in order]
     assert sorted(chapters, key=order.get) == chapters
-
-
-def test_a_draft_says_so_in_the_navigation(book):
-    drafts = {f"{path.stem}.html" for path in NOTEBOOKS.values()
-              if "**This is a draft.**" in "".join(cells(path)[0]["source"])}
-    assert drafts
-    entries = page(book / "glossary.html").select(".sidebar-tree a")
-    assert {link["href"] for link in entries if "(draft)" in link.text} == drafts
 
 
 def test_next_leads_through_the_whole_book(book):

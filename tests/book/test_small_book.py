@@ -63,7 +63,7 @@ def test_a_chapter_without_outputs_fails_with_its_name(small_course):
 
 
 def test_another_chapter_is_a_page_and_links_go_to_the_repository_of_the_workflow(small_course):
-    write(small_course, text="**This is a draft.** See the [answer](42_of_another_course.ipynb"
+    write(small_course, text="See the [answer](42_of_another_course.ipynb"
                              "#cell-id=answer), or the [README](../README.md).")
     path = small_course / "chapters/42_of_another_course.ipynb"
     notebook = colab.for_colab(notebooks.read(path), is_known=True)
@@ -77,7 +77,7 @@ def test_another_chapter_is_a_page_and_links_go_to_the_repository_of_the_workflo
     having = (small_course / "html/43_with_the_cell.html").read_text(encoding="utf-8")
     assert "colab.research.google.com/github/someone/fork/blob/main/chapters/43_with" in having
     front = (small_course / "html/book/index.html").read_text(encoding="utf-8")
-    assert "42 · Of another course (draft)" in front and "What is it?" in front
+    assert "42 · Of another course" in front and "What is it?" in front
 
 
 def test_links_that_lead_nowhere_fail(small_course):

@@ -8,6 +8,7 @@ from dplab.drills.failing_reports import FailingReport
 from dplab.drills.flawed_plans import FlawedPlan
 from dplab.drills.gathered_layers import GatheredLayers
 from dplab.drills.late_buckets import LateBuckets
+from dplab.drills.rare_meetings import RareMeetings
 from dplab.drills.restarted_jobs import RestartedJob
 from dplab.drills.sharded_training import ShardedTraining
 from dplab.drills.silent_failures import SilentFailure
@@ -19,7 +20,7 @@ from dplab.drills.wrong_steps import WrongSteps
 
 SEEDS = {FailingReport: 1, SlicedStep: 6, WrongGradient: 6, SilentFailure: 6, LateBuckets: 6,
          SlowJob: 5, WrongSteps: 4, ShardedTraining: 5, GatheredLayers: 5, WrappedTransformer: 4,
-         FlawedPlan: 5, RestartedJob: 4}
+         FlawedPlan: 5, RestartedJob: 4, RareMeetings: 4}
 PLAIN_WORDS = {SilentFailure: {"own", "parts"}}  # of suspects, which a complaint may use
 JOBS = [pytest.param(drill, case, fault, id=f"{drill.__name__}-{case.slug}-{number}")
         for drill in SEEDS for case in drill.cases for number, fault in enumerate(case.faults)]

@@ -20,8 +20,8 @@ def test_right_answers_pass(exercise):
         verdict = exercise.judge(answer)
         assert verdict.outcome == PASSED, f"{answer.__name__}: {verdict.why}\n{verdict.detail}"
     on_ranks = {"choose-units": [2, 3, 4], "exchange": [2, 3, 4],
-                "exact-resume": [2, 3], "two-level-all-reduce": [2, 4, 6]}.get(
-                    exercise.slug, [1, 2, 3, 4])
+                "exact-resume": [2, 3], "two-level-all-reduce": [2, 4, 6],
+                "byte-budget": [2, 4]}.get(exercise.slug, [1, 2, 3, 4])
     assert verdict.world_sizes == (on_ranks if len(exercise.world_sizes) > 1 else [])
 
 

@@ -7,6 +7,7 @@ from dplab.drills import (
     flawed_plans,
     gathered_layers,
     late_buckets,
+    rare_meetings,
     restarted_jobs,
     sharded_training,
     silent_failures,
@@ -113,6 +114,14 @@ def of_plan(readings):
             "other steps": page.sequences != right.sequences}
 
 
+def of_rare(readings):
+    now, before = ([each.loss for each in ranks[0]] for ranks in (readings.ranks, readings.before))
+    gaps = [here - there for here, there in zip(now, before, strict=True)]
+    return {"slower": sum(gaps[3:]) > 0.2,
+            "apart": max(abs(each) for each in gaps) > 0.05,
+            "first is right": abs(gaps[0]) < MATCHED}
+
+
 def of_restarted(readings):
     apart, dies = readings.apart(), restarted_jobs.DIES
     begin = readings.second[0].begin if readings.second else dies
@@ -130,4 +139,4 @@ _OF = {failing_reports.Readings: of_failing, list: of_sliced_step,
        sharded_training.Readings: of_sharded_training,
        gathered_layers.Readings: of_gathered,
        wrapped_transformer.Readings: of_wrapped, flawed_plans.Readings: of_plan,
-       restarted_jobs.Readings: of_restarted}
+       restarted_jobs.Readings: of_restarted, rare_meetings.Readings: of_rare}

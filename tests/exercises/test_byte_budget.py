@@ -1,0 +1,79 @@
+"""The reader's own scheme: what holds of its bytes, and its place in the table."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
+
+from dplab.checks import find
+from dplab.checks.exercise import PASSED, WRONG
+from dplab.exercises import byte_budget
+from dplab.workloads.scheme_tasks import Trained
+
+
+class Seldom:
+    """All weights, in four bytes each, and seldom."""
+
+    every, rate = 64, 0.006
+
+    def __init__(self, model, optimizer, steps):
+        self.parameters, self.optimizer = list(model.parameters()), optimizer
+        self.done, self.steps = 0, steps
+
+    def step(self):
+        self.optimizer.step()
+        self.done += 1
+        if self.done % self.every == 0 or self.done == self.steps:
+            with torch.no_grad():
+                weights = parameters_to_vector(self.parameters) / dist.get_world_size()
+                dist.all_reduce(weights)
+                vector_to_parameters(weights, self.parameters)
+
+
+class Often(Seldom):
+    every = 16
+
+
+class Never:
+    def __init__(self, model, optimizer, steps):
+        self.optimizer = optimizer
+
+    def step(self):
+        self.optimizer.step()
+
+
+class OfRank0:
+    """All ranks train, and only rank 0's weights count."""
+
+    def __init__(self, model, optimizer, steps):
+        self.parameters, self.optimizer, self.left = list(model.parameters()), optimizer, steps
+
+    def step(self):
+        self.optimizer.step()
+        self.left -= 1
+        if self.left == 0:
+            with torch.no_grad():
+                weights = parameters_to_vector(self.parameters)
+                dist.broadcast(weights, src=0)
+                vector_to_parameters(weights, self.parameters)
+
+
+def test_another_scheme_passes_and_gets_its_place(monkeypatch):
+    monkeypatch.setattr(byte_budget, "run", lambda *_, **__: [Trained(2.3, 6606.0, 0.0)])
+    verdict = find("byte-budget").judge(Seldom)
+    assert verdict.outcome == PASSED
+    *_, own = (line for line in verdict.detail.splitlines() if "yours" in line)
+    assert "2.300" in own and "6,606" in own and "one rank alone" in verdict.detail
+    losses = [float(line.split()[0]) for line in verdict.detail.splitlines()[2:-1]]
+    assert losses == sorted(losses)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("scheme", "said"), [
+    (Often, "9 × all_reduce of float32"),
+    (Never, "that the ranks meet after the last step"),
+    (OfRank0, "that rank 1's samples change the weights")])
+def test_what_is_wrong_with_a_scheme_is_said_with_what_it_sent(scheme, said):
+    verdict = find("byte-budget").judge(scheme)
+    assert verdict.outcome == WRONG
+    assert said in verdict.detail, verdict
