@@ -78,8 +78,9 @@ class Readings:
     def words(self, rank: int) -> str:
         """Where a rank was, with the line of `report` in the place of the drill's own."""
         each = self.ranks[rank]
-        is_raised = self.error and each.state == "raised"
-        doing = f"raised {self.error.error}" if is_raised else each.doing
+        doing = each.doing
+        if self.error and each.state == "raised":
+            doing = f"raised {self.error.error}"
         return f"rank {rank} {doing}: line {line_of(each.source)}, {each.source}"
 
     @property
@@ -218,7 +219,7 @@ class FailingReport(SickJob):
     def __init__(self, seed: int):
         super().__init__(seed)
         self._reruns = 0  # that wrong answers cost
-        self._mended = source_of(report).edited(self._fault.edits)
+        self._mended = source_of(report).edited(self._fault.edits) or ""
         self._healthy = source_of(report).compiled(self._mended)
 
     def _draw_settings(self, chances: random.Random) -> list[torch.Tensor]:
