@@ -37,8 +37,8 @@ TITLES: dict[Key, str] = {
 
 # The slugs of each chapter's guesses, in its order; a test compares.
 GUESSES: dict[Key, tuple[str, ...]] = {
-    0: ("counter-after-ranks", "sum-on-rank-3", "longest-in-the-call", "rank-to-blame",
-        "both-send-first"),
+    0: ("counter-after-ranks", "sum-on-rank-3", "maximum-of-a-pair", "longest-in-the-call",
+        "rank-to-blame", "both-send-first"),
     1: ("bytes-of-an-all-reduce", "messages-after-backward", "rows-of-wider-layers",
         "parameters-that-fill-80-gb", "numbers-a-block-keeps", "limit-on-32-nodes"),
     2: ("line-that-breaks", "weight-of-a-token", "yes-or-no", "plain-all-reduce", "mean-of-a-sum",

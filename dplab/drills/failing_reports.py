@@ -1,8 +1,8 @@
-"""Chapter 00's drills: short jobs that fail or hang, read from what each rank was doing.
+"""Chapter 00's drills: a job that fails or hangs, and one function in which six lines may be why.
 
-Every rank calls one function with its own losses. The instruments are those that a reader of
-chapter 00 knows: what `dplab.run` says of each rank, without the line that says what happened, and
-what plain torchrun prints for the same job.
+The reader has the code, as on call, and says in which line one rank left the others' way. The
+losses decide that, and are not shown. The first instrument, torchrun's log, is there already; each
+further one costs a rerun of the job, as a wrong answer does.
 """
 
 import inspect
@@ -11,13 +11,13 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from types import EllipsisType
 
 import torch
 import torch.distributed as dist
 
 from dplab import RankError, run
 from dplab.desk import cards
+from dplab.desk.edits import source_of
 from dplab.drills.sick_job import Case, Fault, SickJob, Suspect, instrument
 from dplab.measure import torchrun_log
 from dplab.spawn.between.errors import RankReport
@@ -26,83 +26,33 @@ BATCH = 4  # losses
 PATIENCE = 8  # seconds until gloo gives up under torchrun; by default it waits for 30 minutes
 
 
-# Each rank calls one of these with the losses of its own samples.
-
-
-def largest_loss(losses):
-    largest = losses.max() if len(losses) else torch.tensor(float("-inf"))
-    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-
-
-def totals(losses):
-    for batch in losses.split(4):
-        total = batch.sum()
-        dist.all_reduce(total)  # a NaN reaches every rank
-
-
-def histogram(losses):
-    for batch in losses.split(4):
-        counts = batch.long().bincount(minlength=10)
-        dist.all_reduce(counts)
-
-
-def totals_and_largest(losses):
-    for batch in losses.split(4):
-        total, largest = batch.sum(), batch.max()
-        dist.reduce(total, dst=0)
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-
-
-def swap(losses):
-    rank, partner = dist.get_rank(), dist.get_rank() ^ 1
-    lengths = torch.zeros(dist.get_world_size(), dtype=torch.int64)
-    dist.all_gather_single(lengths, torch.tensor([len(losses)]))
-    mine, theirs = losses[:2].clone(), torch.zeros(2)
-    if (lengths[rank], rank) >= (lengths[partner], partner):
-        dist.send(mine, partner)
-        dist.recv(theirs, partner)
-    else:
-        dist.recv(theirs, partner)
-        dist.send(mine, partner)
-
-
-def largest_so_far(losses):
+def report(losses):
     rank, last = dist.get_rank(), dist.get_world_size() - 1
-    largest, so_far = losses.max(), torch.zeros(())
+    large = losses[losses > 7.5][0]
+    dist.all_reduce(large, op=dist.ReduceOp.MIN)
+    for batch in losses.split(4):
+        total, worst = batch.sum(), batch.max()
+        if total.isfinite():
+            dist.all_reduce(total)
+        counts = batch[batch.isfinite()].long().bincount()
+        dist.all_reduce(counts)
+        if worst > 7.9:
+            dist.all_reduce(worst, op=dist.ReduceOp.MAX)
+    final, before = losses[-1], torch.zeros(())
     if rank > 0:
-        dist.recv(so_far, rank - 1)
-    if rank < last:
-        dist.send(largest.maximum(so_far), rank + 1)
-    dist.all_reduce(losses.sum())
+        dist.recv(before, rank - 1)
+    if rank < last and final > before:
+        dist.send(final, rank + 1)
+    dist.reduce(losses.sum(), dst=0)
 
 
-# What makes one job's losses bring the fault to light, those of the rank ``odd``. They are changed
-# in place.
+CODE = inspect.getsource(report).splitlines()
 
 
-def are_none(losses, odd, _):
-    losses[odd] = losses[odd][:0]
-
-
-def in_one_batch(change):
-    return lambda losses, odd, chances: change(losses[odd].split(BATCH)[chances.randrange(3)])
-
-
-def are_as_many_as_the_partner_s(losses, odd, _):
-    for rank in range(0, len(losses), 2):
-        if rank != odd // 2 * 2:
-            losses[rank] = losses[rank][:-BATCH]
-
-
-def are_smaller_than_before(losses, odd, _):
-    """Not of the first rank, which has nothing to compare with, nor of the last, which never sends.
-    """
-    for rank, each in enumerate(losses):
-        each[1] = 8.0 + rank
-    losses[1 + odd % (len(losses) - 2)].clamp_(max=6.5)
-
-
-# Readings
+def line_of(text: str) -> int:
+    """The number of the one line of `report` that has this text in it; the first is 1."""
+    [number] = [number for number, line in enumerate(CODE, 1) if text in line]
+    return number
 
 
 @dataclass
@@ -118,217 +68,180 @@ class Readings:
         return self.error.ranks if self.error else []
 
     @cached_property
-    def torchrun(self):
+    def log(self):
         return torchrun_log(self.script, self.world_size)
 
+    @cached_property
+    def detail(self):
+        return torchrun_log(self.script, self.world_size, TORCH_DISTRIBUTED_DEBUG="DETAIL")
+
     def words(self, rank: int) -> str:
-        """Where a rank was, as the reader sees it: without the file, which is the drill's."""
+        """Where a rank was, with the line of `report` in the place of the drill's own."""
         each = self.ranks[rank]
+        doing = each.doing
         if self.error and each.state == "raised":
-            return f"rank {rank} raised {self.error.error} in {each.source}"
-        if each.state == "called":
-            return f"rank {rank} is in {each.operation} number {each.number} of {each.tensor}"
-        return ": ".join(filter(None, [f"rank {rank} {each.doing}", each.source]))
-
-    def in_state(self, state) -> list[int]:
-        return [each.rank for each in self.ranks if each.state == state]
-
-    @property
-    def in_a_call(self) -> list[RankReport]:
-        return [each for each in self.ranks if each.state in ("waiting", "called")]
+            doing = f"raised {self.error.error}"
+        return f"rank {rank} {doing}: line {line_of(each.source)}, {each.source}"
 
     @property
     def between_two(self) -> dict[int, int]:
         """The ranks that wait in a send or receive, each with the rank that it waits for."""
-        return {each.rank: each.peer for each in self.in_a_call if each.peer is not None}
-
-    def values(self, name) -> Counter:
-        """How many of the ranks in a call have which ``"operation"``, or which ``"tensor"``."""
-        return Counter(getattr(each, name) for each in self.in_a_call)
+        return {each.rank: each.peer for each in self.ranks if each.peer is not None}
 
     @property
-    def each_for_the_other(self) -> list[int]:
-        """The ranks that wait for a rank that waits for them."""
-        peers = self.between_two
-        return [rank for rank, peer in peers.items() if peers.get(peer) == rank]
+    def in_others(self) -> list[RankReport]:
+        return [each for each in self.ranks if each.peer is None]
 
     @property
-    def passed_by(self) -> dict[int, list[int]]:
-        """The ranks that are in no send or receive, by rank those that wait for them in one."""
-        peers = self.between_two
-        return {passed: [rank for rank, peer in peers.items() if peer == passed]
-                for passed in peers.values() if passed not in peers}
+    def usual(self) -> str:
+        """What most ranks do."""
+        return Counter(each.doing for each in self.ranks).most_common(1)[0][0]
 
-    def rare(self, name) -> list[int]:
-        """The ranks in a call that differ from most in their operation, or in their tensor."""
-        usual = self.values(name).most_common(1)
-        return [each.rank for each in self.in_a_call if getattr(each, name) != usual[0][0]]
+    def to_blame(self) -> int:
+        """The rank whose code took another way than that of the others."""
+        raised = [each.rank for each in self.ranks if each.state == "raised"]
+        waiting = self.between_two
+        if len(waiting) > 1:  # a chain, of which one rank did not send
+            odd = [peer for peer in waiting.values() if peer not in waiting]
+        else:
+            odd = list(waiting) or [each.rank for each in self.ranks if each.doing != self.usual]
+        [rank] = raised or odd
+        return rank
 
-    def to_blame(self) -> list[int]:
-        """The ranks whose code took another way than that of the others."""
+    def line(self) -> int:
+        """The line that sent it there."""
+        odd = self.ranks[self.to_blame()]
+        if odd.state == "raised":
+            return line_of(odd.source)
         if self.between_two:
-            return self.each_for_the_other or list(self.passed_by)
-        return (self.in_state("raised") or self.in_state("returned") or self.rare("operation")
-                or self.rare("tensor"))
+            return LINES["no send"] if odd.peer is None else LINES["batches"]
+        if "MAX" in odd.doing:
+            return LINES["limit"]
+        return LINES["width" if "int64" in self.usual else "finite"]
 
 
-# Suspects
+LINES = {"none": line_of("[0]"), "batches": line_of("for batch"), "finite": line_of("if total"),
+         "width": line_of("bincount"), "limit": line_of("if worst"), "no send": line_of("final >")}
+# What the reports show where this line is to blame.
+WOULD_SHOW = {
+    "none": "a rank that has no such loss raises an IndexError, and the others wait in line 4",
+    "batches": "a rank with fewer batches is past the loop, in a send or a receive, while all "
+               "others are in a collective of the loop",
+    "finite": "its rank leaves out a sum, so it is one call ahead: it gives its counts, int64, "
+              "while the others give a sum, float32",
+    "width": "all ranks are in line 10 with int64, and one has another number of counts",
+    "limit": "its rank makes one call more, so it is one call behind: it gives a maximum, float32, "
+             "and with plain gloo goes on to a sum while the others give counts, int64",
+    "no send": "the next rank waits in its receive for a rank that is already in line 18",
+}
 
 
-def exception(readings):
-    if raised := readings.in_state("raised"):
-        return True, f"{_capital(readings.words(*raised))}. The others wait for it."
-    return False, "No rank raised anything by itself."
+def _suspect(name):
+    def finding(readings):
+        here = "; ".join(map(readings.words, range(readings.world_size)))
+        if readings.line() == LINES[name]:
+            return True, f"It is so that {WOULD_SHOW[name]}. Here {here}."
+        return False, f"Were it line {LINES[name]}, then {WOULD_SHOW[name]}. Here {here}."
+
+    return Suspect(f"line-{LINES[name]}", CODE[LINES[name] - 1].strip(), "ranks", finding)
 
 
-def early_end(readings):
-    returned = readings.in_state("returned")
-    if not returned:
-        return False, "No rank had returned: each is in a call, or raised."
-    ranks = _ranks(returned)
-    if readings.between_two:
-        return False, (f"{ranks} had returned, and nobody waits for them: each rank that waits "
-                       "names the rank that it waits for.")
-    waits = readings.words(readings.in_a_call[0].rank).partition(":")[0]
-    return True, f"{ranks} had returned, while {waits}. So it made fewer calls than the others."
+# What makes a job's losses bring a line to light, those of the rank ``odd``. They are changed in
+# place.
 
 
-def wrong_shape(readings):
-    tensors = readings.values("tensor")
-    if len(tensors) > 1 and len(readings.values("operation")) == 1:
-        return True, f"The ranks are in one call, with tensors {_listed(tensors)}."
-    return False, f"The tensors of all ranks that are in a call are {_listed(tensors)}."
+def without_a_large_one(losses, odd, _):
+    losses[odd].clamp_(max=7.3)
 
 
-def other_collective(readings):
-    operations = readings.values("operation")
-    collectives = Counter(each.operation for each in readings.in_a_call if each.peer is None)
-    if len(collectives) > 1:
-        return True, f"The ranks are in different collectives: {_listed(collectives)}."
-    if len(operations) > 1:
-        return False, f"All ranks that are in a collective are in {_listed(collectives)}."
-    return False, f"All ranks that are in a call are in {_listed(operations)}."
+def of_fewer_batches(losses, odd, _):
+    losses[odd] = losses[odd][:-BATCH]
 
 
-def deadlock(readings):
-    if readings.each_for_the_other:
-        ranks = _ranks(readings.each_for_the_other)
-        return True, f"{ranks} each wait in a send to the other, and nobody receives."
-    if readings.passed_by:
-        waits = ", ".join(f"rank {rank} waits for rank {peer}"
-                          for rank, peer in readings.between_two.items())
-        return False, f"No two ranks wait for each other: {waits}."
-    return False, (f"The ranks that are in a call are in {_listed(readings.values('operation'))}, "
-                   "not in a send or receive of two ranks.")
+def in_one_batch(change):
+    return lambda losses, odd, chances: change(losses[odd].split(BATCH)[chances.randrange(2)])
 
 
-def missing_transfer(readings):
-    if not readings.between_two:
-        return False, "No rank waits in a send or a receive of two ranks."
-    if not readings.passed_by:
-        return False, "Each rank in a send or a receive waits for a rank that is in one too."
-    [(rank, waiting)] = readings.passed_by.items()
-    waits = "wait" if len(waiting) > 1 else "waits"
-    there = readings.words(rank).partition(":")[0]
-    return True, f"{_ranks(waiting)} {waits} for rank {rank}, and {there}."
-
-
-def _listed(counts):
-    return ", ".join(f"{what} ({count} rank{'s' * (count > 1)})"
-                     for what, count in counts.most_common())
-
-
-def _ranks(ranks):
-    *first, last = ranks
-    return f"Ranks {', '.join(map(str, first))} and {last}" if first else f"Rank {last}"
-
-
-def _capital(text):
-    return text[:1].upper() + text[1:]
-
-
-SUSPECTS = (
-    Suspect("exception", "A rank raised before its call, and the others wait.", "ranks", exception),
-    Suspect("early end", "A rank returned after fewer calls than the others make.", "ranks",
-            early_end),
-    Suspect("wrong shape", "A rank is in the same call as the others, with a tensor that does not "
-            "fit.", "ranks", wrong_shape),
-    Suspect("other collective", "A rank is in another collective than the others: it left one out, "
-            "or calls them in another order.", "ranks", other_collective),
-    Suspect("deadlock", "Two ranks each wait for the other.", "ranks", deadlock),
-    Suspect("missing transfer", "A rank went past a send or a receive that another rank waits for.",
-            "ranks", missing_transfer),
-)
-
-
-# Jobs
+def smaller_than_before(losses, odd, _):
+    """Not of the first rank, which has nothing to compare with, nor of the last, which never sends.
+    """
+    losses[1 + odd % (len(losses) - 2)][-1] = 4.0
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Failure(Fault):
-    """A fault, and ``change(losses, odd, chances)``, which makes the losses bring it to light."""
+    """Edits that mend one line, and ``change``, which makes the losses bring it to light."""
 
     change: Callable
 
 
-_NETWORK = ("Our job on {n} ranks ends with an error: a connection was closed or reset “by peer”. "
-            "It was fine last week. Is our network broken?", {"a connection is lost"})
-_HANGS = ("Our job on {n} ranks stands still. Nothing is printed, until gloo gives up. Do I need a "
-          "longer timeout?", {"gloo gives up"})
+_COMPLAINT = ("Our job on {n} ranks ended with errors in the night. It was fine last week, on "
+              "other data. Is it our network, or do we need a longer timeout?")
+
+
+def _case(slug, name, change, edits):
+    return Case(slug, f"line-{LINES[name]}", report,
+                (Failure(edits, _COMPLAINT, {"errors"}, (4,), change=change),))
+
+
 CASES = (
-    Case("a", "exception", largest_loss, (Failure(
-        {' if len(losses) else torch.tensor(float("-inf"))': ""},
-        *_NETWORK, (3, 4), change=are_none),)),
-    Case("b", "early end", totals, (Failure(
-        {"dist.all_reduce(total)  # a NaN reaches every rank":
-         "if total.isfinite():\n    dist.all_reduce(total)"},
-        *_NETWORK, (3, 4),
-        change=in_one_batch(lambda batch: batch[2].fill_(float("nan")))),)),
-    Case("c", "wrong shape", histogram, (Failure(
-        {"minlength=10": ""}, *_NETWORK, (3, 4),
-        change=in_one_batch(lambda batch: batch.clamp_(max=5.5))),)),
-    Case("d", "other collective", totals_and_largest, (Failure(
-        {"dist.reduce(total, dst=0)\n        dist.all_reduce(largest, op=dist.ReduceOp.MAX)":
-         "if largest > 9:\n"
-         "    dist.all_reduce(largest, op=dist.ReduceOp.MAX)\n"
-         "    dist.reduce(total, dst=0)\n"
-         "else:\n"
-         "    dist.reduce(total, dst=0)\n"
-         "    dist.all_reduce(largest, op=dist.ReduceOp.MAX)"},
-        *_HANGS, (3, 4), change=in_one_batch(lambda batch: batch[2].fill_(40.0))),)),
-    Case("e", "deadlock", swap, (Failure(
-        {"(lengths[rank], rank) >= (lengths[partner], partner)":
-         "lengths[rank] >= lengths[partner]"},
-        *_HANGS, (4,), change=are_as_many_as_the_partner_s),)),
-    Case("f", "missing transfer", largest_so_far, (Failure(
-        {"rank < last:": "rank < last and largest > so_far:", ".maximum(so_far)": ""},
-        *_HANGS, (4,), change=are_smaller_than_before),)),
+    _case("a", "none", without_a_large_one,
+          {"large = losses[losses > 7.5][0]":
+           'large = torch.cat([losses[losses > 7.5], torch.tensor([float("inf")])])[0]'}),
+    _case("b", "batches", of_fewer_batches,
+          {"for batch in losses.split(4):":
+           "steps = torch.tensor(len(losses) // 4)\n"
+           "dist.all_reduce(steps, op=dist.ReduceOp.MIN)\n"
+           "for batch in losses.split(4)[:steps]:"}),
+    _case("c", "finite", in_one_batch(lambda batch: batch[2].fill_(float("nan"))),
+          {"if total.isfinite():\n            dist.all_reduce(total)":
+           "dist.all_reduce(total)  # a NaN reaches every rank"}),
+    _case("d", "width", in_one_batch(lambda batch: batch.clamp_(max=5.5)),
+          {"bincount()": "bincount(minlength=10)"}),
+    _case("e", "limit", in_one_batch(lambda batch: batch[2].fill_(7.95)),
+          {"if worst > 7.9:\n            dist.all_reduce(worst, op=dist.ReduceOp.MAX)":
+           "dist.all_reduce(worst, op=dist.ReduceOp.MAX)"}),
+    _case("f", "no send", smaller_than_before,
+          {"if rank < last and final > before:\n        dist.send(final, rank + 1)":
+           "if rank < last:\n    dist.send(final.maximum(before), rank + 1)"}),
 )
 
 
 class FailingReport(SickJob):
-    """A short job that fails or hangs: which rank is to blame, and what did it do?"""
+    """A job that fails or hangs: in which line did which rank leave the others' way?"""
 
     chapter = 0
-    minutes = 5
-    suspects_known = SUSPECTS
+    minutes = 8
+    suspects_known = tuple(map(_suspect, LINES))
     cases = CASES
-    answer = 'job.diagnose("…", rank=...)'
+    answer = "job.diagnose(line=…, rank=…)"
+
+    def __init__(self, seed: int):
+        super().__init__(seed)
+        self._reruns = 0  # that wrong answers cost
+        self._mended = source_of(report).edited(self._fault.edits) or ""
+        self._healthy = source_of(report).compiled(self._mended)
 
     def _draw_settings(self, chances: random.Random) -> list[torch.Tensor]:
-        """Each rank's losses, in three batches. The largest of each batch is between 7 and 8."""
+        """Each rank's losses, in three batches. The largest of each batch is from 7.6 to 7.8."""
         odd = chances.randrange(self._world_size)
         draw = torch.Generator().manual_seed(chances.randrange(1_000_000))
         batches = 7 * torch.rand(self._world_size, 3, BATCH, generator=draw)
-        batches[..., 1] = 7 + batches[..., 1] / 7
+        batches[..., 1] = 7.6 + batches[..., 1] / 35
+        batches[..., 3] = 5 + torch.arange(self._world_size)[:, None] / 2
         losses = list(batches.flatten(1))
         assert isinstance(self._fault, Failure)
         self._fault.change(losses, odd, chances)
         return losses
 
     def _description(self):
-        return (f"The job runs on {self._world_size} ranks. Each calls one function with the "
-                "losses of its own samples, and the function makes all the calls.")
+        return f"Each of the {self._world_size} ranks calls `report` with its own losses."
+
+    def _guide(self):
+        code = "\n".join(f"{number:2}  {line}" for number, line in enumerate(CODE, 1))
+        instruments, _, rest = super()._guide().partition("\n\nSuspects")
+        rows = instruments.replace("one of the suspects below", "the line, and the rank that left")
+        return "\n\n".join([code, rows, rest.rpartition("\n\n")[2]])
 
     def _run(self, part):
         error = None
@@ -338,51 +251,69 @@ class FailingReport(SickJob):
             if failed.kind not in ("raised", "stuck", "mismatched"):
                 raise  # the machine's own failure, not the job's
             error = failed
-        return Readings(error, self._world_size, self._script(part))
+        return Readings(error, self._world_size, self._script())
 
-    def diagnose(self, suspect: str = "", rank: "int | EllipsisType | None" = None) -> None:
-        """Says whether this is what went wrong, and whether on this rank, with the reading."""
-        known = self._suspect_named(suspect)
-        if known is None or not self._has_run():
-            return
-        to_blame = self._readings.to_blame()
-        if not known.finding(self._readings)[0] or rank in to_blame:
-            super().diagnose(suspect)
-        elif rank is None or rank is ...:
-            cards.card("On which rank?", f'`job.diagnose("{known.name}", rank=...)`')
+    def _sick_part(self):
+        return source_of(report).compiled("\n".join(CODE))
+
+    def _difference(self):
+        return self._as_patch("\n".join(CODE), self._mended)
+
+    def diagnose(self, line=..., rank=...) -> None:
+        """Says whether a rank left the others' way in this line, and whether it was this rank."""
+        if isinstance(line, bool) or line not in range(1, len(CODE) + 1):
+            cards.card("Which line?", f"`{self.answer}`, with a line from 1 to {len(CODE)}.")
         elif isinstance(rank, bool) or rank not in range(self._world_size):
-            cards.card(f"There is no rank {rank!r}", f"The ranks are 0 to {self._world_size - 1}.")
-        else:
+            cards.card("Which rank?", f"The ranks are 0 to {self._world_size - 1}.")
+        elif line not in LINES.values():
+            cards.card(f"Line {line} does what it does on every rank that comes to it",
+                       "Look for a line in which a rank's own losses decide which call it makes "
+                       "next, or with how many elements. (This is no try.)")
+        elif not self._has_run():
+            pass
+        elif line == self._readings.line() and rank != self._readings.to_blame():
             self._counted(False)
-            # Other innocent ranks may be in the call that the guilty one is in.
-            sought = ("a rank that another one waits for, and that is itself in no send or receive"
-                      if self._readings.passed_by else "the rank that did something else")
-            cards.card(f"Job {self.seed}: “{known.name}” is right, but not rank {rank}",
-                       f"{_capital(self._readings.words(rank))}. Look for {sought}. "
-                       "(`job.ranks()` shows it.)", color=cards.ORANGE)
+            self._say(f"line {line} is right, but not rank {rank}",
+                      f"{self._readings.words(rank)}, and it did as its losses say. Which rank "
+                      "did what no other did?", color=cards.ORANGE)
+        else:
+            super().diagnose(f"line-{line}")
+
+    def _counted(self, fits):
+        self._reruns += not fits
+        return super()._counted(fits)
+
+    def _is_solved(self, head, sentence):
+        reruns = self._reruns + len(self._asked - {"log"})
+        super()._is_solved(head, f"{sentence} It took {reruns} rerun{'s' * (reruns != 1)} of the "
+                                 "job.")
+
+    @instrument
+    def log(self) -> None:
+        """What torchrun printed: it is there already."""
+        print(self._readings.log)
+
+    @instrument
+    def detail(self) -> None:
+        """The same with TORCH_DISTRIBUTED_DEBUG=DETAIL: one rerun."""
+        print(self._readings.detail)
 
     @instrument
     def ranks(self) -> None:
-        """Where each rank was in the end: the report of `run`, without its first line."""
+        """Where each rank was in the end, under `dplab.run`: one rerun."""
         print(*map(self._readings.words, range(self._world_size)), sep="\n")
 
-    @instrument
-    def torchrun(self) -> None:
-        """What plain torchrun prints for the same job, where gloo gives up after 8 s."""
-        print(f"Starting {self._world_size} processes with torchrun …", flush=True)
-        print(self._readings.torchrun)
-
-    def _script(self, part):
+    def _script(self):
         """The same job as a script for torchrun, with gloo's patience cut short."""
         losses = [each.tolist() for each in self._settings]
         return "\n".join([
             "from datetime import timedelta",
             "import torch",
             "import torch.distributed as dist",
-            inspect.getsource(part),
+            *CODE,
             f'dist.init_process_group("gloo", timeout=timedelta(seconds={PATIENCE}))',
             'nan = float("nan")',
-            f"{part.__name__}(torch.tensor({losses}[dist.get_rank()]))",
+            f"report(torch.tensor({losses}[dist.get_rank()]))",
             "dist.destroy_process_group()"])
 
 

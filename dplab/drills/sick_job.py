@@ -294,8 +294,11 @@ class SickJob:
 
     def _difference(self):
         """Both versions of the part, line by line, as a patch has them."""
-        sick, mended = (self._named(text).splitlines()
-                        for text in (self._sick_text, source_of(self._healthy).text))
+        return self._as_patch(*map(self._named, (self._sick_text, source_of(self._healthy).text)))
+
+    @staticmethod
+    def _as_patch(sick, mended):
+        sick, mended = sick.splitlines(), mended.splitlines()
         _, _, _, *lines = difflib.unified_diff(sick, mended, n=len(sick), lineterm="")
         return "\n".join(lines)
 

@@ -18,7 +18,7 @@ def class_of_three(tmp_path, monkeypatch):
     dplab.hint("average-gradients")
     dplab.hint("average-gradients")
     dplab.solution("global-mean")
-    record.update("exercises", "one-call-each", lambda entry: entry.update(outcome="wrong"))
+    record.update("exercises", "gather-by-adding", lambda entry: entry.update(outcome="wrong"))
     record.update("drills", "04-one", lambda entry: entry.update(solved=True))
     record.update("drills", "04-two", lambda entry: entry.update(taken=1))
     dplab.progress(export=files["ada"])
