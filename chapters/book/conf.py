@@ -5,6 +5,8 @@ import sys
 import tomllib
 from pathlib import Path
 
+from ipython_pygments_lexers import IPython3Lexer
+
 BOOK = Path(__file__).resolve().parent
 sys.path[:0] = [str(BOOK), str(BOOK.parents[1])]  # the book's own extensions, and dplab
 
@@ -44,3 +46,8 @@ pygments_style, pygments_dark_style = "a11y-high-contrast-light", "a11y-high-con
 # All from this folder, also the font.
 mathjax_path = "mathjax/tex-chtml.js"
 mathjax4_config = {"loader": {"paths": {"fonts": "[mathjax]"}}}
+
+
+def setup(app):
+    """Cells are IPython's: `!` runs a program, which Python's own lexer refuses."""
+    app.add_lexer("python", IPython3Lexer)
