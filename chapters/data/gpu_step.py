@@ -35,7 +35,9 @@ def main(file=None):
     steps = [event for event in events if event["name"].startswith("ProfilerStep")]
     whole = steps[WHOLE]
     parts = {
-        "command": "python chapters/data/gpu_step.py", "source": SOURCE, "licence": "MIT",
+        "command": "python chapters/data/gpu_step.py",
+        "torch": f"not in the trace; NCCL {trace['distributedInfo']['nccl_version']}",
+        "source": SOURCE, "licence": "MIT",
         "gpu": trace["deviceProperties"][0]["name"],
         "ranks": trace["distributedInfo"]["world_size"],
         "recorded": "2024-05-22", "parameters": resnet50(), "step_us": whole["dur"],
