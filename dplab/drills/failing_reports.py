@@ -115,9 +115,10 @@ class Readings:
             return line_of(odd.source)
         if self.between_two:
             return LINES["no send"] if odd.peer is None else LINES["batches"]
-        if "MAX" in odd.doing:
-            return LINES["limit"]
-        return LINES["width" if "int64" in self.usual else "finite"]
+        if "int64" in self.usual and "int64" in odd.doing:
+            return LINES["width"]
+        # Where the maximum was taken for a sum, its rank is a call later in a sum.
+        return LINES["limit" if "MAX" in odd.doing or "int64" in self.usual else "finite"]
 
 
 LINES = {"none": line_of("[0]"), "batches": line_of("for batch"), "finite": line_of("if total"),
