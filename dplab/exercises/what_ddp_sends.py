@@ -41,7 +41,8 @@ UNEVEN = ([3 * MIB, 4096, 9 * MIB, 2052, 14 * MIB, 40, 6 * MIB, 3 * MIB - 4, 204
 SMALL = ([40_000, 1000, 900_000, 64, 500_000, 200], [5, 4, 3, 2, 1, 0])
 EXACT = ([25 * MIB, MIB, 24 * MIB, 30 * MIB, MIB // 2, MIB // 2], [4, 5, 0, 1, 2, 3])
 TIGHT = ([1000, 25_500_000, 20_000, 1_030_000], [3, 2, 1, 0])  # in MiB, not in millions
-CASES = tuple((*each, iteration) for each in (UNEVEN, SMALL, EXACT, TIGHT) for iteration in (1, 2, 5))
+CASES = tuple((*each, iteration) for each in (UNEVEN, SMALL, EXACT, TIGHT)
+              for iteration in (1, 2, 5))
 
 
 class WhatDDPSends(Calculation):
