@@ -66,7 +66,7 @@ def given(exercise: Exercise) -> Given:
         parts = _own_parts(exercise)
         whose = [f"{name}, {'yours' if part.is_readers else COURSES}"
                  for name, part in parts.items()]
-        return Given(kept.given(_on_own_parts(exercise), exercise.slug),
+        return Given(kept.given(_on_own_parts(exercise, parts), exercise.slug),
                      all(part.is_readers for part in parts.values()),
                      f"{exercise.name}: made of {'; '.join(whose)}.")
     slug, place = exercise.slug, kept.place(exercise.slug)
@@ -75,7 +75,7 @@ def given(exercise: Exercise) -> Given:
     _being_given.append(slug)
     course = exercise.solution
     try:
-        course = _on_own_parts(exercise)
+        course = _on_own_parts(exercise, _own_parts(exercise))
         source = kept.read(slug)
         if source is None:
             passed = record.entries("exercises").get(slug, {}).get("outcome") == PASSED
@@ -114,11 +114,11 @@ def _own_parts(exercise):
             if part.slug in used and (part.by == "reader" or part.uses)}
 
 
-def _on_own_parts(exercise):
-    """The course's version, which calls the reader's own parts of the stack where there are any."""
+def _on_own_parts(exercise, parts):
+    """The course's version, which calls what `_own_parts` gave where some of it is the reader's."""
     from dplab.checks.stack import PARTS
 
-    own = {name: part.value for name, part in _own_parts(exercise).items()}
+    own = {name: part.value for name, part in parts.items()}
     courses = {part.name: part.solution for part in PARTS}
     if all(value is courses[name] for name, value in own.items()):
         return exercise.solution
