@@ -89,10 +89,6 @@ class Readings:
         return {each.rank: each.peer for each in self.ranks if each.peer is not None}
 
     @property
-    def in_others(self) -> list[RankReport]:
-        return [each for each in self.ranks if each.peer is None]
-
-    @property
     def usual(self) -> str:
         """What most ranks do."""
         return Counter(each.doing for each in self.ranks).most_common(1)[0][0]

@@ -22,7 +22,7 @@ appendix B (model FLOPs).
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
@@ -293,11 +293,6 @@ RESOURCES = tuple(_WITHOUT)
 def without(cluster: Cluster, resource: str) -> Cluster:
     """The cluster if that resource took no time; ``resource`` is one of `RESOURCES`."""
     return _WITHOUT[one_of(resource, RESOURCES, "resource")](cluster)
-
-
-def weak_scaling(job: Job, cluster: Cluster, ranks: Iterable[int]) -> list[Prediction]:
-    """The same batch on each rank, at each number of ranks."""
-    return [predict(job, cluster.of(count)) for count in ranks]
 
 
 def stops_paying(curve: Sequence[tuple[int, float]]) -> int | None:

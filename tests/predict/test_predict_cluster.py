@@ -264,7 +264,7 @@ def test_weak_scaling_ends_where_a_flat_ring_has_too_many_hops():
     job = Job(MODELS["Llama-3 8B"], 1, 8192)
 
     def stop(job):
-        curve = cluster.weak_scaling(job, H100, counts)
+        curve = [predict(job, H100.of(count)) for count in counts]
         assert [each.cluster.ranks for each in curve] == counts
         assert {each.job.batch for each in curve} == {1}
         return cluster.stops_paying([(each.cluster.ranks, each.tokens_per_second)
