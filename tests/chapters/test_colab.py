@@ -1,4 +1,4 @@
-"""The cell for Google Colab, where it sets the course up; elsewhere it does nothing."""
+"""The cell for Google Colab and Kaggle, where it sets the course up; elsewhere it does nothing."""
 
 import copy
 import json
@@ -62,7 +62,7 @@ def run_cell(tmp_path):
     [packages] = environment.glob("lib/*/site-packages")
     (packages / "packages.pth").write_text(str(Path(IPython.__file__).parents[1]))
 
-    def run_cell(module, source):
+    def run_cell(module, source, **others):
         work = tmp_path / "work"
         work.mkdir(exist_ok=True)
         variables = {name: value for name, value in os.environ.items()
@@ -72,7 +72,8 @@ def run_cell(tmp_path):
             capture_output=True, timeout=300, env=variables | {
                 "REPORT": str(report), "IPYTHONDIR": str(tmp_path / "ipython"),
                 "PIP_NO_INDEX": "1", "PIP_NO_DEPS": "1", "PIP_NO_BUILD_ISOLATION": "0",
-                "PIP_DISABLE_PIP_VERSION_CHECK": "1"})
+                "PIP_DISABLE_PIP_VERSION_CHECK": "1",
+                "HOME": str(tmp_path)} | others)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout, json.loads(report.read_text())
     return run_cell
@@ -94,16 +95,19 @@ def repository(tmp_path):
 
 
 @pytest.mark.slow
-def test_on_colab_it_fetches_and_installs_the_course_and_elsewhere_does_nothing(
-        run_cell, repository, tmp_path):
+def test_elsewhere_the_cell_does_nothing(run_cell, tmp_path):
     said, (folder, course, known) = run_cell("ipykernel.zmqshell", colab.SOURCE)
     assert (said, Path(folder), course, known) == ("", tmp_path / "work", None, [])
 
-    content = tmp_path / "content"
-    content.mkdir()
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("module", "variables"), [
+    ("google.colab._shell", {}),
+    ("ipykernel.zmqshell", {"KAGGLE_KERNEL_RUN_TYPE": "Interactive"})], ids=["Colab", "Kaggle"])
+def test_there_it_fetches_and_installs_the_course(
+        run_cell, repository, tmp_path, module, variables):
     source = colab.SOURCE.replace(colab.ADDRESS, repository.as_uri())
-    source = source.replace("/content", str(content))
-    _, (folder, course, _) = run_cell("google.colab._shell", source)
-    assert Path(folder) == content / "dplab/chapters"
-    assert Path(course) == content / "dplab/dplab/__init__.py"
+    _, (folder, course, _) = run_cell(module, source, **variables)
+    assert Path(folder) == tmp_path / "dplab/chapters"
+    assert Path(course) == tmp_path / "dplab/dplab/__init__.py"
     assert (Path(folder) / PATHS[0].name).exists()

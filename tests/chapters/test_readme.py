@@ -79,6 +79,17 @@ def test_the_times_of_the_chapters_are_the_computed_ones():
         assert minutes == pytest.approx(MINUTES[chapter], rel=0.15), chapter
 
 
+def test_the_short_ways_take_as_long_as_their_chapters():
+    ways = re.findall(r"^\| [^|]+ \| (\d\d[\d, to]*) \| [^|]+ \| (\d+) h \|$", README, re.MULTILINE)
+    assert len(ways) > 3
+    for chapters, hours in ways:
+        first, _, last = chapters.partition(" to ")
+        names = ([f"{number:02d}" for number in range(int(first), int(last) + 1)] if last
+                 else chapters.split(", "))
+        computed = sum(MINUTES[chapter] for chapter in names)
+        assert 60 * int(hours) == pytest.approx(computed, rel=0.05), chapters
+
+
 def test_the_plan_for_teachers_has_every_chapter_and_its_minutes():
     rows = re.findall(r"^\| \d+ \| ([\d, ]+) \| (\d+) \|", TEACHERS, re.MULTILINE)
     planned = [chapter for chapters, _ in rows for chapter in chapters.split(", ")]

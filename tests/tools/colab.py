@@ -1,8 +1,8 @@
-"""Puts the cell that sets the course up on Google Colab behind the title of every notebook.
+"""Puts the cell that sets the course up on Google Colab and Kaggle behind the title of every notebook.
 
     python tests/tools/colab.py        # after a new notebook, or a new address in pyproject.toml
 
-Where pyproject.toml has no address yet, Colab has nothing to fetch, so it takes the cell out.
+Where pyproject.toml has no address yet, they have nothing to fetch, so it takes the cell out.
 """
 
 import tomllib
@@ -18,13 +18,14 @@ IS_KNOWN = "/OWNER/" not in ADDRESS
 ID = "on-colab"
 TAGS = [notebooks.FOLDED, "remove-cell"]  # the second is the web book's, which leaves the cell out
 SOURCE = f"""\
-# On Google Colab, fetches the course, installs it and enters its folder. Elsewhere, does nothing.
-if "google.colab" in str(get_ipython()):
+# On Google Colab and on Kaggle, fetches and installs the course, and enters its folder.
+if "google.colab" in str(get_ipython()) or "KAGGLE_KERNEL_RUN_TYPE" in get_ipython().run_line_magic("env", ""):
     import site
-    !test -d /content/dplab || git clone -q --depth 1 {ADDRESS} /content/dplab
-    %pip install -q -e /content/dplab
-    site.addsitedir("/content/dplab")  # this kernel started before the course was installed
-    %cd -q /content/dplab/chapters"""
+    from pathlib import Path
+    !test -d ~/dplab || git clone -q --depth 1 {ADDRESS} ~/dplab
+    %pip install -q -e ~/dplab
+    site.addsitedir(Path.home() / "dplab")  # this kernel started before the course was installed
+    %cd -q ~/dplab/chapters"""
 
 
 def for_colab(notebook, is_known=IS_KNOWN):

@@ -26,6 +26,7 @@ HEADING = re.compile(r"^#{1,6} +(.+?)\s*$", re.MULTILINE)
 FENCE = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
 DRAWING = re.compile(r"\]\(\.\./figures/(\w+\.svg)\)")
 CHAPTER_ROW = re.compile(r"\| [\w ]+ \| \[.*?\]\(chapters/\w+\.ipynb\)")
+SHORT_WAYS = re.compile(r"<!-- short ways -->\n(.*?)\n## ", re.DOTALL)
 SVG = "{http://www.w3.org/2000/svg}"
 
 HEAD = """\
@@ -182,7 +183,8 @@ def contents(root=ROOT):
     rows = [line for line in lines if CHAPTER_ROW.match(line)]
     head = lines.index(rows[0]) - 2
     table = [line.replace("](chapters/", "](") for line in [*lines[head:head + 2], *rows]]
-    return HEAD_OF_CONTENTS + "\n".join(table) + "\n" + END_OF_CONTENTS
+    ways = SHORT_WAYS.search((root / "README.md").read_text(encoding="utf-8"))[1]
+    return HEAD_OF_CONTENTS + "\n".join(table) + "\n\n" + ways + END_OF_CONTENTS
 
 
 if __name__ == "__main__":
