@@ -70,6 +70,10 @@ class BranchLosses(Calculation):
         Slip("The branches go on from each other, and change the run that they branch from. Each "
              "starts from a copy of its own, optimizer included.",
              {COPY: "branch, stepper = (model, optimizer)"}),
+        Slip("The branches go on from each other: one copy, made before the loop, serves them all. "
+             "Make a copy for each branch.",
+             {"losses = []": "losses = []\nmodel, optimizer = copy.deepcopy((model, optimizer))",
+              COPY: "branch, stepper = (model, optimizer)"}),
         Slip("What you test stands where the branches began. Either the copied optimizer steps "
              "another model than the branch (copy both in one call, or make an optimizer for the "
              "branch's parameters and load a deep copy of the state), or you test `model`.",

@@ -92,6 +92,11 @@ class FitCritical(Calculation):
              "errors, and not the same: the contract asks for fit / S − 1.",
              {"shape.sum() / (shape**2).sum()": "numpy.exp(-numpy.log(shape).mean())",
               "(least * shape - 1)": "numpy.log(least * shape)"}),
+        Slip("You fitted the samples B · S over B, and made the errors in samples small, so the "
+             "large batches, which take the most samples, drown the others. Divide each error by "
+             "what was measured.",
+             {"slope, intercept = numpy.polyfit(1 / batches, measured, 1, w=1 / measured)":
+              "intercept, slope = numpy.polyfit(batches, batches * measured, 1)"}),
         # The form.
         Slip("You fitted a line in B. The formula is a line in 1/B.",
              {"polyfit(1 / batches,": "polyfit(batches,"}),

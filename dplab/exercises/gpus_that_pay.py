@@ -70,6 +70,10 @@ class GpusThatPay(Calculation):
              {"max(backward, all_reduce)": "backward + all_reduce"}),
         Slip("You let forward hide communication too. There are no gradients to send yet.",
              {"forward + max(backward, all_reduce)": "max(forward + backward, all_reduce)"}),
+        Slip("Your latency comes on top of the step. It is a part of the all-reduce, and backward "
+             "hides that part as well as the bytes.",
+             {"max(backward, all_reduce)": "max(backward, all_reduce - messages * latency) + "
+              "messages * latency"}),
         Slip("Your step has no communication, so it never grows, and the most ranks always win.",
              {"max(backward, all_reduce)": "backward"}),
         Slip("Your backward takes as long as forward. It has two products for each of forward's.",
