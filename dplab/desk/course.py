@@ -44,7 +44,7 @@ GUESSES: dict[Key, tuple[str, ...]] = {
     2: ("line-that-breaks", "weight-of-a-token", "yes-or-no", "plain-all-reduce", "mean-of-a-sum",
         "gradient-of-open-clip"),
     3: ("rank-0-receives-first", "equal-bits", "ring-faster-from", "adapters-of-one-ring",
-        "a-slow-machine", "ring-or-tree-of-1024"),
+        "a-slow-machine"),
     4: ("equal-but-wrong", "accuracy-with-repeats", "forgotten-and-no-loss-differs",
         "where-to-clip"),
     5: ("shortest-of-three-ways", "all-reduces-in-iteration-1", "one-step-of-two-heads"),
