@@ -19,6 +19,8 @@ def clip_and_log(gradient, summed, tokens, limit):
 
 
 LONG, SHORT, PERPLEXITY = "a gradient to clip", "a gradient below the limit", "the perplexity"
+OWN_GRADIENT = "that the rank's own gradient stays as it is"
+OWN_COUNTS = "that the rank's own sum and number of tokens stay as they are"
 TOKENS = 40.0, 10.0, 300.0, 90.0  # of each rank
 SCALE = "scale = min(1, limit / mean.norm())"
 
@@ -30,20 +32,19 @@ class ClipAndLog(Exercise):
     solution = staticmethod(clip_and_log)
 
     def trial(self, attempt):
-        gradient, summed, tokens = of_rank(dist.get_rank())
-        given = gradient.clone()
-        long, perplexity = attempt(gradient, summed, tokens, 0.5)
-        untouched = torch.equal(gradient, given)
-        short, _ = attempt(given, summed, tokens, 100.0)
+        given, again = of_rank(dist.get_rank()), of_rank(dist.get_rank())
+        long, perplexity = attempt(*given, 0.5)
+        kept = [torch.equal(*each) for each in zip(given, again, strict=True)]
+        short, _ = attempt(*again, 100.0)
         return {LONG: long, SHORT: short, PERPLEXITY: perplexity,
-                "that the rank's own gradient stays as it is": untouched}
+                OWN_GRADIENT: kept[0], OWN_COUNTS: all(kept[1:])}
 
     def expected(self, world_size):
         gradients, summed, tokens = zip(*map(of_rank, range(world_size)), strict=True)
         mean = torch.stack(gradients).mean(dim=0)
         return {LONG: 0.5 * mean / mean.norm(), SHORT: mean,
                 PERPLEXITY: (sum(summed) / sum(tokens)).exp(),
-                "that the rank's own gradient stays as it is": True}
+                OWN_GRADIENT: True, OWN_COUNTS: True}
 
     hints = (
         "What would one process do that has the whole batch? Write its steps down in order. Which "
@@ -80,6 +81,10 @@ class ClipAndLog(Exercise):
         Slip("This is the mean cross-entropy. The perplexity is e to it.", {".exp()": ""}),
         Slip("You overwrite the rank's own gradient: an all-reduce works in place. Take a copy.",
              {"gradient.clone()": "gradient"}),
+        Slip("You overwrite this rank's own sum or its number of tokens: an all-reduce works in "
+             "place. Take copies.",
+             {"sums = torch.stack([summed, tokens])": "sums = summed, tokens",
+              "dist.all_reduce(sums)": "dist.all_reduce(summed)\ndist.all_reduce(tokens)"}),
     )
 
 
