@@ -1,4 +1,4 @@
-"""Puts the cell that sets the course up on Google Colab and Kaggle behind the title of every notebook.
+"""Puts the cell that sets the course up on Colab and Kaggle behind the title of every notebook.
 
     python tests/tools/colab.py        # after a new notebook, or a new address in pyproject.toml
 
@@ -19,7 +19,8 @@ ID = "on-colab"
 TAGS = [notebooks.FOLDED, "remove-cell"]  # the second is the web book's, which leaves the cell out
 SOURCE = f"""\
 # On Google Colab and on Kaggle, fetches and installs the course, and enters its folder.
-if "google.colab" in str(get_ipython()) or "KAGGLE_KERNEL_RUN_TYPE" in get_ipython().run_line_magic("env", ""):
+if ("google.colab" in str(get_ipython())
+        or "KAGGLE_KERNEL_RUN_TYPE" in get_ipython().run_line_magic("env", "")):
     import site
     from pathlib import Path
     !test -d ~/dplab || git clone -q --depth 1 {ADDRESS} ~/dplab
