@@ -172,8 +172,8 @@ def too_many_sequences(readings):
 
 def as_kernels_allow(readings):
     return near(readings.share, 1), (
-        f"The page's days ask for {readings.share:.2f} of what its own seconds predict. Runs like "
-        f"it reached {readings.like.low:.2f} to {readings.like.high:.2f}.")
+        f"The page's days ask for {readings.share:.2f} of what its own seconds predict. The range "
+        f"of runs like it is {readings.like.low:.2f} to {readings.like.high:.2f}.")
 
 
 def by_the_node(readings):
@@ -312,9 +312,10 @@ class FlawedPlan(SickJob):
 
     @instrument
     def runs(self) -> None:
-        """What published runs like it reached of what is predicted for them."""
+        """The range of what published runs like it reached of what is predicted for them."""
         readings = self._readings
-        print(f"{readings.like.runs} published runs reached {readings.like.low:.2f} to "
-              f"{readings.like.high:.2f} of what is predicted, {readings.like.middle:.2f} in the "
-              f"middle; failures and saves leave {readings.lasting:.3f} of the time")
+        print(f"the range made from {readings.like.runs} published runs like it: "
+              f"{readings.like.low:.2f} to {readings.like.high:.2f} of what is predicted, "
+              f"{readings.like.middle:.2f} in the middle\n"
+              f"failures and saves leave {readings.lasting:.3f} of the time")
         print(f"the whole run has {readings.recipe.tokens:,.0f} tokens")

@@ -32,7 +32,7 @@ RESULT = "max(gather / forward, (gather + scatter) / backward)"
 
 class TokensThatHide(Calculation):
     number = "11.2"
-    title = "Tokens that hide the gathers"
+    title = "Tokens that hide what is sent"
     minutes = 15
     solution = staticmethod(tokens_that_hide)
 

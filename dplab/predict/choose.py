@@ -86,8 +86,8 @@ MEMORY_ERROR = 0.03
 to a dry run (``python -m dplab.bench memory``); what a GPU's allocator adds is not known."""
 TIE = 0.12
 """Two step times that differ by less, relatively, are a tie. Of two runs that were published side
-by side, and differ in strategy or in the number of GPUs, the predicted ratio is off by so much in
-the median."""
+by side and differ in strategy, the predicted ratio is off by so much in the median; between numbers
+of GPUs alone it is off by less."""
 
 
 @dataclass(frozen=True)

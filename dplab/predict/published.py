@@ -100,8 +100,8 @@ class Summary:
     def __str__(self):
         return (f"{self.count} runs: error {self.error:+.0%} in the median, "
                 f"{self.absolute_error:.0%} by size; {self.within_30_percent:.0%} within 30 %, "
-                f"{self.inside:.0%} inside their interval; the worst {self.worst.error:+.0%}, "
-                f"{self.worst.what}")
+                f"{self.inside:.0%} between predictions at slow and fast rates; "
+                f"the worst {self.worst.error:+.0%}, {self.worst.what}")
 
 
 @dataclass(frozen=True)
