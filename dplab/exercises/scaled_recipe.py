@@ -7,21 +7,22 @@ from dplab.checks.mistakes import Slip
 from dplab.checks.trials import of_cases
 
 
-def scaled_recipe(optimizer, batch, rate, warm_up, steps, ranks, local_batch, micro_batches):
+def scaled_recipe(optimizer, batch, rate, decay, warm_up, steps, ranks, local_batch,
+                  micro_batches):
     global_batch = ranks * micro_batches * local_batch
     k = global_batch / batch
     factor = k if optimizer == "SGD" else math.sqrt(k)
     warm_up_samples, samples = warm_up * batch, steps * batch
-    return (rate * factor, math.ceil(warm_up_samples / global_batch),
+    return (rate * factor, decay * k / factor, math.ceil(warm_up_samples / global_batch),
             math.ceil(samples / global_batch))
 
 
 CASES = (
-    ("SGD", 256, 0.1, 500, 9_000, 16, 32, 3),
-    ("Adam", 64, 0.0003, 2_000, 70_001, 12, 8, 4),
-    ("SGD", 512, 0.4, 300, 5_000, 64, 4, 2),  # the same global batch: nothing changes
-    ("Adam", 1024, 0.002, 750, 11_000, 3, 16, 5),  # a smaller one
-    ("Adam", 96, 0.001, 121, 4_003, 7, 40, 1),
+    ("SGD", 256, 0.1, 0.0002, 500, 9_000, 16, 32, 3),
+    ("AdamW", 64, 0.0003, 0.1, 2_000, 70_001, 12, 8, 4),
+    ("SGD", 512, 0.4, 0.0001, 300, 5_000, 64, 4, 2),  # the same global batch: nothing changes
+    ("AdamW", 1024, 0.002, 0.05, 750, 11_000, 3, 16, 5),  # a smaller one
+    ("AdamW", 96, 0.001, 0.1, 121, 4_003, 7, 40, 1),
 )
 K = "k = global_batch / batch"
 WARM_UP, ALL = "warm_up_samples / global_batch", "(samples / global_batch)"
@@ -42,10 +43,11 @@ class ScaledRecipe(Calculation):
 
     hints = (
         "How many samples go into one step of the new layout, from all ranks together?",
-        "The rate follows the global batch, by the rule of the optimizer. Warm-up and the whole "
-        "run keep their numbers of *samples*.",
-        "With k = new global batch / old one: rate · k for SGD, rate · √k for Adam; the samples "
-        "`warm_up * batch` and `steps * batch`, divided by the new global batch, rounded up.",
+        "The rate follows the global batch, by the rule of the optimizer, and the decay is what "
+        "keeps B/(ηλ). Warm-up and the whole run keep their numbers of *samples*.",
+        "With k = new global batch / old one: rate · k and the same decay for SGD, rate · √k and "
+        "decay · √k for AdamW; the samples `warm_up * batch` and `steps * batch`, divided by the "
+        "new global batch, rounded up.",
     )
     slips = (
         # The global batch.
@@ -71,12 +73,22 @@ class ScaledRecipe(Calculation):
         Slip("You turned the factor around: with more samples in a step the rate grows.",
              {K: "k = batch / global_batch"}),
         # The rules.
-        Slip("Adam's rate follows the square root of the batch.", {FACTOR: "k"}),
+        Slip("Adam's rate, and AdamW's, follows the square root of the batch.", {FACTOR: "k"}),
         Slip("SGD's rate follows the batch itself, not its square root.", {FACTOR: "math.sqrt(k)"}),
-        Slip("You exchanged the rules: linear for SGD, the square root for Adam.",
-             {'"SGD"': '"Adam"'}),
+        Slip("You exchanged the rules: linear for SGD, the square root for AdamW.",
+             {'"SGD"': '"AdamW"'}),
         Slip("The rate stays as it was. A larger batch needs a larger rate, or its fewer steps do "
              "not get as far.", {"rate * factor": "rate"}),
+        # The decay.
+        Slip("Your decay stays, though B/(ηλ) has to: AdamW's rate grows by √k alone, so λ has "
+             "the other √k.", {"decay * k / factor": "decay"}),
+        Slip("Your decay follows the batch as if the rate stayed. Rate times decay has to grow "
+             "k-fold, and the rate has grown already.", {"decay * k / factor": "decay * k"}),
+        Slip("For AdamW your decay is right. But SGD's rate has all of k already, so its decay "
+             "stays.", {"decay * k / factor": "decay * factor"},
+             {"decay * k / factor": "decay * math.sqrt(k)"}),
+        Slip("Your decay makes up for the rate, so that rate times decay stays. What has to stay "
+             "is B/(ηλ), and B has grown.", {"decay * k / factor": "decay / factor"}),
         # The steps.
         Slip("Warm-up keeps its number of steps, and so it takes k times the samples. Keep the "
              "samples.", {WARM_UP: "warm_up"}),
@@ -96,10 +108,11 @@ class ScaledRecipe(Calculation):
 
 
 def _facts_of(case, answer):
-    optimizer, batch, rate, warm_up, steps, ranks, local_batch, micro_batches = case
-    where = (f"from {optimizer}, batch {batch}, rate {rate:g}, {warm_up} and {steps} steps to "
-             f"{ranks} ranks × {micro_batches} × {local_batch}")
-    three = isinstance(answer, tuple | list) and len(answer) == 3
-    rate, warm_up, steps = answer if three else (answer, None, None)
+    optimizer, batch, rate, decay, warm_up, steps, ranks, local_batch, micro_batches = case
+    where = (f"from {optimizer}, batch {batch}, rate {rate:g}, decay {decay:g}, {warm_up} and "
+             f"{steps} steps to {ranks} ranks × {micro_batches} × {local_batch}")
+    four = isinstance(answer, tuple | list) and len(answer) == 4
+    rate, decay, warm_up, steps = answer if four else (answer, None, None, None)
     return {f"the rate {where}": float(rate) if isinstance(rate, int) else rate,
+            f"the decay {where}": float(decay) if isinstance(decay, int) else decay,
             f"the steps of warm-up {where}": warm_up, f"the steps {where}": steps}
