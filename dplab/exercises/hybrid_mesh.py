@@ -1,6 +1,8 @@
-"""The mesh of hybrid sharding: a copy of the model in each host, wherever its ranks run."""
+"""The mesh of hybrid sharding: a copy in as few hosts as have room for it."""
 
+import functools
 import itertools
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -15,105 +17,154 @@ from dplab.checks.trials import seeded
 from dplab.measure import CallLog
 
 
-def hybrid_mesh(hosts):
-    """A row of ranks for each host, in which the model is sharded."""
+def hybrid_mesh(hosts, states, room):
+    """A row of ranks for each copy: those of the fewest hosts that have room and divide all."""
     rows = [[rank for rank, each in enumerate(hosts) if each == host]
             for host in dict.fromkeys(hosts)]
-    return DeviceMesh("cpu", rows, mesh_dim_names=("replicate", "shard"))
+    shared = next(count for count in range(1, len(rows) + 1)
+                  if len(rows) % count == 0 and states <= room * count * len(rows[0]))
+    table = torch.tensor(rows).view(-1, shared * len(rows[0]))
+    return DeviceMesh("cpu", table, mesh_dim_names=("replicate", "shard"))
 
 
-def by_first_ranks(hosts):
-    """The same with a dict of rows."""
-    rows = {}
-    for rank, host in enumerate(hosts):
-        rows.setdefault(host, []).append(rank)
-    return DeviceMesh("cpu", torch.tensor(list(rows.values())), mesh_dim_names=("dp", "shards"))
+def by_sorting(hosts, states, room):
+    """The same with the ranks sorted by their hosts."""
+    ranks, count = sorted(range(len(hosts)), key=lambda rank: hosts[rank]), len(set(hosts))
+    local, shared = len(hosts) // count, 1
+    while count % shared or states > room * shared * local:
+        shared += 1
+    rows = [ranks[first:first + shared * local] for first in range(0, len(ranks), shared * local)]
+    return DeviceMesh("cpu", rows, mesh_dim_names=("dp", "shards"))
 
 
-# By the number of ranks: on which host each rank runs.
-HOSTS = {1: ("a",), 2: ("aa", "ab"), 3: ("aaa", "abc"),
-         4: ("abab", "aabb", "bbaa", "abba", "aaaa")}
+# By the number of ranks: on which host each rank runs, and how many ranks have room for a copy.
+CASES = {1: (("a", 1),), 2: (("aa", 1), ("ab", 1), ("ab", 2)), 3: (("aaa", 1), ("abc", 2)),
+         4: (("abab", 2), ("bbaa", 2), ("abba", 2), ("aaaa", 1), ("abcd", 2), ("abcd", 3))}
+STATES = 1200
+SAME = "that all ranks give `DeviceMesh` the same table"
+COUNTS = ("the number of hosts among which this rank gathers a unit",
+          "the number of ranks among which it gathers a unit",
+          "the number of ranks among which it reduces and scatters",
+          "the number of ranks with which it all-reduces its shard")
 WIDTHS = (6, 9, 13, 4)
-ROWS = ("rows = [[rank for rank, each in enumerate(hosts) if each == host]\n"
-        "            for host in dict.fromkeys(hosts)]")
-LOCAL = "hosts.count(hosts[0])"
+TABLE, BY_NUMBER = "torch.tensor(rows).view(-1, ", "torch.arange(len(hosts)).view(-1, "
 
 
 class HybridMesh(Exercise):
     number = "10.4"
-    title = "A copy of the model in each host"
-    minutes = 15
+    title = "As few hosts as hold a copy"
+    minutes = 20
     seconds = 12.0
     world_sizes = (4, 2, 3, 1)
     communicates = False
     again = False  # each trial makes groups, and their numbers grow
     solution = staticmethod(hybrid_mesh)
-    also_right = (by_first_ranks,)
+    also_right = (by_sorting,)
 
     def trial(self, attempt):
-        facts = {}
-        for hosts in HOSTS[dist.get_world_size()]:
-            mesh = attempt(list(hosts))
-            facts[_name("the number of the mesh's dimensions", hosts)] = getattr(mesh, "ndim", None)
+        facts = {SAME: True}
+        for hosts, enough in CASES[dist.get_world_size()]:
+            try:
+                with mock.patch.object(DeviceMesh, "__init__", _compared(DeviceMesh.__init__)):
+                    mesh = attempt(list(hosts), STATES, _room(enough))
+            except _Unlike:
+                return {SAME: False}
+            facts[_name("the number of the mesh's dimensions", hosts, enough)] = getattr(
+                mesh, "ndim", None)
             model = layers()
             for module in (*model, model):
                 fully_shard(module, mesh=mesh)
             with CallLog() as log:
                 model(input_of(dist.get_rank())).square().mean().backward()
-            facts |= {_name(name, hosts): _partners(log.calls, operation)
-                      for name, operation in WITH.items()}
+            gathers, reduces, replicas = (_partners(log.calls, operation) for operation in (
+                "all_gather", "reduce_scatter", "all_reduce"))
+            facts |= _counts(hosts, enough, len({hosts[rank] for rank in gathers}), len(gathers),
+                             len(reduces), len(replicas))
             gradients = [each.grad.full_tensor().flatten() for each in model.parameters()]
-            facts[_name("the gradient", hosts)] = torch.cat(gradients)
+            facts[_name("the gradient", hosts, enough)] = torch.cat(gradients)
         return facts
 
     def expected(self, world_size):
-        return [self._right(rank, world_size) for rank in range(world_size)]
-
-    def _right(self, rank, ranks):
-        facts, model = {}, layers()
-        for each in range(ranks):
-            (model(input_of(each)).square().mean() / ranks).backward()
+        facts, model = {SAME: True}, layers()
+        for rank in range(world_size):
+            (model(input_of(rank)).square().mean() / world_size).backward()
         gradient = torch.cat([each.grad.flatten() for each in model.parameters()])
-        for hosts in HOSTS[ranks]:
-            row = [each for each in range(ranks) if hosts[each] == hosts[rank]]
-            rows = [[each for each in range(ranks) if hosts[each] == host]
-                    for host in dict.fromkeys(hosts)]
-            column = [other[row.index(rank)] for other in rows]
-            facts |= {_name("the number of the mesh's dimensions", hosts): 2,
-                      **{_name(name, hosts): sorted(column) if operation == "all_reduce"
-                         else row
-                         for name, operation in WITH.items()},
-                      _name("the gradient", hosts): gradient}
+        for hosts, enough in CASES[world_size]:
+            count, local = len(set(hosts)), hosts.count(hosts[0])
+            shared = min(each for each in range(1, count + 1)
+                         if count % each == 0 and each * local >= enough)
+            facts |= {_name("the number of the mesh's dimensions", hosts, enough): 2,
+                      **_counts(hosts, enough, shared, shared * local, shared * local,
+                                count // shared),
+                      _name("the gradient", hosts, enough): gradient}
         return facts
 
     hints = (
         "Draw the ranks as a table. In which direction do the gathers go, and which ranks hold the "
-        "same shard? A row of the table is the ranks of one host.",
+        "same shard? A row of the table is the ranks that share a copy.",
         "`fully_shard` replicates over the first dimension of a mesh and shards over the second. "
         "`init_device_mesh` fills the table with 0, 1, 2, … row by row, which is right only if the "
         "launcher put neighbours on the same host.",
-        "Collect the ranks of each host in a list, and give the list of these lists to "
-        "`DeviceMesh(\"cpu\", rows, mesh_dim_names=(\"replicate\", \"shard\"))`.",
+        "Collect the ranks of each host in a list. Find the least number of hosts that divides all "
+        "of them and whose ranks together have room. Join so many lists into a row, and give the "
+        "list of rows to `DeviceMesh(\"cpu\", rows, mesh_dim_names=(\"replicate\", \"shard\"))`.",
     )
     slips = (
         Slip("You fill the table row by row, 0, 1, 2 and so on, as `init_device_mesh` does. Here "
              "the neighbours may be on different hosts, and then every gather leaves the host.",
-             {ROWS: "rows = torch.arange(len(hosts)).view(len(set(hosts)), -1)"}),
+             {TABLE: BY_NUMBER}),
         Slip("Rows and columns are exchanged. `fully_shard` shards over the *second* dimension of "
-             "a mesh, so a row has to be the ranks of one host.",
-             {'"cpu", rows,': '"cpu", torch.tensor(rows).T,'}),
-        Slip("The table's first dimension is as long as a host has ranks. It is the number of "
-             "hosts.",
-             {ROWS: f"rows = torch.arange(len(hosts)).view({LOCAL}, -1)"}),
+             "a mesh, so a row has to be the ranks that share a copy.",
+             {'"cpu", table,': '"cpu", table.T,'}),
+        Slip("The table's first dimension is as long as a copy has ranks. It is the number of "
+             "copies.",
+             {TABLE: BY_NUMBER, "(-1, shared * len(rows[0])": "(shared * len(rows[0]), -1"}),
         Slip("That mesh has one dimension: all ranks share one copy, and every gather leaves the "
-             "host.", {'"cpu", rows, mesh_dim_names=("replicate", "shard")':
+             "host.", {'"cpu", table, mesh_dim_names=("replicate", "shard")':
                        '"cpu", list(range(len(hosts)))'}),
+        Slip("All hosts share one copy, although fewer have room for it.",
+             {" and states <= room * count * len(rows[0])": " and count == len(rows)"}),
+        Slip("Each host gets a copy, whether its ranks have room for it or not.",
+             {" and states <= room * count * len(rows[0])": ""}),
+        Slip("`room` is that of one rank, and a host has several.",
+             {"room * count * len(rows[0])": "room * count"},
+             {"room * shared * local:": "room * shared:"}),
+        Slip("Not all copies get the same number of hosts: the number that share a copy has to "
+             "divide the number of hosts.",
+             {"len(rows) % count == 0 and ": ""}, {"count % shared or ": ""}),
+        Slip("The ranks do not give the same table. `DeviceMesh` waits for ever then: each rank "
+             "needs the whole table, with the rows of all hosts.",
+             {"in dict.fromkeys(hosts)]": "in [hosts[dist.get_rank()]]]"},
+             {"in dict.fromkeys(hosts)]":
+              "in dict.fromkeys([hosts[dist.get_rank()], *hosts])]"}),
     )
 
 
-WITH = {"the ranks with which this rank gathers a unit": "all_gather",
-        "the ranks with which it reduces and scatters": "reduce_scatter",
-        "the ranks with which it all-reduces its shard": "all_reduce"}
+class _Unlike(Exception):
+    """The ranks' tables are not the same."""
+
+
+def _compared(build):
+    """The building of a mesh, after a look at all ranks' tables: unlike ones would hang it."""
+    @functools.wraps(build)
+    def init(self, device_type, mesh=None, **options):
+        if mesh is not None:
+            tables = [None] * dist.get_world_size()
+            dist.all_gather_object(tables, torch.as_tensor(mesh).tolist())
+            if any(each != tables[0] for each in tables):
+                raise _Unlike
+        build(self, device_type, mesh, **options)
+    return init
+
+
+def _room(enough):
+    """What a rank has if so many ranks, and no fewer, have room for a copy."""
+    return (STATES + 100) // enough
+
+
+def _counts(hosts, enough, *numbers):
+    return {_name(what, hosts, enough): number
+            for what, number in zip(COUNTS, numbers, strict=True)}
 
 
 def layers():
@@ -135,5 +186,6 @@ def _partners(calls, operation):
     return sorted(found or {dist.get_rank()})
 
 
-def _name(what, hosts):
-    return f"{what}, with the ranks on hosts {', '.join(hosts)}"
+def _name(what, hosts, enough):
+    return (f"{what}, with the ranks on hosts {', '.join(hosts)}, {STATES:,} bytes of states and "
+            f"room for {_room(enough):,} on each rank")

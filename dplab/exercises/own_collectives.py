@@ -143,7 +143,9 @@ class OwnCollectives(Exercise):
              "the input lies in the output.",
              {"output_tensor.copy_(ring": "output_tensor.zero_(); output_tensor.copy_(ring"}),
         Slip("Your rings take all ranks. Pass `group` on: in a mesh of two dimensions a unit is "
-             "gathered within a row.",
+             "gathered and reduced within a row.",
+             {"ring_all_gather(input_tensor, group)": "ring_all_gather(input_tensor)"},
+             {"ring_reduce_scatter(input_tensor, group)": "ring_reduce_scatter(input_tensor)"},
              {"ring_all_gather(input_tensor, group)": "ring_all_gather(input_tensor)[: len("
                                                       "output_tensor)]"}),
     )
