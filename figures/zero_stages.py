@@ -9,7 +9,7 @@ PARTS = (("parameters", 2), ("gradients", 2), ("optimizer", 12))
 
 STAGES = (("DDP", 0), ("ZeRO-1", 1), ("ZeRO-2", 2), ("ZeRO-3", 3))
 
-TITLE = "Each stage leaves a rank a quarter of one thing more"
+TITLE = "Each stage cuts one more thing to a quarter"
 ALT = (
     "Four rows, DDP and the three stages of ZeRO, each with four ranks. A rank holds parameters "
     "and gradients, 2 bytes for each parameter, and optimizer state, 12 bytes. DDP: every rank "
