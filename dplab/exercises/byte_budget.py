@@ -1,5 +1,6 @@
 """A scheme of the reader's own within a budget of bytes, and its place among the course's."""
 
+import itertools
 import json
 import statistics
 from dataclasses import replace
@@ -48,11 +49,13 @@ class Scheme:
 
 
 BUDGET = 40  # times less than a synchronous step sends
+LONGEST = 16  # steps from one meeting to the next
 STEPS, LOCAL_BATCH = 130, 16  # of a trial
 MOST_LOSS = 2.0  # at the end of one: an untrained model has 2.3
 LAST = "the bytes that a rank sends per step"
 ONE = "that all ranks end with the same weights"
 MEET = "that the ranks meet after the last step"
+OFTEN = f"that the ranks meet at least every {LONGEST} steps"
 
 
 class ByteBudget(Exercise):
@@ -73,7 +76,9 @@ class ByteBudget(Exercise):
 
     def trial(self, attempt):
         found = trained(attempt)
-        facts = {LAST: found.sent, MEET: found.meets, ONE: True, "the loss at the end": found.loss}
+        apart = max(b - a for a, b in itertools.pairwise([0, *found.met, STEPS]))
+        facts = {LAST: found.sent, MEET: STEPS in found.met, OFTEN: apart <= LONGEST, ONE: True,
+                 "the loss at the end": found.loss}
         weights = [torch.empty_like(found.weights) for _ in range(dist.get_world_size())]
         dist.all_gather(weights, found.weights)
         facts[ONE] = all(torch.equal(each, weights[0]) for each in weights)
@@ -89,8 +94,9 @@ class ByteBudget(Exercise):
         return {LAST: AtMost(synchronous / BUDGET,
                              f"a synchronous step sends {synchronous:,.0f}, and the budget is 1/"
                              f"{BUDGET} of that, on average over all steps"),
-                MEET: True, ONE: True, **{f"that rank {rank}'s samples change the weights": True
-                              for rank in (0, world_size - 1)},
+                MEET: True, OFTEN: True, ONE: True,
+                **{f"that rank {rank}'s samples change the weights": True
+                   for rank in (0, world_size - 1)},
                 "the loss at the end": AtMost(MOST_LOSS, "an untrained model has 2.3")}
 
     def described(self, difference, got, world_size):
@@ -112,6 +118,9 @@ class ByteBudget(Exercise):
     slips = (
         Slip("After the last step your ranks do not meet, so each ends with weights of its own. "
              "`steps` says which step is the last.", {" or self.done == self.steps": ""}),
+        Slip(f"Your ranks meet more seldom than every {LONGEST} steps. Meet in time, and send "
+             "fewer bits at each meeting, or fewer numbers.",
+             {"self.done % 16": "self.done % 64"}),
         Slip("Your ranks meet after the last step, and each goes on from numbers of its own. What "
              "changes the weights must be the same on all: the sum of what all sent, in one unit, "
              "added to one anchor.",
@@ -124,10 +133,10 @@ class ByteBudget(Exercise):
 
 
 class Run:
-    """What came of one training on this rank."""
+    """What came of one training on this rank; ``met``: the steps in which it communicated."""
 
-    def __init__(self, weights, loss, log, meets):
-        self.weights, self.loss, self.meets = weights, loss, meets
+    def __init__(self, weights, loss, log, met):
+        self.weights, self.loss, self.met = weights, loss, met
         self.sent = sum(map(sent_bytes, log.calls)) / STEPS
         kinds: dict[str, list[float]] = {}
         for call in log.calls:
@@ -144,17 +153,20 @@ def trained(attempt, changed=None) -> Run:
     optimizer = torch.optim.Adam(model.parameters(), lr=0.003)
     scheme = attempt(model, optimizer, STEPS)
     generator = torch.Generator().manual_seed(rank + 100 * (rank == changed))
+    met = []
     with CallLog() as log:
-        for _ in range(STEPS):
+        for step in range(1, STEPS + 1):
             before = len(log.calls)
             mine = torch.randint(len(digits.train_labels), (LOCAL_BATCH,), generator=generator)
             optimizer.zero_grad()
             F.cross_entropy(model(digits.train_images[mine]), digits.train_labels[mine]).backward()
             scheme.step()
+            if len(log.calls) > before:
+                met.append(step)
     with torch.no_grad():
         loss = F.cross_entropy(model(digits.train_images), digits.train_labels).item()
     weights = parameters_to_vector(model.parameters()).detach()
-    return Run(weights, loss, log, meets=len(log.calls) > before)
+    return Run(weights, loss, log, met)
 
 
 # The table

@@ -95,7 +95,8 @@ DIGITS = Task(200, digits_classifier, _sgd, _digits, lambda: load_digits()[2:])
 @dataclass(frozen=True)
 class Trained:
     """What came of a training on one rank: its loss on held-out data, and for each step the bytes
-    that a rank sends, where collectives go over rings, and the seconds up to the last step.
+    that a rank sends, where collectives go over rings, and the seconds; both with what the scheme
+    does at the end.
     """
 
     loss: float
@@ -124,8 +125,8 @@ def train(task: Task, make_scheme: Callable, rate: float, seed: int = 0, steps: 
             time.sleep(max(0.0, until - time.perf_counter()))
             scheme.step()
             schedule.step()
-        seconds = (time.perf_counter() - begin) / steps
         if hasattr(scheme, "finish"):
             scheme.finish()
+    seconds = (time.perf_counter() - begin) / steps
     sent = sum(map(sent_bytes, log.calls)) / steps
     return Trained(task.held_out_loss(model), sent, seconds)
