@@ -54,6 +54,7 @@ CASES = (
     ("one ahead, on a fast link", UNEVEN, 4, 5e10, 1e-4, True),
     ("one ahead, on a link that is late", UNEVEN, 4, 5e9, 1e-4, True),
     ("one ahead, on a slow link", UNEVEN, 3, 1e9, 5e-5, True),
+    ("one ahead, where it counts what goes first", UNEVEN, 3, 3e9, 1e-4, True),
     ("two layers, one ahead", layers_of((4, 9, 30), (6, 11, 10)), 2, 4e9, 1e-3, True),
     ("two layers, one after another", layers_of((4, 9, 30), (6, 11, 10)), 2, 4e9, 1e-3, False),
     ("latency alone, one ahead", layers_of(*[(0.2, 0.5, 0.004)] * 5), 64, 5e10, 1.4e-5, True),
@@ -144,6 +145,17 @@ class PredictShardedStep(Calculation):
         Slip("The reduce-scatters come too late, or computing waits for them. Each is launched "
              "when its layer's backward ends, and nobody needs its result before the step ends.",
              {"begin = max(end, arrived)": "begin = max(end, arrived, free)"}),
+        Slip("Where a gather and a reduce-scatter are launched at once, you let the gather go "
+             "first. The reduce-scatter does.",
+             {"link = begun = done = 0.0": "link = begun = done = 0.0\nleft = []",
+              "link = max(link, begun) + halves[number]":
+              "while left and left[0][0] < begun:\n    launched, half = left.pop(0)\n"
+              "    link = max(link, launched) + half\n"
+              "link = max(link, begun) + halves[number]",
+              "link = max(link, done) + reductions[number - 1]":
+              "left.append((done, reductions[number - 1]))",
+              RETURN: "for launched, half in left:\n    link = max(link, launched) + half\n"
+                      f"{RETURN}"}),
         Slip("In your step the link carries several collectives at once. A gather waits until the "
              "link is free.", {"max(free, begin) + half": "begin + half"}),
     )

@@ -218,6 +218,11 @@ class MakeUnits(InPairsToo):
              {"tensor.untyped_storage().data_ptr() !=": "tensor.data_ptr() !="},
              {"self.put(unpack(whole": "self.kept = whole\nself.put(unpack(whole"},
              {"__exit__()\n        self.put(len(self.places) * [None])": "__exit__()"}),
+        Slip("The module computes with copies of the weights, each in a storage of its own, and "
+             "autograd keeps these for backward. Put views of the whole in the places, as `unpack` "
+             "returns them: `save` can tell those by their storage.",
+             {"self.put(unpack(whole, self.shapes))":
+              "self.put([view.clone() for view in unpack(whole, self.shapes)])"}),
         Slip("In backward, whole units pile up: what you gather again is still held when the "
              "unit's gradient has gone. Let go of it then.",
              {f"{FREE}self.again = None": f"{FREE}self.last, self.again = self.again, None"}),
