@@ -172,8 +172,9 @@ def too_many_sequences(readings):
 
 def as_kernels_allow(readings):
     return near(readings.share, 1), (
-        f"The page's days ask for {readings.share:.2f} of what its own seconds predict. The range "
-        f"of runs like it is {readings.like.low:.2f} to {readings.like.high:.2f}.")
+        f"The page's days ask for {readings.share:.2f} of what its own seconds predict. The middle "
+        f"of runs like it, failures and saves included, is "
+        f"{share_of_the_prediction(readings.like, readings.lasting):.2f}.")
 
 
 def by_the_node(readings):
@@ -275,7 +276,8 @@ class FlawedPlan(SickJob):
         print(f"A GPU holds {in_gb(page.held)} at most.\n"
               f"A step has {page.sequences:,} sequences, and is predicted to take "
               f"{page.seconds:.2f} s.\n"
-              f"The run takes {page.days:.1f} days and costs ${page.money:,.0f}.")
+              "In the middle of what runs like it reach, with time for failures and saves, "
+              f"the run takes {page.days:.1f} days and costs ${page.money:,.0f}.")
 
     @instrument
     def layout(self) -> None:
