@@ -62,7 +62,8 @@ class WhatDDPSends(Calculation):
     hints = (
         "Iteration 1 is a case of its own. For the others you have a function already, which goes "
         "through a list from its last entry to its first.",
-        "Lay the sizes out so that `make_buckets` meets them in the order of `ready`.",
+        "Lay the sizes out so that `make_buckets` meets them in the order of `ready`. In the "
+        "output above, a full bucket exceeds its limit by less than one layer.",
         "`in_order = [sizes[index] for index in reversed(ready)]`, buckets of 25 MiB with the "
         "first of 1 MiB; the indices that you get back belong to `in_order`.",
     )
