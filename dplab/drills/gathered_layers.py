@@ -188,6 +188,10 @@ def in_one_process(settings, ranks):
 # Suspects
 
 
+def sent_in_words(readings):
+    return f"{readings.sent():g} reduction{'s' * (readings.sent() != 1)}"
+
+
 def swapped(readings):
     place = readings.first_apart()
     if place is None:
@@ -199,7 +203,7 @@ def swapped(readings):
 
 
 def doubled(readings):
-    return readings.sent() == 2, (f"{readings.sent():g} reductions for each layer in a step, and "
+    return readings.sent() == 2, (f"{sent_in_words(readings)} for each layer in a step, and "
                                   f"gradients {min(readings.factors()):.2f} to "
                                   f"{max(readings.factors()):.2f} times as long as they should be.")
 
@@ -215,7 +219,7 @@ def undivided(readings):
     factors, ranks = readings.factors(), len(readings.ranks)
     fits = all(abs(factor - ranks) < 1e-2 for factor in factors) and readings.sent() == 1
     return fits, (f"Gradients are {min(factors):.2f} to {max(factors):.2f} times as long as they "
-                  f"should be, on {ranks} ranks, with {readings.sent():g} reductions a layer.")
+                  f"should be, on {ranks} ranks, with {sent_in_words(readings)} a layer.")
 
 
 def hoarded(readings):

@@ -149,6 +149,17 @@ class ShardAModel(Exercise):
              {"    def whole():\n        return [weight": "    def gathered():\n        return "
                                                           "[weight",
               "return chunks, whole": "known = gathered()\nreturn chunks, lambda: known"}),
+        Slip("`whole` returns each unit as one flat tensor. Cut it into the unit's parameters, in "
+             "their shapes: `unpack` does that.",
+             {"for weight in unpack(ring_all_gather(chunk.detach()), tensors)]":
+              "for weight in [ring_all_gather(chunk.detach())]]"}),
+        Slip("`whole` returns this rank's chunks. Gather each, and cut it into the unit's "
+             "parameters, in their shapes.",
+             {"for weight in unpack(ring_all_gather(chunk.detach()), tensors)]":
+              "for weight in [chunk.detach()]]"}),
+        Slip("`whole` returns no weights. You ask the modules for their shapes after the cut, and "
+             "then they hold None: keep the shapes before it.",
+             {CUT: f"{CUT}\nshapes = [list(part.parameters()) for part in parts]"}),
         Slip("The whole model is one unit. Each part is to be one of its own.",
              {"shapes = [[": "parts = [model]\nshapes = [["}),
         Slip("You broadcast the chunks too, so all ranks hold chunk 0. Each keeps its own.",

@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from dplab.checks.compare import AtMost
+from dplab import RankError
+from dplab.checks.compare import AtMost, first_difference
 from dplab.checks.mistakes import Slip
 from dplab.checks.trials import seeded
 from dplab.exercises.average_gradients import pack, unpack
@@ -83,11 +84,17 @@ AFTER = "whole units that are held when forward has ended"
 MOST = "whole units that are held at once during the step"
 OTHERS = "the most other units that are whole while one computes "
 LEFT = "the units that are whole when forward has ended"
+OVER = "the units that are whole when backward has ended"
+ENDS = {"forward": LEFT, "backward": OVER}
 BETWEEN = "the numbers of parameters that the modules hold between the steps"
 FIRST_ONES = "the numbers of the module's first parameters that are still in memory"
 OWN = "that a chunk has memory of its own, and no more than it needs"
 THERE, BACK = "the number of bytes that forward sends", "the number of bytes that backward sends"
 
+
+PILED = ("Whole units pile up in forward: something holds each of them after it has computed. "
+         "Is it a name of yours, or one of the module's places? If neither, autograd saves "
+         "weights for backward. Give it something small in place of each.")
 
 # Lines of the right answer.
 FREE = "def after_backward(self, chunk):\n        "
@@ -137,8 +144,10 @@ class MakeUnits(InPairsToo):
             with memory.phase("forward"):
                 output = model(input_of(rank, when))
                 there = sum(map(sent_bytes, log.calls))
-            mark_later(whole, "end")
+            mark_later(whole, "forward")
             (output * target_of(rank, when)).sum().backward()
+            mark_later(whole, "backward")
+            torch.zeros(1)  # after the mark: what the block's end frees was there at it
         held = {AFTER: in_units(memory.phases[0].end, memory),
                 MOST: in_units(None, memory), **held_at_once(whole)} if seen else {}
         sent = sum(map(sent_bytes, log.calls))
@@ -187,12 +196,19 @@ class MakeUnits(InPairsToo):
             if when == FIRST and count > 1:  # alone, a chunk is whole
                 add(lambda _: {fact: AtMost(0, "a unit is whole only while it computes itself",
                                             exact=False)
-                               for fact in (f"{OTHERS}forward", LEFT, f"{OTHERS}backward")})
+                               for fact in (f"{OTHERS}forward", LEFT, f"{OTHERS}backward", OVER)})
             add(lambda _, when=when: {
                 THERE + when: AtMost(gather, "one all-gather for each unit"),
                 BACK + when: AtMost(2 * gather, "for each unit one all-gather, and one "
                                                 "reduce-scatter of its gradient")})
         return every
+
+    def explanation(self, attempt, got, world_size):
+        why = super().explanation(attempt, got, world_size)
+        if why or isinstance(got, RankError):
+            return why
+        first = first_difference(self.expected_of_all(world_size), got, self.tolerance)
+        return PILED if first.fact.startswith((AFTER, LEFT)) else ""
 
     def quantities(self, world_size, rank):
         return {"the ranks": world_size}
@@ -211,9 +227,7 @@ class MakeUnits(InPairsToo):
         "`chunk.register_post_accumulate_grad_hook` can free the whole.",
     )
     slips = (
-        Slip("Whole units pile up in forward: something holds each of them after it has computed. "
-             "Is it a name of yours, or one of the module's places? If neither, autograd saves "
-             "weights for backward. Give it something small in place of each.",
+        Slip(PILED,
              {"if tensor.untyped_storage().data_ptr() != self.address:": "if True:"},
              {"tensor.untyped_storage().data_ptr() !=": "tensor.data_ptr() !="},
              {"self.put(unpack(whole": "self.kept = whole\nself.put(unpack(whole"},
@@ -231,6 +245,11 @@ class MakeUnits(InPairsToo):
              {f"{FREE}self.again = None": f"{FREE}{LATE}\n        late.again = None"},
              {"__exit__()\n        self.put(len(self.places)":
               f"__exit__()\n{LATE}\nlate.put(len(late.places)"}),
+        Slip("The first unit is still whole when backward has ended. Its input needs no gradient, "
+             "so a module's backward hook runs before the unit's backward has begun, and what is "
+             "gathered after that stays. The hook of the chunk's gradient comes after.",
+             {"self.chunk.register_post_accumulate_grad_hook(self.after_backward)":
+              "module.register_full_backward_hook(lambda *_: self.after_backward(None))"}),
         Slip("In step 2, backward computes with the parameters of step 1: what you gathered again "
              "was kept, and the chunk has changed since. Free it after each backward.",
              {f"{FREE}self.again = None": f"{FREE}pass"}),
@@ -297,12 +316,12 @@ def mark_later(whole, name):
 
 
 def held_at_once(whole):
-    """How many units are whole while another one computes, and at the end of forward."""
-    most = {f"{OTHERS}forward": 0, LEFT: 0, f"{OTHERS}backward": 0}
+    """How many units are whole while another one computes, and at the ends of both ways."""
+    most = {f"{OTHERS}forward": 0, LEFT: 0, f"{OTHERS}backward": 0, OVER: 0}
     for mark, now in whole.marks.items():
         units = {span.unit for span in whole.spans if span.start <= now < span.end}
-        fact = LEFT if mark == "end" else OTHERS + mark[0]
-        most[fact] = max(most[fact], len(units - {None if mark == "end" else mark[1]}))
+        fact, own = (ENDS[mark], None) if mark in ENDS else (OTHERS + mark[0], mark[1])
+        most[fact] = max(most[fact], len(units - {own}))
     return most
 
 
