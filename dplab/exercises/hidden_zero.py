@@ -18,7 +18,7 @@ from dplab.checks.trials import seeded
 from dplab.exercises.average_gradients import pack, unpack
 from dplab.exercises.ring_all_gather import ring_all_gather
 from dplab.exercises.scatter_gradients import scatter_gradients
-from dplab.exercises.sharded_optimizer import chunk_size
+from dplab.exercises.sharded_optimizer import HELD, OWN, VIEW, chunk_size, held_beside
 from dplab.exercises.zero_2 import adam_of
 from dplab.measure import CallLog, sent_bytes
 from dplab.spawn.rank import recording
@@ -134,6 +134,7 @@ class HideTheTraffic(Exercise):
             return made[-1]
 
         zero, slow = attempt(layers, make_optimizer, group), Slow(rank, ranks)
+        facts[OWN] = held_beside(layers.parameters(), zero, made)
         for step in range(STEPS):
             layers.zero_grad()
             layers[0].listener = lambda: at_first.append(time.monotonic())
@@ -175,7 +176,8 @@ class HideTheTraffic(Exercise):
         if world_size > 1:
             facts |= {ORDER: [nbytes for nbytes, _ in groupby(chunks)], SENT: AtMost(
                 1, "a reduce-scatter and an all-gather of each layer are enough")}
-        return facts | {STATE: AtMost(sum(2 * chunk + 4 for chunk in chunks),
+        return facts | {OWN: AtMost(2 * sum(chunks), HELD),
+                        STATE: AtMost(sum(2 * chunk + 4 for chunk in chunks),
                                       "⌈n/N⌉ elements of each layer have that much")}
 
     hints = (
@@ -219,6 +221,7 @@ class HideTheTraffic(Exercise):
         Slip("`wait()` returns before all parameters are there: it does for all layers what the "
              "pre-hook does for one.",
              {"for layer in self.layers:\n            self.before_forward(layer)": "pass"}),
+        Slip(VIEW, {".chunk(ranks)[rank].clone()": ".chunk(ranks)[rank]"}),
         # What the ranks see of these two is the same.
         Slip("The parameters are a step behind. Either the optimizer updates with the gradients of "
              "the step before: those of this backward have to be there before `optimizer.step()`. "

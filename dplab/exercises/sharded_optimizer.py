@@ -32,31 +32,35 @@ class ShardedOptimizer:
         self.flat.copy_(whole[: len(self.flat)])
 
 
-class OnAPaddedCopy:
-    """The same with torch's all-gather, and this rank's chunk as a view of all, padded."""
+class WithTorch:
+    """The same with torch's all-gather, into a padded copy that goes when the step is done."""
 
     def __init__(self, flat, make_optimizer):
         self.flat = flat
         self.padding = -len(flat) % dist.get_world_size()
-        self.padded = F.pad(flat, (0, self.padding))
-        self.own = self.chunk_of(self.padded)
+        self.own = self.chunk_of(F.pad(flat, (0, self.padding))).clone()
         self.optimizer = make_optimizer([self.own])
 
     def step(self, gradient):
         self.own.grad = self.chunk_of(F.pad(gradient, (0, self.padding))).clone()
         self.optimizer.step()
-        whole = torch.empty_like(self.padded)
+        whole = F.pad(self.flat, (0, self.padding))
         dist.all_gather_single(whole, self.own)
-        self.padded.copy_(whole)
         self.flat.copy_(whole[: len(self.flat)])
 
     def chunk_of(self, padded):
         return padded.chunk(dist.get_world_size())[dist.get_rank()]
 
 
+OWN = "the bytes of memory behind what `__init__` leaves on this rank, beside all parameters"
+HELD = ("a chunk of parameters and one of gradients are enough, and a view keeps all of the tensor "
+        "that it was cut from")
+VIEW = ("The values are right, but this rank's chunk is a view, and keeps the whole padded copy of "
+        "the parameters in memory: clone the chunk.")
 SIZES = (23, 3)  # the second has fewer elements than the largest number of ranks
-# What every rank's copy of all parameters becomes, where nothing is gathered into another tensor.
-IN_PLACE = {"torch.empty_like(self.padded)": "self.padded"}
+# A rank's new values are among all others, where they are not gathered.
+IN_PLACE = {"whole = F.pad(self.flat, (0, self.padding))":
+            "whole = F.pad(self.flat, (0, self.padding))\nself.chunk_of(whole).copy_(self.own)"}
 GATHERING = "dist.all_gather_single(whole, self.own)"
 
 
@@ -65,7 +69,9 @@ class ShardTheOptimizer(Exercise):
     title = "Shard the optimizer"
     minutes = 25
     solution = ShardedOptimizer
-    also_right = (OnAPaddedCopy,)
+    also_right = (WithTorch,)
+    too_long = (f"{Exercise.too_long} In an all-gather all chunks have the same length: round n/N "
+                "up, and pad to N times that.")
 
     def trial(self, attempt):
         facts, ranks = {}, dist.get_world_size()
@@ -79,12 +85,13 @@ class ShardTheOptimizer(Exercise):
 
             flat, after = seeded("parameters", size), []
             optimizer = attempt(flat, make_optimizer)
+            own = held_beside([flat], optimizer, [each() for each in made])
             for gradient in _mean_gradients(size):
                 with CallLog() as log:
                     optimizer.step(gradient)
                 after.append(flat.clone())
             nbytes, elements, kept = _held_by(made)
-            facts |= _of_optimizer(size, after, nbytes, elements >= least, kept,
+            facts |= _of_optimizer(size, after, nbytes, elements >= least, kept, own,
                                    times_sent(log, size), times_sent(log, size, "all_reduce"))
         return facts
 
@@ -100,12 +107,13 @@ class ShardTheOptimizer(Exercise):
             sent = AtMost(1, "one all-gather of the parameters is enough")
             kept = AtMost(4 * chunk, "a slice keeps all of the tensor that it was cut from: clone "
                           "it, or clear `.grad` after the step")
-            facts |= _of_optimizer(size, after, state, True, kept, sent, sent)
+            own = AtMost(8 * chunk, HELD)
+            facts |= _of_optimizer(size, after, state, True, kept, own, sent, sent)
         return facts
 
     hints = (
         "Chunks of ⌈n/N⌉ elements: `F.pad` makes the length a multiple of N, and rank r owns the "
-        "r-th chunk. Give `make_optimizer` that chunk alone, in a list, once.",
+        "r-th chunk. Give `make_optimizer` a copy of that chunk alone, in a list, once.",
         "In `step`: the chunk's `.grad` is the same chunk of the padded gradient. After the "
         "optimizer's step, each rank has one chunk that is new, and misses those of the others.",
         "Your ring all-gather puts the chunks of all ranks, in their order, into one tensor. Copy "
@@ -155,8 +163,18 @@ class ShardTheOptimizer(Exercise):
              {"self.own.grad = ": "gradient = gradient / dist.get_world_size()\n"
               "dist.all_reduce(gradient)\nself.own.grad = "}),
         Slip("The chunk's `.grad` is a slice, and keeps the whole gradient in memory until the "
-             "next step: clone it.", {")[self.mine].clone()": ")[self.mine]"},
-             {"self.padding))).clone()": "self.padding)))"}),
+             "next step: clone it.",
+             {"F.pad(gradient, (0, self.padding))[self.mine].clone()":
+              "F.pad(gradient, (0, self.padding))[self.mine]"},
+             {"F.pad(gradient, (0, self.padding))).clone()":
+              "F.pad(gradient, (0, self.padding)))"}),
+        Slip(VIEW, {"F.pad(flat, (0, self.padding))[self.mine].clone()":
+                    "F.pad(flat, (0, self.padding))[self.mine]"},
+             {"F.pad(flat, (0, self.padding))).clone()": "F.pad(flat, (0, self.padding)))"}),
+        Slip("You keep a padded copy of all parameters beside this rank's chunk. Make it in "
+             "`step`, where it goes when the step is done.",
+             {"self.flat = flat": "self.flat, self.padded = flat, "
+              "F.pad(flat, (0, -len(flat) % dist.get_world_size()))"}),
         Slip("You divided the gradient by the world size; it is the mean already.",
              {"pad(gradient": "pad(gradient / dist.get_world_size()"}),
         Slip("You did not take the optimizer from `make_optimizer`, so its state cannot be "
@@ -182,8 +200,8 @@ class ShardTheOptimizer(Exercise):
              {GATHERING: f"dist.all_gather_single(whole, self.own.grad)\n{GATHERING}"}),
         Slip("The values are right, but an all-reduce of a tensor that is mostly zeros sends "
              "twice the bytes: nothing has to be added. All-gather the chunks.",
-             {"empty_like(self.padded)": "zeros_like(self.padded)",
-              GATHERING: "self.chunk_of(whole).copy_(self.own)\ndist.all_reduce(whole)"}),
+             {GATHERING: "whole.zero_()\nself.chunk_of(whole).copy_(self.own)\n"
+              "dist.all_reduce(whole)"}),
         Slip("You added up or averaged the ranks' values. Each element has one owner, whose value "
              "counts: gather the owners' parts, and add nothing.",
              IN_PLACE | {GATHERING: "dist.all_reduce(whole)"},
@@ -204,6 +222,24 @@ def times_sent(log, elements, *operations, group=None):
     sent = sum(sent_bytes(call) for call in log.calls
                if not operations or call.operation in operations)
     return round(sent / (4 * (ranks - 1) * chunk_size(elements, ranks))) if ranks > 1 else 0
+
+
+def held_beside(given, attempt, optimizers):
+    """The bytes of memory behind what an attempt and its optimizers hold, the given aside."""
+    def tensors_in(value):
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, dict | list | tuple | set):
+            for each in value.values() if isinstance(value, dict) else value:
+                yield from tensors_in(each)
+
+    held = [getattr(attempt, "__dict__", {}),
+            [group["params"] for each in optimizers if each is not None
+             for group in each.param_groups]]
+    found = {each.untyped_storage()._cdata: each.untyped_storage().nbytes()
+             for each in tensors_in(held)}
+    return sum(found.values()) - sum(found.get(storage, 0) for storage in {
+        each.untyped_storage()._cdata for each in given})
 
 
 def chunk_size(elements, world_size):
@@ -233,11 +269,12 @@ def _held_by(made):
             sum(gradients.values()))
 
 
-def _of_optimizer(size, after, nbytes, has_state, kept, sent, added_up):
+def _of_optimizer(size, after, nbytes, has_state, kept, own, sent, added_up):
     of = f", for {size} elements"
     return {**{f"`flat` after step {step}{of}": flat for step, flat in enumerate(after, start=1)},
             f"the bytes of optimizer state on this rank{of}": nbytes,
             f"the bytes of memory behind the optimizer's gradients after a step{of}": kept,
+            f"{OWN}{of}": own,
             f"that `make_optimizer` made what holds this rank's state{of}": has_state,
             f"how many times the bytes of one all-gather this rank sends in a step{of}": sent,
             f"how many of these are for all-reduces{of}": added_up}

@@ -12,7 +12,7 @@ from dplab.checks.trials import seeded
 from dplab.exercises.average_gradients import pack, unpack
 from dplab.exercises.ring_all_gather import ring_all_gather
 from dplab.exercises.scatter_gradients import scatter_gradients
-from dplab.exercises.sharded_optimizer import chunk_size
+from dplab.exercises.sharded_optimizer import HELD, OWN, VIEW, chunk_size, held_beside
 from dplab.measure import CallLog, sent_bytes
 
 
@@ -57,7 +57,7 @@ SENDING = "how many times the bytes of DDP this rank sends in a step"
 LEFT = "the bytes of whole gradients at the end of backward"
 AT_ONCE = "the bytes of whole gradients after each hook, at most"
 GONE = "that every bucket has left when backward ends"
-OWN = "the bytes of memory behind this rank's gradients when backward ends"
+GRADIENTS = "the bytes of memory behind this rank's gradients when backward ends"
 STATE = "the bytes of optimizer state on this rank"
 ELEMENTS = sum(nn.Parameter(torch.empty(shape)).numel() for shape in SHAPES[0])
 
@@ -76,7 +76,8 @@ class ShardGradients(Exercise):
             made.append(adam_of(tensors))
             return made[-1]
 
-        sharded, facts, most = attempt(buckets, make_optimizer), {}, [0]
+        sharded, most = attempt(buckets, make_optimizer), [0]
+        facts = {OWN: held_beside([each for bucket in buckets for each in bucket], sharded, made)}
         for bucket in buckets:
             for parameter in bucket:  # after the attempt's own hooks
                 parameter.register_post_accumulate_grad_hook(
@@ -116,8 +117,10 @@ class ShardGradients(Exercise):
                 AtMost(3 * chunk, "a rank needs the mean of its own chunks, ⌈n/N⌉ elements of "
                        "each bucket, in memory of their own"),
                 AtMost(1, "a reduce-scatter and an all-gather of each bucket are enough"))
-        return facts | {STATE: AtMost(3 * (2 * chunk + 4), "⌈n/N⌉ elements of each bucket have "
-                                      "that much: no rank keeps more")}
+        return facts | {
+            OWN: AtMost(3 * 2 * chunk, HELD),
+            STATE: AtMost(3 * (2 * chunk + 4), "⌈n/N⌉ elements of each bucket have that much: no "
+                          "rank keeps more")}
 
     hints = (
         "Three things happen at three times: at the beginning each rank cuts out its chunk of each "
@@ -170,6 +173,7 @@ class ShardGradients(Exercise):
         Slip("You gather the owners' gradients. They have done their work: what the other ranks "
              "lack are the new *values* of the parameters.",
              {"ring_all_gather(own)": "ring_all_gather(own.grad)"}),
+        Slip(VIEW, {".chunk(ranks)[rank].clone() for": ".chunk(ranks)[rank] for"}),
         Slip("Every rank owns the first chunk. Rank r owns chunk r.",
              {".chunk(ranks)[rank]": ".chunk(ranks)[0]"}),
     )
@@ -218,4 +222,4 @@ def _of_step(step, buckets, left, most, gone, own, sent):
         values = {f"bucket {place} after step {step + 1}": parameters_to_vector(bucket).clone()
                   for place, bucket in enumerate(buckets)}
     return values | {f"{LEFT}{where}": left, f"{AT_ONCE}{where}": most, f"{GONE}{where}": gone,
-                     f"{OWN}{where}": own, f"{SENDING}{where}": sent}
+                     f"{GRADIENTS}{where}": own, f"{SENDING}{where}": sent}
