@@ -135,7 +135,7 @@ def _why_so_large(parts):
     held = {name for name in ("embedding", "head") if any(name in unit for unit in units)}
     if not held:
         return ("The embedding and the head are left to the root. What the root owns is gathered "
-                "when the step begins and stays until the end of backward: make units of them.")
+                "when the step begins and stays until the end of backward.")
     if held == {"head"}:
         return "The embedding is left to the root, which keeps it gathered for the whole step."
     if held == {"embedding"}:

@@ -42,6 +42,7 @@ CASES = {1: (("a", 1),), 2: (("aa", 1), ("ab", 1), ("ab", 2)), 3: (("aaa", 1), (
          4: (("abab", 2), ("bbaa", 2), ("abba", 2), ("aaaa", 1), ("abcd", 2), ("abcd", 3))}
 STATES = 1200
 SAME = "that all ranks give `DeviceMesh` the same table"
+EQUAL = "that all rows of the table, one for each copy, are equally long"
 COUNTS = ("the number of hosts among which this rank gathers a unit",
           "the number of ranks among which it gathers a unit",
           "the number of ranks among which it reduces and scatters",
@@ -62,13 +63,13 @@ class HybridMesh(Exercise):
     also_right = (by_sorting,)
 
     def trial(self, attempt):
-        facts = {SAME: True}
+        facts = {SAME: True, EQUAL: True}
         for hosts, enough in CASES[dist.get_world_size()]:
             try:
                 with mock.patch.object(DeviceMesh, "__init__", _compared(DeviceMesh.__init__)):
                     mesh = attempt(list(hosts), STATES, _room(enough))
-            except _Unlike:
-                return {SAME: False}
+            except _Refused as refused:
+                return {SAME: True, refused.args[0]: False}
             facts[_name("the number of the mesh's dimensions", hosts, enough)] = getattr(
                 mesh, "ndim", None)
             model = layers()
@@ -85,7 +86,7 @@ class HybridMesh(Exercise):
         return facts
 
     def expected(self, world_size):
-        facts, model = {SAME: True}, layers()
+        facts, model = {SAME: True, EQUAL: True}, layers()
         for rank in range(world_size):
             (model(input_of(rank)).square().mean() / world_size).backward()
         gradient = torch.cat([each.grad.flatten() for each in model.parameters()])
@@ -140,19 +141,27 @@ class HybridMesh(Exercise):
     )
 
 
-class _Unlike(Exception):
-    """The ranks' tables are not the same."""
+class _Refused(Exception):
+    """A table of which no mesh can be made; says which demand it does not meet."""
 
 
 def _compared(build):
-    """The building of a mesh, after a look at all ranks' tables: unlike ones would hang it."""
+    """The building of a mesh, after a look at all ranks' tables: unlike ones would hang it, and
+    torch's own words about rows of several lengths name no row.
+    """
     @functools.wraps(build)
     def init(self, device_type, mesh=None, **options):
         if mesh is not None:
+            try:
+                table, equal = torch.as_tensor(mesh).tolist(), True
+            except ValueError:
+                table, equal = [list(map(int, row)) for row in mesh], False
             tables = [None] * dist.get_world_size()
-            dist.all_gather_object(tables, torch.as_tensor(mesh).tolist())
+            dist.all_gather_object(tables, table)
             if any(each != tables[0] for each in tables):
-                raise _Unlike
+                raise _Refused(SAME)
+            if not equal:
+                raise _Refused(EQUAL)
         build(self, device_type, mesh, **options)
     return init
 

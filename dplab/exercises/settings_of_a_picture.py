@@ -1,23 +1,12 @@
 """From what a rank holds over a step to the settings with which its model was wrapped."""
 
-from dataclasses import dataclass
+import re
 
 from dplab import dryrun
 from dplab.checks.exercise import Calculation
 from dplab.checks.mistakes import Slip
 from dplab.predict.transformer_config import TransformerConfig
-
-
-@dataclass(frozen=True)
-class Picture:
-    """What one of ``ranks`` ranks holds, change by change, in bytes by category."""
-
-    forward: list[dict[str, int]]
-    backward: list[dict[str, int]]
-    root: int  # parameters outside the blocks
-    block: int  # parameters of a block
-    blocks: int
-    ranks: int
+from dplab.workloads.memory_picture import picture_of
 
 
 def settings_of(picture):
@@ -57,7 +46,7 @@ class SettingsOfAPicture(Calculation):
     solution = staticmethod(settings_of)
 
     def prepare(self):
-        return {case[0]: picture_of(*case[1:]) for case in CASES}
+        return {case[0]: _pictured(*case[1:]) for case in CASES}
 
     def trial(self, attempt):
         facts = {}
@@ -70,9 +59,15 @@ class SettingsOfAPicture(Calculation):
         return {_fact(each, case[0]): value for case in CASES
                 for each, value in _right(case).items()}
 
+    def described(self, difference, got, world_size):
+        """And what the picture says of this setting."""
+        setting, name = re.fullmatch(r"`(\w+)` of picture (\w)", difference.fact).groups()
+        return (f"{super().described(difference, got, world_size)}\n"
+                f"In picture {name}, {_reading(setting, self.given[name])}.")
+
     hints = (
-        "Draw, or print, the area `gathered` alone, for a picture with blocks and for one with the "
-        "root alone. Where does each begin, what is its top, and what is left when forward ends?",
+        "Print the area `gathered` of `pictures[\"by block\"]` and of `pictures[\"as one\"]`. What "
+        "is there at the first activation, at the most, and when forward ends?",
         "The top of `gathered` is the whole model, or else the root and the largest block. Divide "
         "by the number of parameters in it. What is stored is there before anything is gathered; "
         "a rank has 1/N of it.",
@@ -107,17 +102,36 @@ class SettingsOfAPicture(Calculation):
     )
 
 
-def picture_of(units, reshard, precision, recomputed):
+def _pictured(units, reshard, precision, recomputed):
     """What a dry run with these settings holds."""
     run = dryrun.fully_shard(CONFIG, RANKS, batch=BATCH, sequence=SEQUENCE, units=units,
                              reshard_after_forward=reshard, precision=precision,
                              checkpointing=recomputed)
-    parts = {name: [sample.bytes for sample in run.samples for phase in run.phases
-                    if phase.name == name and phase.holds(sample)]
-             for name in ("forward", "backward")}
-    return Picture([run.samples[0].bytes, *parts["forward"]], parts["backward"],
-                   CONFIG.parameters - CONFIG.layers * CONFIG.block_parameters,
-                   CONFIG.block_parameters, CONFIG.layers, RANKS)
+    return picture_of(run.samples, run.phases, CONFIG, RANKS)
+
+
+def _reading(setting, picture):
+    """What tells this setting."""
+    steps = picture.forward + picture.backward
+    most, at_end = max(held["gathered"] for held in steps), picture.forward[-1]
+    if setting == "units":
+        first = next(held for held in picture.forward if held["activations"])
+        return (f"`gathered` has {first['gathered']:,} bytes at the first activation, {most:,} at "
+                f"the most and {at_end['gathered']:,} when forward ends")
+    if setting == "kept":
+        return (f"`gathered` has {at_end['gathered']:,} bytes when forward ends, and {most:,} at "
+                "the most")
+    if setting == "gathered":
+        return (f"`gathered` has {most:,} bytes at the most; the root and a block have "
+                f"{picture.root + picture.block:,} parameters, and the model has "
+                f"{picture.root + picture.blocks * picture.block:,}")
+    if setting == "stored":
+        return (f"`parameters` has {picture.forward[0]['parameters']:,} bytes on one of "
+                f"{picture.ranks} ranks; the model has "
+                f"{picture.root + picture.blocks * picture.block:,} parameters")
+    later = max(held["activations"] for held in picture.backward)
+    return (f"`activations` has {at_end['activations']:,} bytes when forward ends, and at most "
+            f"{later:,} in backward")
 
 
 def _right(case):
