@@ -128,15 +128,21 @@ def job(parts: Parts, night: Night, folder: Path, name: str) -> None:
             with contextlib.suppress(PowerCut):
                 parts.write(folder, done, {"step": done, "model": model.state_dict(),
                                            "optimizer": optimizer.state_dict()},
-                            put_half if done == DIES else torch.save)
+                            put_half if done == DIES else put)
         if done == DIES and name == "first":
             break
     dist.barrier()
 
 
+def put(state, path):
+    """Into an open file: of a path `torch.save` stores the name too, and the sizes would differ."""
+    with path.open("wb") as file:
+        torch.save(state, file)
+
+
 def put_half(state, path):
-    """Saves as `torch.save` does, until the power fails."""
-    torch.save(state, path)
+    """Saves as `put` does, until the power fails."""
+    put(state, path)
     path.write_bytes(path.read_bytes()[:path.stat().st_size // 2])
     raise PowerCut
 
@@ -249,8 +255,10 @@ def torn_save(readings):
 def stale_restart(readings):
     if not readings.second:
         return False, "The first job stands still: nothing was restarted."
+    if readings.torn():
+        return False, f"The newest checkpoint, `{readings.torn()[-1]}`, is not whole."
     begin, newest = readings.second[0].begin, readings.whole()[-1]
-    return begin < newest and not readings.torn(), (
+    return begin < newest, (
         f"The second job began with step {begin}; the newest whole file is that of step {newest}.")
 
 
@@ -269,7 +277,7 @@ SUSPECTS = (
     Suspect("shrunken batch", "With fewer ranks, a step has fewer samples.", "samples",
             shrunken_batch),
     Suspect("torn save", "A checkpoint gets its name before it is whole.", "folder", torn_save),
-    Suspect("stale restart", "The restart takes an older checkpoint than the newest whole one.",
+    Suspect("stale restart", "The newest checkpoint is whole, and the restart takes an older one.",
             "folder", stale_restart),
     Suspect("sluggish host", "All ranks of one node compute slowly.", "clocks", sluggish_host),
 )
