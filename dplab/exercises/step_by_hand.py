@@ -88,7 +88,15 @@ class StepByHand(Calculation):
              "on.", {SLOWED: "computing * slowdown"}),
         Slip("While a collective of g seconds goes on, computing gets g / slowdown done, so it "
              "loses (1 − 1/slowdown) · g. You took (slowdown − 1) · g.",
-             {SLOWED: "computing + (slowdown - 1) * sending"}),
+             {SLOWED: "computing + (slowdown - 1) * sending"},
+             {SLOWED: "computing + (slowdown - 1) * min(computing, sending)"}),
+        Slip("You stretch the collective. It takes as long as alone: what becomes slower beside it "
+             "is computing.",
+             {"return max(slowed, sending)": "return max(computing, slowdown * sending)"},
+             {"return max(slowed, sending)": "return max(slowed, slowdown * sending)"}),
+        Slip("You end the slowdown after the seconds that computing takes alone. Slowed down, it "
+             "takes longer, and the collective may still go on.",
+             {SLOWED: "computing + (1 - 1 / slowdown) * min(computing, sending)"}),
         Slip("You let computing hide any collective. Where the collective is longer than what it "
              "runs beside, the next unit waits for it.",
              {"return max(slowed, sending)": "return slowed"}),
@@ -133,9 +141,11 @@ class StepByHand(Calculation):
         Slip("You let a gather and a reduce-scatter go on at the same time in backward. They go "
              "one after the other, so a block has to hide their sum.",
              {MIDDLE: "(layers - 2) * beside(backward, max(gather, scatter))"}),
-        Slip("You let every block of backward run beside a gather and a reduce-scatter. When the "
-             "last block begins, no block has gradients to reduce yet; and when the first block "
-             "runs, none is left to be gathered.",
+        Slip("You let too many blocks of backward run beside a gather and a reduce-scatter. When "
+             "the last block begins, no block has gradients to reduce yet; and when the first "
+             "block runs, none is left to be gathered.",
+             {"+= beside(backward, gather)": "+= beside(backward, gather + scatter)"},
+             {"+= beside(backward, scatter)": "+= beside(backward, gather + scatter)"},
              {"+= beside(backward, gather)": "+= beside(backward, gather + scatter)",
               "+= beside(backward, scatter)": "+= beside(backward, gather + scatter)"}),
         Slip("Your last block's forward runs beside a gather. Its next unit is the root, which is "
@@ -146,6 +156,12 @@ class StepByHand(Calculation):
                              "+= forward + beside(root_forward, gather)",
                              "beside(root_backward, gather)": "root_backward"}),
         # What is computed.
+        Slip("You compute more blocks than there are. Forward: all but the last one beside a "
+             "gather, and that one. Backward: the last one beside a gather, the first one beside a "
+             "reduce-scatter, the others beside both.",
+             {MIDDLE: "(layers - 1) * beside(backward, gather + scatter)"},
+             {MIDDLE: "layers * beside(backward, gather + scatter)"},
+             {"(layers - 1) * beside(forward, gather)": "layers * beside(forward, gather)"}),
         Slip("You leave the update out.", {"seconds + update": "seconds"}),
         Slip("You leave out what the root computes: the embedding, the last norm, the head and "
              "the loss, forward and backward.",
