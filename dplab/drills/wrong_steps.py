@@ -172,8 +172,13 @@ class Readings:
     def said_of_times(self) -> str:
         times = self.ranks[0].times[0]
         return (f"In step 1 rank 0's micro-batches of {', '.join(map(str, self.sizes))} samples "
-                f"are in the gradient {', '.join(f'{each:.2f}' for each in times)} times as much "
+                f"are in the gradient {', '.join(map(in_digits, times))} times as much "
                 "as they should be.")
+
+
+def in_digits(times):
+    """With three digits, since 0.875 is common, and no sign before a zero."""
+    return f"{round(times, 3) + 0.0:.3f}"
 
 
 # Suspects
@@ -182,8 +187,8 @@ class Readings:
 def rate_times_ranks(readings):
     ranks, rates = len(readings.ranks), readings.rates
     fits = all(abs(rate - ranks) < NEAR * ranks for rate in rates)
-    return fits, (f"On {ranks} ranks the rate is {min(rates):.2f} to {max(rates):.2f} times that "
-                  "of the recipe.")
+    span = dict.fromkeys(f"{rate:.2f}" for rate in (min(rates), max(rates)))
+    return fits, f"On {ranks} ranks the rate is {' to '.join(span)} times that of the recipe."
 
 
 def sum_of_micro_batches(readings):
@@ -342,5 +347,5 @@ class WrongSteps(SickJob):
         print("1 is what a micro-batch has in the gradient of all the step's samples")
         for step in readings.ranks[0].times:
             print_table([f"step {step + 1}", *map(str, range(1, 1 + len(readings.sizes)))], *(
-                [f"rank {rank}", *(f"{each:.2f}" for each in recording.times[step])]
+                [f"rank {rank}", *map(in_digits, recording.times[step])]
                 for rank, recording in enumerate(readings.ranks)))

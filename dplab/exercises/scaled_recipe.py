@@ -43,8 +43,9 @@ class ScaledRecipe(Calculation):
 
     hints = (
         "How many samples go into one step of the new layout, from all ranks together?",
-        "The rate follows the global batch, by the rule of the optimizer, and the decay is what "
-        "keeps B/(ηλ). Warm-up and the whole run keep their numbers of *samples*.",
+        "The rate follows the global batch, by the rule of the optimizer. The weights forget in "
+        "about 1/(ηλ) steps, which are B/(ηλ) samples: the decay is what keeps these. Warm-up "
+        "and the whole run keep their numbers of *samples*.",
         "With k = new global batch / old one: rate · k and the same decay for SGD, rate · √k and "
         "decay · √k for AdamW; the samples `warm_up * batch` and `steps * batch`, divided by the "
         "new global batch, rounded up.",
@@ -80,15 +81,16 @@ class ScaledRecipe(Calculation):
         Slip("The rate stays as it was. A larger batch needs a larger rate, or its fewer steps do "
              "not get as far.", {"rate * factor": "rate"}),
         # The decay.
-        Slip("Your decay stays, though B/(ηλ) has to: AdamW's rate grows by √k alone, so λ has "
-             "the other √k.", {"decay * k / factor": "decay"}),
+        Slip("Your decay stays. AdamW's rate grows by √k alone, so λ has the other √k, to keep the "
+             "samples in which the weights forget, B/(ηλ).", {"decay * k / factor": "decay"}),
         Slip("Your decay follows the batch as if the rate stayed. Rate times decay has to grow "
              "k-fold, and the rate has grown already.", {"decay * k / factor": "decay * k"}),
         Slip("For AdamW your decay is right. But SGD's rate has all of k already, so its decay "
              "stays.", {"decay * k / factor": "decay * factor"},
              {"decay * k / factor": "decay * math.sqrt(k)"}),
         Slip("Your decay makes up for the rate, so that rate times decay stays. What has to stay "
-             "is B/(ηλ), and B has grown.", {"decay * k / factor": "decay / factor"}),
+             "are the samples in which the weights forget, B/(ηλ), and B has grown.",
+             {"decay * k / factor": "decay / factor"}),
         # The steps.
         Slip("Warm-up keeps its number of steps, and so it takes k times the samples. Keep the "
              "samples.", {WARM_UP: "warm_up"}),
