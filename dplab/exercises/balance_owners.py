@@ -28,6 +28,7 @@ CASES = (
     (((288, 32),) + ((32, 288),) * 3, 2),
     (((32, 288),) + ((288, 32),) * 3, 2),
     (((16, 16), (48, 64), (16, 48)), 5),
+    (((32, 512),) * 3 + ((80, 80),) * 2, 4),
     (((40, 80), (80, 80)), 1),
     ((), 3),
 )
@@ -74,6 +75,9 @@ class BalanceOwners(Calculation):
         Slip("You balance elements, which are bytes. The square matrix and the thin one have the "
              "same number of elements and not the same work: the shorter side counts twice.",
              {"2 * short * short * long + short**3": "short * long"}),
+        Slip("You count as if all three products took the same. Two have m×n as a factor, but one "
+             "multiplies the Gram matrix by itself: what does that take?",
+             {"2 * short * short * long + short**3": "short * short * long"}),
         Slip("You take the matrices as they come. A heavy one at the end then comes on top of an "
              "even load. Does the order in which you share out matter?",
              {"sorted(range(len(shapes)), key=work, reverse=True)": "range(len(shapes))"}),

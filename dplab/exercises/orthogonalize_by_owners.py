@@ -70,6 +70,19 @@ for shard, shape in zip(shards, shapes):
     results.append(orthogonalize(torch.cat(every)).split([len(rows) for rows in every])[rank])
 return results"""
 
+ONE_BY_ONE = """results = [shard.clone() for shard in shards]
+for result, shape, owner in zip(results, shapes, owners):
+    if owner == rank:
+        pieces = (matrix := result.new_empty(shape)).chunk(ranks)
+        for source, rows in enumerate(pieces):
+            rows.copy_(result) if source == rank else dist.recv(rows, source)
+        for to, rows in enumerate(orthogonalize(matrix).chunk(ranks)):
+            result.copy_(rows) if to == rank else dist.send(rows, to)
+    elif len(result) > 0:
+        dist.send(result, owner)
+        dist.recv(result, owner)
+return results"""
+
 
 class OrthogonalizeByOwners(Exercise):
     number = "D.2"
@@ -128,6 +141,9 @@ class OrthogonalizeByOwners(Exercise):
         Slip("Every rank gets every matrix and orthogonalizes it, so all do the same work, and "
              "most of what they receive belongs to others. Rows go to the owner alone.",
              {START: f"{START}\n{EVERYWHERE}"}),
+        Slip("You finish one matrix before the next begins: while its owner computes, the others "
+             "wait for what comes back. Which messages need no result? Start those first.",
+             {START: f"{START}\n{ONE_BY_ONE}"}),
         Slip("The owner's own rows are missing, in the whole matrix or in what it returns. Nobody "
              "sends them: copy them.", {"rows.copy_(shards[index])": "rows.zero_()"},
              {"results[index].copy_(rows)": "results[index].zero_()"}),
