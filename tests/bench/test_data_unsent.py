@@ -134,6 +134,20 @@ def test_stale_gradients_are_those_of_a_server_that_takes_turns():
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
+def test_accumulated_batches_are_one_larger_batch():
+    weights = unsent.trained(DIGITS, unsent.Scheme(ranks=1, batches=2), RATE, 3, [SEED])[0, 0]
+    model = DIGITS.model(SEED)
+    optimizer, schedule = DIGITS.optimizer(model.parameters(), RATE, 3)
+    for step in range(3):
+        optimizer.zero_grad()
+        inputs, targets = map(torch.cat, zip(*(DIGITS.batch(SEED, 2 * step + number, 0)
+                                               for number in (1, 2)), strict=True))
+        F.cross_entropy(model(inputs), targets).backward()
+        optimizer.step()
+        schedule.step()
+    torch.testing.assert_close(weights, parameters_to_vector(model.parameters()).detach())
+
+
 @functools.cache
 def results():
     return json.loads((FOLDER / "unsent.json").read_text())
