@@ -47,7 +47,7 @@ PADDING = "flat = F.pad(flat, (0, ranks * chunk - len(flat)))"
 class ScatterGradients(InPairsToo):
     number = "8.3"
     title = "Gradients go to their owners"
-    minutes = 12
+    minutes = 8
     solution = staticmethod(scatter_gradients)
     also_right = (with_torch,)
 
