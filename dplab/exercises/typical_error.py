@@ -108,7 +108,7 @@ class TypicalError(Calculation):
         Slip("eps/2 is the largest error of an addition. The typical one is 0.21 eps.",
              {"0.21": "0.5"}),
         Slip("You take a whole eps for each addition. Typical is 0.21 eps.", {"0.21 * eps": "eps"}),
-        Slip("This is a limit, as in chapter 02: all errors at full size and in one direction. "
+        Slip("This is a limit: all errors at full size and in one direction. "
              "Here the errors are independent, and of typical size.",
              {f"0.21 * eps * {ADDED_UP}": "len(terms) * eps * terms.abs().sum(dim=0)"},
              {f"0.21 * eps * {ADDED_UP}": "(len(terms) - 1) * eps / 2 * terms.abs().sum(dim=0)"}),
