@@ -15,7 +15,6 @@ MARK = "<!-- contents -->"
 README = ROOT / "README.md"
 NO_ADDRESS = ("*This build does not know its repository's address: what leads there is left out.*")
 QUESTION = re.compile(r"\*\*The question\.\*\*\s+(.+?)(?:\n\n|\Z)", re.DOTALL)
-SHORT_WAYS = re.compile(r"<!-- short ways -->\n(.*?)\n## ", re.DOTALL)
 # Beside the notebooks; those that are not there are left out.
 TOOLS = {"Plan and look up": ["book/planner", "contents", "glossary", "one_step_by_hand"],
          "Use the course": ["book/setup", "book/teachers", "book/assistants", "book/contributing"]}
@@ -41,7 +40,6 @@ def fill_in(app, docname, source):
         if there:
             parts.append(section(kind, [f"- [](/{name}.md)" for name in there],
                                  [f"/{name}" for name in there]))
-    parts.insert(0, SHORT_WAYS.search(readme())[1])
     if unknown(app):
         parts.insert(0, NO_ADDRESS)
     source[0] = source[0].replace(MARK, "\n\n".join(parts))
