@@ -118,9 +118,9 @@ def test_stale_gradients_are_those_of_a_server_that_takes_turns():
         rank = dist.get_rank()
         if rank == 0:
             optimizer, schedule = DIGITS.optimizer(model.parameters(), RATE, steps * RANKS)
-            server = ParameterServer(model, optimizer, lambda update: schedule.step())
+            server = ParameterServer(model, optimizer, schedule.step)
             turns = [1 + number % RANKS for number in range(steps * RANKS)]
-            return server.serve_asynchronously(steps * RANKS, turns=turns)
+            return server.serve(steps * RANKS, turns=turns)
 
         def compute_loss(number):
             inputs, targets = DIGITS.batch(SEED, number + 1, rank - 1)
