@@ -236,7 +236,7 @@ CASES = (
               also=("The intern says that the run on {n} GPUs cannot be compared with the one-GPU "
                     "run, as even step 1 is off. It trains well, so I had not looked.",)))),
     Case("e", "own statistics", healthy.make_model, (
-        Fault({"parallel.SynchronizedBatchNorm": "nn.BatchNorm1d"},
+        Fault({"SynchronizedBatchNorm": "nn.BatchNorm1d"},
               "The loss on {n} GPUs is near that of one GPU, but it is not the same, not even in "
               "the first step. Rounding, says the team.", {"from step 1", "near"},
               also=("One has to zoom in to see it: two curves, of one GPU and of {n}, close "

@@ -16,12 +16,10 @@ from dplab.parallel.ownership import clip_grad_norm_
 from dplab.parallel.parameter_server import ParameterServer
 from dplab.parallel.sharded_gradients import ShardedGradientOptimizer
 from dplab.parallel.sharded_optimizer import ShardedOptimizer
-from dplab.parallel.synchronized_batch_norm import SynchronizedBatchNorm
 
 __all__ = [
     "BucketedDDP", "DiLoCo", "FullyShardedModel", "LocalSGD", "ManualDDP", "OverlappedDDP",
     "ParameterServer", "ShardedGradientOptimizer", "ShardedOptimizer", "StreamingDiLoCo",
-    "SynchronizedBatchNorm", "average_gradients", "broadcast_module", "clip_grad_norm_",
-    "naive_all_reduce", "ring_all_gather", "ring_all_reduce", "ring_reduce_scatter",
-    "tree_all_reduce",
+    "average_gradients", "broadcast_module", "clip_grad_norm_", "naive_all_reduce",
+    "ring_all_gather", "ring_all_reduce", "ring_reduce_scatter", "tree_all_reduce",
 ]
