@@ -24,7 +24,6 @@ _MODULE_OF = {
     "row_limits": "limits",
     "memory_over_step": "memory_areas",
     "units_over_step": "units_over_step",
-    "heat_maps": "gradient_maps",
     "Beside": "predictions",
     "predicted_beside_published": "predictions",
     "stepper": "sliders",

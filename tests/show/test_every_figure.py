@@ -29,11 +29,6 @@ def span(name, lane, start, end):
     return SimpleNamespace(name=name, lane=lane, start=start, end=end)
 
 
-def gradients(rank):
-    draw = np.random.default_rng(rank)
-    return {"weight": draw.normal(size=24), "bias": draw.normal(size=3)}
-
-
 HELD = [SimpleNamespace(op=op, bytes={
     name: 1e9 * (1 + (op + index) % 4) for index, name in enumerate(CATEGORY_COLORS)})
     for op in range(9)]
@@ -55,9 +50,6 @@ FIGURES = {
         forward=7, operations=14, chunks=2e6, title=TITLE),
     "memory_over_step": lambda: show.memory_over_step(
         HELD, [SimpleNamespace(name="forward", start=0, end=5)], title=TITLE, limit=9e9),
-    "heat_maps": lambda: show.heat_maps(
-        {"before": [gradients(rank) for rank in range(8)]}, [["weight"], ["bias"]], title=TITLE,
-        bars={"calls": {"one": 3}, "ms exposed": {"one": 2.5}}),
     "predicted_beside_published": lambda: show.predicted_beside_published(
         [show.Beside("one", "assumed: much", [1.2, 1.4]), show.Beside("two", "n", None)],
         title=TITLE),
@@ -156,11 +148,10 @@ def test_a_notebook_shows_a_picture_with_its_text_alternative(monkeypatch):
 
 
 def test_the_png_of_a_notebook_keeps_the_colors_of_names():
-    for figure in (show.timeline(STEPS * 4, title=TITLE), show.heat_maps(
-            {"before": [gradients(rank) for rank in range(8)]}, [["weight"], ["bias"]], title="")):
-        pixels = 255 * image.imread(io.BytesIO(show.to_png(figure)))[..., :3].reshape(-1, 3)
-        for color in palette.RANK_COLORS:
-            assert abs(pixels - 255 * np.array(to_rgb(color))).sum(axis=1).min() < 25, color
+    figure = show.timeline(STEPS * 4, title=TITLE)
+    pixels = 255 * image.imread(io.BytesIO(show.to_png(figure)))[..., :3].reshape(-1, 3)
+    for color in palette.RANK_COLORS:
+        assert abs(pixels - 255 * np.array(to_rgb(color))).sum(axis=1).min() < 25, color
 
 
 def test_a_long_title_of_a_plot_is_wrapped():
