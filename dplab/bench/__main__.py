@@ -12,11 +12,8 @@ import dplab
 
 BENCHES = {  # with the options that they have in turn; None: not then
     "launchers": "--peer-rounds 2",
-    "gloo": "--sizes 16 16384 --rounds 7",
-    "ddp": "--ranks 4 --rounds 9",
     "sharded": "--ranks 4 --rounds 5",
     "memory": "--models 'Llama-3 8B'",
-    "nccl": "",
     "cluster": "",
     "gpu": None,
 }

@@ -1,15 +1,16 @@
 """A training step of the course's ZeRO-1, 2 and 3 beside torch's and DeepSpeed's, in one run."""
 
 import statistics
+import time
 
 import torch
+import torch.distributed as dist
+from torch import nn
 
 from dplab import run
-from dplab.bench.ddp import equal_layers, mean_square
 from dplab.bench.results import spread
 from dplab.bench.training_step import HAS_DEEPSPEED, training_step
 from dplab.measure import WireMeter
-from dplab.workloads.timed_steps import slowest_seconds
 
 MIB = 2**20
 BASE = "fully_shard, reshard_after_forward=True"
@@ -68,3 +69,24 @@ def measured(options):
                     step(x)
                 sent[name] = min(wire.bytes_per_rank, sent.get(name, wire.bytes_per_rank))
     return {name: seconds[3:] for name, seconds in times.items()}, sent
+
+
+def equal_layers(options):
+    """``options.layers`` of ``options.width``, the same on each rank."""
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Sequential(nn.Linear(options.width, options.width), nn.ReLU())
+                           for _ in range(options.layers)])
+
+
+def mean_square(model, x):
+    return model(x).square().mean()
+
+
+def slowest_seconds(step, x):
+    """How long the step takes the slowest rank, once all are ready."""
+    dist.barrier()
+    begin = time.perf_counter()
+    step(x)
+    took = torch.tensor(time.perf_counter() - begin)
+    dist.all_reduce(took, op=dist.ReduceOp.MAX)
+    return took.item()

@@ -15,10 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from dplab.parallel import (
-    BucketedDDP,
     FullyShardedModel,
     ManualDDP,
-    OverlappedDDP,
     ShardedGradientOptimizer,
     ShardedOptimizer,
 )
@@ -27,8 +25,6 @@ HAS_DEEPSPEED = importlib.util.find_spec("deepspeed") is not None
 WRAPPERS = {
     "DDP": lambda model, bucket_mb: DistributedDataParallel(model, bucket_cap_mb=bucket_mb),
     "ManualDDP": lambda model, bucket_mb: ManualDDP(model),
-    "BucketedDDP": BucketedDDP,
-    "OverlappedDDP": OverlappedDDP,
 }
 RESHARDS = {"fully_shard": None, "fully_shard, reshard_after_forward=True": True,
             "fully_shard, reshard_after_forward=False": False, "HSDP": None}

@@ -167,8 +167,8 @@ PARTS = (
                    "runs its kernels on a stream of their own. finish() blocks"),
     _part("predict-step", "05", "predict_step(layers, bucket_bytes, ranks, bandwidth, latency)",
           predict_step, uses="make-buckets ring-seconds",
-          gives="(seconds of the step, seconds of exposed communication), from layers as "
-                "dplab.measure.layer_times gives them",
+          gives="(seconds of the step, seconds of exposed communication), from layers, each a "
+                "dplab.predict.step.Layer",
           chunks=_NONE, padding=_NONE, dtypes="numbers", group=_NO_RANKS),
 
     _part("sharded-optimizer", "08", "ShardedOptimizer(flat, make_optimizer)", ShardedOptimizer,

@@ -9,13 +9,13 @@ from dplab.measure.memory_timeline import MemoryTimeline, state_bytes
 from dplab.measure.split import from_last_launch, split_time
 from dplab.measure.torchrun_log import torchrun_log
 from dplab.measure.torchrun_nodes import TorchrunNodes
-from dplab.measure.trace import Trace, aligned, layer_times
+from dplab.measure.trace import Trace, aligned
 from dplab.measure.unit_calls import UnitCalls
 from dplab.measure.whole_units import Whole, WholeUnits
 from dplab.measure.wire import WireMeter
 
 __all__ = ["CallLog", "EmulatedLink", "MemoryTimeline", "TorchrunNodes", "Trace", "UnitCalls",
            "Whole", "WholeUnits", "WireMeter", "after_a_step", "aligned", "available_cores",
-           "available_memory", "describe_machine", "from_last_launch", "layer_times",
-           "memory_limit", "saved_bytes", "sent_bytes", "sent_messages", "split_time",
-           "state_bytes", "torchrun_log"]
+           "available_memory", "describe_machine", "from_last_launch", "memory_limit",
+           "saved_bytes", "sent_bytes", "sent_messages", "split_time", "state_bytes",
+           "torchrun_log"]

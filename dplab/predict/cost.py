@@ -17,7 +17,7 @@ workstations", 2009 (the ring, and the lower bound).
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from numbers import Real
 
@@ -155,13 +155,8 @@ def seconds(algorithm: str, world_size: int, tensor_bytes: float, link: Link) ->
     return link.seconds(chain, messages(algorithm, world_size))
 
 
-def algorithm_bandwidth(tensor_bytes: float, seconds: float) -> float:
-    """Bytes/s as the caller sees them: the tensor's size over the time."""
-    return _size(tensor_bytes) / _time(seconds)
-
-
 def bus_factor(collective: str, world_size: int) -> float:
-    """What the algorithm bandwidth is multiplied by to be comparable with a link's bandwidth.
+    """By what size over time is multiplied to be comparable with a link's bandwidth.
 
     ``collective`` is "all_reduce", "reduce_scatter", "all_gather", "all_to_all", "gather",
     "scatter", "broadcast", "reduce" or "send". Source: nccl-tests, doc/PERFORMANCE.md.
@@ -172,46 +167,9 @@ def bus_factor(collective: str, world_size: int) -> float:
 
 def bus_bandwidth(collective: str, world_size: int, tensor_bytes: float, seconds: float) -> float:
     """Bytes/s that a rank's link must have carried if no algorithm sent less than a ring."""
-    return bus_factor(collective, world_size) * algorithm_bandwidth(tensor_bytes, seconds)
-
-
-@dataclass(frozen=True)
-class Measurement:
-    """One collective that was timed: ``seconds`` of the slowest rank."""
-
-    algorithm: str
-    world_size: int
-    tensor_bytes: float
-    seconds: float
-
-    def __post_init__(self):
-        _time(self.seconds)
-
-
-def fit_link(measurements: Iterable[Measurement], name: str = "fitted") -> Link:
-    """The latency and bandwidth with which `seconds` comes nearest to the measurements.
-
-    Least squares of the *relative* errors, so that a microsecond counts for small tensors and not
-    for large ones. Where noise would make the latency negative, it is 0. Raises ValueError for
-    fewer than two different sizes, or if the time does not grow with the size.
-    """
-    rows = [(_find(m.algorithm).messages(m.world_size) / m.seconds,
-             _find(m.algorithm).chain(m.world_size) * m.tensor_bytes / m.seconds)
-            for m in measurements if m.world_size > 1]
-    if len(set(rows)) < 2:
-        raise ValueError("a fit needs measurements of at least two sizes, on two ranks or more")
-    # normal equations of  latency · a + inverse_bandwidth · b = 1  for each row (a, b)
-    aa, ab, bb = (sum(row[i] * row[j] for row in rows) for i, j in ((0, 0), (0, 1), (1, 1)))
-    a, b = (sum(row[i] for row in rows) for i in (0, 1))
-    determinant = aa * bb - ab * ab
-    if determinant <= 1e-12 * aa * bb:
-        raise ValueError("these measurements do not tell latency from bandwidth: vary the size")
-    latency, inverse_bandwidth = (a * bb - b * ab) / determinant, (b * aa - a * ab) / determinant
-    if latency < 0:
-        latency, inverse_bandwidth = 0.0, b / bb
-    if inverse_bandwidth <= 0:
-        raise ValueError("the time does not grow with the size: measure larger tensors")
-    return Link(name, 1 / inverse_bandwidth, latency)
+    if not seconds > 0:
+        raise ValueError(f"a collective takes more than 0 s, not {seconds}")
+    return bus_factor(collective, world_size) * _size(tensor_bytes) / seconds
 
 
 def _find(algorithm):
@@ -224,9 +182,3 @@ def _size(tensor_bytes):
     if not 0 <= tensor_bytes < math.inf:
         raise ValueError(f"a size is 0 bytes or more, and finite, not {tensor_bytes}")
     return tensor_bytes
-
-
-def _time(seconds):
-    if not seconds > 0:
-        raise ValueError(f"a collective takes more than 0 s, not {seconds}")
-    return seconds

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from dplab.bench import __main__ as command
-from dplab.bench import nccl, results
+from dplab.bench import results
 from dplab.measure import describe_machine
 from dplab.predict import published
 
@@ -28,10 +28,10 @@ def test_a_bench_takes_the_options_that_it_has_in_turn(name):
 def test_a_bench_that_fails_is_said_and_the_others_go_on(monkeypatch, capsys):
     ran = []
     monkeypatch.setattr(subprocess, "run", lambda words: ran.append(words[3]) or SimpleNamespace(
-        returncode=1 if words[3] == "ddp" else 0))
+        returncode=1 if words[3] == "sharded" else 0))
     assert command.main([]) == 1
     assert ran == [name for name, options in command.BENCHES.items() if options is not None]
-    assert capsys.readouterr().out.endswith("failed: ddp\n")
+    assert capsys.readouterr().out.endswith("failed: sharded\n")
 
 
 def test_a_name_that_is_no_bench_is_answered_with_all_the_names(capsys):
@@ -58,15 +58,6 @@ def test_the_cluster_bench_has_the_errors_of_the_runs(capsys):
         assert line.removeprefix(f"  {start} ").split()[:5] == [
             str(len(group)), f"{statistics.median(errors):+.0%}",
             f"{statistics.median(map(abs, errors)):.0%}", f"{near:.0%}", f"{inside:.0%}"]
-
-
-def test_the_nccl_bench_holds_each_row_once_and_compares_it():
-    rows = [(2**20, 0.1), (2**20 + 1, 0.2), (2**26, 0.3), (2**30, 0.4)]
-    assert [*nccl.by_class(rows).values()] == [[0.1], [0.2, 0.3], [0.4]]
-    table = {"collective": "all-gather", "gpu": "H100", "nodes": 1, "per_node": 8, "nics": 0,
-             "inside": "NVLink 4", "between": None, "rows": [[2**30, 1e9, None], [2**30, 1, None]]}
-    (_, fast), (_, slow) = nccl.compared(table)
-    assert fast == pytest.approx(-1, abs=1e-4) and slow > 1000
 
 
 def test_results_come_back_with_the_command_that_made_them(monkeypatch, tmp_path):

@@ -17,7 +17,7 @@ NAMES = [*training_step.WRAPPERS, "ZeroRedundancyOptimizer", "ShardedOptimizer",
          "ShardedOptimizer, reduce_gradients=True", "ShardedGradientOptimizer",
          "FullyShardedModel", *training_step.RESHARDS]
 DEEPSPEED = [f"DeepSpeed {stage}" for stage in range(4)] if training_step.HAS_DEEPSPEED else []
-OWN = {"ManualDDP", "BucketedDDP", "OverlappedDDP"}  # to `predict` they are "DDP"
+OWN = {"ManualDDP"}  # to `predict` it is "DDP"
 
 
 def layers():

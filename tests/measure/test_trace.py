@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from dplab import run
-from dplab.measure import EmulatedLink, Trace, aligned, layer_times
+from dplab.measure import EmulatedLink, Trace, aligned
 from dplab.parallel import OverlappedDDP
 from dplab.predict.step import COMMUNICATION, COMPUTE, STALLED, Span
 
@@ -106,41 +106,6 @@ def test_aligned_spans_begin_at_zero_and_keep_their_distances():
     assert [(span.name, span.start, span.end) for span in first] == [
         ("forward", 0.0, 2.0), ("backward", 2.0, 4.0)]
     assert (second[0].start, second[0].end, second[0].nbytes) == (1.0, 3.5, 1024)
-
-
-class Pause(nn.Module):
-    """Passes its input on, and takes its time in backward."""
-
-    class Slow(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x, seconds):
-            ctx.seconds = seconds
-            return x.view_as(x)
-
-        @staticmethod
-        def backward(ctx, gradient):
-            time.sleep(ctx.seconds)
-            return gradient, None
-
-    def __init__(self, seconds):
-        super().__init__()
-        self.seconds = seconds
-
-    def forward(self, x):
-        return self.Slow.apply(x, self.seconds)
-
-
-def test_layer_times_are_those_of_backward_in_the_order_of_forward():
-    model = nn.Sequential(nn.Linear(5, 7), Pause(0.05), nn.Linear(7, 3, bias=False), Pause(0.02),
-                          nn.Linear(3, 2).requires_grad_(False), nn.Linear(2, 2))
-    kept = model[0].weight.grad = torch.ones(7, 5)
-    first, second, last = layer_times(model, torch.randn(4, 5), rounds=3)
-    assert [layer.gradient_bytes for layer in (first, second, last)] == [4 * 42, 4 * 21, 4 * 6]
-    assert first.backward_seconds >= 0.05 and second.backward_seconds >= 0.02
-    assert first.forward_seconds > 0
-    assert model[0].weight.grad is kept and model[2].weight.grad is None
-    with pytest.raises(ValueError, match="trainable"):
-        layer_times(nn.Sequential(nn.ReLU(), nn.Linear(2, 2).requires_grad_(False)), torch.ones(2))
 
 
 def launched_late():
