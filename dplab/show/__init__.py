@@ -28,7 +28,6 @@ _MODULE_OF = {
     "predicted_beside_published": "predictions",
     "stepper": "sliders",
     "calculator": "sliders",
-    "given": "tables",
     "table": "tables",
 }
 

@@ -19,10 +19,5 @@ def table(head: Iterable, *rows: Iterable) -> Markdown:
     return Markdown("\n".join(lines))
 
 
-def given(guess) -> str:
-    """A guess of the reader's, to print beside what was measured."""
-    return "none" if guess is None else str(guess)
-
-
 def _line(cells):
     return "| " + " | ".join(str(cell).replace("|", r"\|") for cell in cells) + " |"

@@ -7,11 +7,8 @@ from dplab.desk.quantities import NotUnderstood, read, written
 
 @pytest.mark.parametrize(("text", "unit", "value"), [
     (" 7. ", None, 7), ("−3", None, -3), ("+2.5", None, 2.5), ("1e-7", None, 1e-7),
-    ("0,1", None, 0.1), (".5", None, 0.5), ("0,125", None, 0.125), ("1.500", None, 1.5),
-    ("1\u202f500", None, 1500), ("1\u00a0500,5", None, 1500.5), ("1'500", None, 1500),
-    ("1_500", None, 1500), ("1,500,000", None, 1_500_000), ("1,500.5", None, 1500.5),
-    ("1.500,5", None, 1500.5), ("~5", None, 5), ("about 5", None, 5),
-    ("10 %", "%", 10), ("10percent", "%", 10), ("10", "%", 10), ("0", "%", 0), ("0,1 %", "%", 0.1),
+    (".5", None, 0.5), ("1.500", None, 1.5), ("~5", None, 5), ("about 5", None, 5),
+    ("10 %", "%", 10), ("10percent", "%", 10), ("10", "%", 10), ("0", "%", 0),
     ("3 ms", "ms", 3), ("1 byte", "bytes", 1), ("3 mib", "MiB", 3), ("2 times", "times", 2),
 ])
 def test_a_number_as_people_write_it(text, unit, value):
@@ -19,12 +16,11 @@ def test_a_number_as_people_write_it(text, unit, value):
 
 
 @pytest.mark.parametrize(("text", "unit", "offered"), [
-    ("1,500", None, ["1500", "1.5"]), ("-12,000 ms", "ms", ["-12000", "-12"]),
+    ("1,500", None, ["without commas"]), ("0,1", None, ["0.5"]), ("1 500", None, []),
     ("0.1", "%", ["0.1 %", "10 %"]), ("3 s", "ms", ["in ms"]), ("3 MB", "MiB", ["in MiB"]),
     ("50 %", "times", ["in times"]), ("3 ms", None, ["alone"]), ("3 m", "ms", ["in ms"]),
     ("", None, []), ("ten", "ms", ["3 ms"]), ("10-20", None, []), ("1/8", None, []),
-    ("1 5", None, []), ("1 500 20", None, []), ("1,2,3", None, []), ("1..2", None, []),
-    ("1_5", None, []), ("1e999", None, []), ("nan", None, []), ("inf", "s", []),
+    ("1..2", None, []), ("1_5", None, []), ("1e999", None, []), ("nan", None, []),
 ])
 def test_what_is_not_clear_is_asked_about(text, unit, offered):
     with pytest.raises(NotUnderstood) as asked:

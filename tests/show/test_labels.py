@@ -47,4 +47,3 @@ def test_a_table_has_its_rows_and_a_norm_does_not_end_a_cell():
     assert made.data == "| \\|G\\|² | bytes |\n|:--|--:|\n| 1 | 0 |\n| 2 | 1.5 M |"
     with pytest.raises(ValueError, match="a row of 1 under a head of 2"):
         show.table(["ranks", "bytes"], [1])
-    assert (show.given(None), show.given(0)) == ("none", "0")
