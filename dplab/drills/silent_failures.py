@@ -182,8 +182,8 @@ SUSPECTS = (
             statistics),
     Suspect("biased metric", "The accuracy in the log gives ranks or samples a wrong weight.",
             "accuracy", metric),
-    Suspect("lossy restart", "A rank goes on with another batch, learning rate or momentum than "
-            "was saved.", "checkpoint", continuation),
+    Suspect("lossy restart", "A rank goes on from another state than the one that was saved.",
+            "checkpoint", continuation),
     Suspect("left-out layer", "The gradients of some layers stay each rank's own.", "gradients",
             left_out),
 )
@@ -363,7 +363,7 @@ class SilentFailure(SickJob):
         curves = {"one process": [step.loss for step in readings.one_process.steps],
                   "mean over the ranks": readings.losses}
         draw(show.loss_curves, curves, title="Loss of the global batch in each step",
-             note="Step 1 stands at 0")
+             first=1, note="")
         curves |= {f"rank {rank}": [step.loss for step in each.steps]
                    for rank, each in enumerate(readings.ranks)}
         steps = [0, 1, 2, *range(9, len(readings.losses), 10)]
