@@ -27,7 +27,7 @@ SCALE = "scale = min(1, limit / mean.norm())"
 
 class ClipAndLog(Exercise):
     number = "2.2"
-    title = "Where averages stop"
+    title = "The end of a training step"
     minutes = 8
     solution = staticmethod(clip_and_log)
 
@@ -62,6 +62,15 @@ class ClipAndLog(Exercise):
               SCALE: "scale = 1"}),
         Slip("You scale the average by the length of this rank's own gradient. Every rank takes "
              "another scale, and their models part.", {"mean.norm()": "gradient.norm()"}),
+        Slip("You took the root of the sum of the squares of the ranks' lengths. That is right "
+             "where each rank holds another part of one gradient. Here each rank has all elements "
+             "of the mean, and so its length.",
+             *({SCALE: f"square = {own}.norm() ** 2\ndist.all_reduce(square)\n"
+                       "scale = min(1, limit / square.sqrt())"} for own in ("gradient", "mean"))),
+        Slip("You scale by the mean of the ranks' lengths. The mean of the gradients is shorter "
+             "than that, because they point in different directions.",
+             {SCALE: "length = gradient.norm()\ndist.all_reduce(length)\n"
+                     "scale = min(1, limit * dist.get_world_size() / length)"}),
         Slip("You scale up, too, where the gradient is shorter than `limit`. The scale is at most "
              "1.", {SCALE: "scale = limit / mean.norm()"}),
         Slip("You clip the sum of the ranks' gradients. Where it is clipped nobody sees that: the "
@@ -73,6 +82,11 @@ class ClipAndLog(Exercise):
              "is too large where the losses differ, and the ranks have unequal tokens besides.",
              {"dist.all_reduce(sums)": "each = (summed / tokens).exp()\ndist.all_reduce(each)",
               "(sums[0] / sums[1]).exp()": "each / dist.get_world_size()"}),
+        Slip("You weigh the ranks' perplexities by their tokens. That mean is still too large, "
+             "because `exp` bends upwards: take the mean of the cross-entropies first.",
+             {".exp()": "",
+              "torch.stack([summed, tokens])":
+                  "torch.stack([(summed / tokens).exp() * tokens, tokens])"}),
         Slip("You take `exp` last, but of the mean of the ranks' means: a token of a rank with few "
              "counts too much. Exercise 2.1 had this in its loss.",
              {"torch.stack([summed, tokens])": "torch.stack([summed / tokens, torch.ones(())])"}),
