@@ -1,8 +1,9 @@
 """Chapter 00's drills: a job that fails or hangs, and one function in which six lines may be why.
 
-The reader has the code, as on call, and says in which line one rank left the others' way. The
-losses decide that, and are not shown. The first instrument, torchrun's log, is there already; each
-further one costs a rerun of the job, as a wrong answer does.
+The reader has the code, as on call, and says in which line one rank took another path than the
+others. The losses decide that, and are not shown. The first instrument, torchrun's log, is there
+already; torch's DETAIL costs a rerun of the job, as a wrong answer does, and what only `run` tells
+costs two.
 """
 
 import inspect
@@ -23,6 +24,7 @@ from dplab.measure import torchrun_log
 from dplab.spawn.between.errors import RankReport
 
 BATCH = 4  # losses
+RERUNS = {"log": 0, "detail": 1, "ranks": 2}  # that the instruments cost
 PATIENCE = 8  # seconds until gloo gives up under torchrun; by default it waits for 30 minutes
 
 
@@ -205,7 +207,7 @@ CASES = (
 
 
 class FailingReport(SickJob):
-    """A job that fails or hangs: in which line did which rank leave the others' way?"""
+    """A job that fails or hangs: in which line did which rank take its own path?"""
 
     chapter = 0
     minutes = 8
@@ -237,7 +239,7 @@ class FailingReport(SickJob):
     def _guide(self):
         code = "\n".join(f"{number:2}  {line}" for number, line in enumerate(CODE, 1))
         instruments, _, rest = super()._guide().partition("\n\nSuspects")
-        rows = instruments.replace("one of the suspects below", "the line, and the rank that left")
+        rows = instruments.replace("one of the suspects below", "the line, and the rank to blame")
         return "\n\n".join([code, rows, rest.rpartition("\n\n")[2]])
 
     def _run(self, part):
@@ -257,7 +259,7 @@ class FailingReport(SickJob):
         return self._as_patch("\n".join(CODE), self._mended)
 
     def diagnose(self, line=..., rank=...) -> None:
-        """Says whether a rank left the others' way in this line, and whether it was this rank."""
+        """Says whether this line is to blame, and whether it was so on this rank."""
         if isinstance(line, bool) or line not in range(1, len(CODE) + 1):
             cards.card("Which line?", f"`{self.answer}`, with a line from 1 to {len(CODE)}.")
         elif isinstance(rank, bool) or rank not in range(self._world_size):
@@ -281,7 +283,7 @@ class FailingReport(SickJob):
         return super()._counted(fits)
 
     def _is_solved(self, head, sentence):
-        reruns = self._reruns + len(self._asked - {"log"})
+        reruns = self._reruns + sum(map(RERUNS.__getitem__, self._asked))
         super()._is_solved(head, f"{sentence} It took {reruns} rerun{'s' * (reruns != 1)} of the "
                                  "job.")
 
@@ -297,7 +299,7 @@ class FailingReport(SickJob):
 
     @instrument
     def ranks(self) -> None:
-        """Where each rank was in the end, under `dplab.run`: one rerun."""
+        """Where each rank was in the end, under `dplab.run`: two reruns."""
         print(*map(self._readings.words, range(self._world_size)), sep="\n")
 
     def _script(self):

@@ -76,6 +76,16 @@ def test_an_answer_is_right_on_the_rank_to_blame_alone(case):
     assert record.entries("drills")[f"00/{case.slug}"]["solved"]
 
 
+@pytest.mark.parametrize(("asked", "cost"), [
+    ({"log"}, "0 reruns"), ({"log", "detail"}, "1 rerun "), ({"ranks"}, "2 reruns"),
+    ({"detail", "ranks"}, "3 reruns")])
+def test_torchs_detail_costs_less_than_what_only_run_tells(asked, cost):
+    job = job_of_case("b")
+    job._asked = asked
+    said = said_by(job.diagnose, job._readings.line(), rank=job._readings.to_blame())
+    assert f"It took {cost}" in " ".join(said.split())
+
+
 @each_case
 def test_each_wrong_line_is_ruled_out_by_a_reading_and_costs_a_rerun(case):
     job = job_of_case(case.slug)
