@@ -1,7 +1,7 @@
 """The cluster simulator beside published measurements of pure data-parallel and FSDP runs.
 
 Each run as an interval, from the slow to the fast pace of what was measured; nothing is fitted.
-Then what one known run of a series makes of the others, rankings, and the planner's ranges.
+Then rankings, and the planner's ranges.
 """
 
 import json
@@ -10,7 +10,7 @@ from collections import Counter
 from pathlib import Path
 
 from dplab.predict import reached
-from dplab.predict.published import published_runs, rankings, runs_with_fitted_share, summary
+from dplab.predict.published import published_runs, rankings, summary
 
 
 def add_arguments(parser):
@@ -36,7 +36,6 @@ def main(options):
         for value in dict.fromkeys(getattr(run, name) for run in speeds):
             groups[value] = [run for run in speeds if getattr(run, name) == value]
     print_errors("nothing fitted", groups)
-    print_errors("as the first run of each series shows", {"all": runs_with_fitted_share(runs)})
     counts = Counter(pair for ranking in rankings(runs) for pair in ranking.pairs)
     print(f"rankings: of {counts.total()} pairs {counts['right']} right, {counts['wrong']} wrong, "
           f"{counts['tie']} a tie on one side alone")

@@ -11,8 +11,7 @@ collective of NCCL takes longer, by `network.computing_slowdown`. The time of co
 `kernels`, at the rates that others measured. Of several micro-batches DDP all-reduces the sum
 (``no_sync``), FSDP gathers and reduces for each, and HSDP all-reduces among its copies for the last
 alone (``set_requires_all_reduce``). Left out: the CPU's time beyond the launches, loading of data.
-Both make a step longer. What breaks the symmetry, slow
-ranks and failing ones, is in `reliability`. Tensor and pipeline parallelism are not covered.
+Both make a step longer. So do slow ranks. Tensor and pipeline parallelism are not covered.
 
 Sources: `network` has those of the collectives, `kernels` those of computing, `step` DDP's; torch
 2.13, distributed/fsdp/_fully_shard (the order of gathers); A. Chowdhery et al., "PaLM", 2022,
@@ -30,7 +29,6 @@ from dplab.predict import network, step
 from dplab.predict.catalogue import nearest_gpu
 from dplab.predict.checks import one_of
 from dplab.predict.cost import Link
-from dplab.predict.job import WAYS as WAYS
 from dplab.predict.job import Cluster, Job
 from dplab.predict.kernels import optimizer_seconds, rates_of, unit_costs
 from dplab.predict.network import collective_seconds, computing_slowdown
@@ -38,7 +36,7 @@ from dplab.predict.rates import PUBLISHED
 from dplab.predict.step import COMMUNICATION, COMPUTE, Layer, Span, end_beside
 
 BLOCK_RECOMPUTE = ("none", "full")
-"""Of each block all is kept, or its input alone; `activations.RECOMPUTE` has a third way."""
+"""Of each block all is kept, or its input alone; `job.RECOMPUTE` has a third way."""
 
 
 def fsdp_spans(blocks: Sequence[Layer], root: Layer, *, gather: Callable[[float], float],
@@ -130,9 +128,9 @@ def job_spans(job: Job, cluster: Cluster) -> list[Span]:
 
     def seconds(collective, ranks, local):
         return functools.cache(lambda nbytes: collective_seconds(
-            cluster, collective, nbytes, ranks=ranks, local=local, way=job.way))
+            cluster, collective, nbytes, ranks=ranks, local=local))
 
-    slowdown = computing_slowdown(cluster, job.way)
+    slowdown = computing_slowdown(cluster)
     if job.strategy == "DDP":
         head = 0 if job.model.tied else (
             job.model.vocabulary * job.model.d_model * job.gradient_bytes)

@@ -11,9 +11,6 @@ from dplab.predict.transformer_config import TransformerConfig, numel
 
 SIMULATED_STRATEGIES = ("DDP", "FSDP", "HSDP")
 
-WAYS = ("NCCL", "flat ring", "two-level ring", "tree")
-"""NCCL as it was measured, and three ideal ways, at the makers' bandwidth."""
-
 RECOMPUTE = {
     "none": "nothing is computed again",
     "selective": "in backward all but attention and half of the matrix products",
@@ -82,14 +79,13 @@ class Job:
     node) and all-reduces shards among the copies. ``recompute``: one of `RECOMPUTE`. Bytes:
     of a parameter and of a gradient as they travel, and of the optimizer's states per parameter
     (K). ``prefetch``: blocks gathered ahead; ``reshard`` after forward, so that backward gathers
-    again. ``overlap``: whether sending goes on beside computing; ``bucket_bytes``: DDP's; ``way``:
-    one of `WAYS`, by which collectives go. ``compiled``: whether torch.compile made the blocks and
-    the loss; ``attention``: one of `rates.ATTENTION_KERNELS`; ``cast_weights``: weights that are
-    fp32 where they are used are cast to bf16 each time, as under autocast, and their gradients
-    back; ``fused_optimizer``: AdamW as one kernel, not torch's foreach; ``update_bytes``: that it
-    reads and writes for a parameter, by default 2K + 4. Raises ValueError for what
-    is none of these, and like `checks.whole` for batch, sequence,
-    accumulation and prefetch.
+    again. ``overlap``: whether sending goes on beside computing; ``bucket_bytes``: DDP's.
+    ``compiled``: whether torch.compile made the blocks and the loss; ``attention``: one of
+    `rates.ATTENTION_KERNELS`; ``cast_weights``: weights that are fp32 where they are used are cast
+    to bf16 each time, as under autocast, and their gradients back; ``fused_optimizer``: AdamW as
+    one kernel, not torch's foreach; ``update_bytes``: that it reads and writes for a parameter, by
+    default 2K + 4. Raises ValueError for what is none of these, and like `checks.whole` for batch,
+    sequence, accumulation and prefetch.
     """
 
     model: TransformerConfig
@@ -105,7 +101,6 @@ class Job:
     reshard: bool = True
     overlap: bool = True
     bucket_bytes: float = 25 * 2**20
-    way: str = "NCCL"
     compiled: bool = False
     attention: str = ATTENTION_KERNELS[0]
     cast_weights: bool = False
@@ -126,7 +121,6 @@ class Job:
             whole(self.shard_ranks, "shard_ranks")
         one_of(self.strategy, SIMULATED_STRATEGIES, "strategy")
         one_of(self.recompute, RECOMPUTE, "recompute")
-        one_of(self.way, WAYS, "way")
         one_of(self.attention, ATTENTION_KERNELS, "attention")
         if self.shard_ranks is not None and self.strategy != "HSDP":
             raise ValueError(f"shard_ranks is for HSDP, not for {self.strategy}: leave it out")

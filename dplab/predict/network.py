@@ -1,14 +1,13 @@
-"""How long a collective takes on a cluster: ideal rings and trees, and NCCL as it was measured.
+"""How long a collective takes on a cluster: an ideal ring, and NCCL as it was measured.
 
     node = Cluster(GPUS["H100"], 1, LINKS["NVLink 4"], LINKS["400 Gb/s"])
     collective_seconds(node.of(1024), "all-gather", 436e6)
 
 A group has two kinds of link: inside a node each GPU has a fast one, between nodes each node has
-some slower ones. The ideal ways "flat ring", "two-level ring" and "tree" take the makers' latency
-and bandwidth as they are, and `ring_link` gives the one link over which a plain ring would take as
-long.
+some slower ones. `ring_link` gives the one link over which a plain ring would take as long, at the
+makers' latency and bandwidth.
 
-"NCCL" is what one gets. NCCL has several algorithms, each with protocols for small and for large
+NCCL reaches less. It has several algorithms, each with protocols for small and for large
 tensors; it predicts the time of every pair and takes the shortest. So does `nccl_candidates`:
 
     seconds = overhead + NCCL's latency for the pair + bytes / (share · bandwidth of the links)
@@ -44,54 +43,32 @@ from dplab.predict import cost
 from dplab.predict.catalogue import LINKS, Gpu
 from dplab.predict.checks import DERIVED, one_of, whole
 from dplab.predict.cost import Link
-from dplab.predict.job import WAYS, Cluster
+from dplab.predict.job import Cluster
 from dplab.predict.pace import at_pace
 
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter")
 PROTOCOLS = ("LL", "LL128", "Simple")
 
 
-# The ideal ways
+# The ideal ring
 
-def ring_link(cluster: Cluster, ranks: int, local: int, way: str = "flat ring") -> Link:
-    """The link with which one plain ring takes as long as the ideal ``way`` does on the cluster.
+def ring_link(cluster: Cluster, ranks: int, local: int) -> Link:
+    """The link with which a plain ring takes as long as as many rings as NICs do on the cluster.
 
-    A group of ``ranks`` has ``local`` members in each of its nodes; where that is not all of a
-    node's GPUs, like groups work at once and share its NICs.
-
-    "flat ring": as many rings as NICs, each through all ranks, so that the node's links to the
-    network work together, up to what a GPU's link inside carries. Each message waits for the one
-    before it, over the network once per node. "two-level ring": one inside, then one between
-    the nodes for each local rank, in turn. "tree": bytes as the flat ring, but ⌈log2⌉ messages
-    between nodes. Raises ValueError for an unknown way and for a group that fits no nodes.
+    Each goes through all ranks, so that the node's links to the network work together, up to what a
+    GPU's link inside carries. Each message waits for the one before it, over the network once per
+    node. A group of ``ranks`` has ``local`` members in each of its nodes; where that is not all of
+    a node's GPUs, like groups work at once and share its NICs. Raises ValueError for a group that
+    fits no nodes.
     """
     nodes = _nodes(cluster, ranks, local)
-    one_of(way, WAYS[1:], "way")
-    share = cluster.nics / cluster.per_node * cluster.between.bandwidth
     if nodes == 1:
         return cluster.inside
-    per_gpu = replace(cluster.between, bandwidth=share)
-    if way == "two-level ring":
-        inside, between = (cost.seconds("ring all-gather", size, 1 / part, replace(link, latency=0))
-                           for size, part, link in ((local, 1, cluster.inside),
-                                                    (nodes, local, per_gpu)))
-        latency = (local - 1) * cluster.inside.latency + (nodes - 1) * per_gpu.latency
-        per_byte = inside + between
-    else:
-        slow = min(nodes, ranks - 1)
-        latency = slow * per_gpu.latency + (ranks - 1 - slow) * cluster.inside.latency
-        if way == "tree":
-            latency = ((nodes - 1).bit_length() * per_gpu.latency
-                       + (local - 1) * cluster.inside.latency)
-        limit = min(share * local, cluster.inside.bandwidth) if local > 1 else share
-        per_byte = cost.bytes_sent("ring all-gather", ranks, 1) / limit
-    bandwidth = (ranks - 1) / ranks / per_byte if per_byte else math.inf
-    return Link(way, bandwidth, latency / (ranks - 1))
-
-
-def _ideal_seconds(cluster, collective, nbytes, ranks, local, ways):
-    return min(cost.seconds(f"ring {collective}", ranks, nbytes,
-                            ring_link(cluster, ranks, local, way)) for way in ways)
+    slow = min(nodes, ranks - 1)
+    latency = slow * cluster.between.latency + (ranks - 1 - slow) * cluster.inside.latency
+    share = cluster.nics / cluster.per_node * cluster.between.bandwidth
+    bandwidth = min(share * local, cluster.inside.bandwidth) if local > 1 else share
+    return Link("ring", bandwidth, latency / (ranks - 1))
 
 
 def _nodes(cluster, ranks, local):
@@ -105,18 +82,12 @@ def _nodes(cluster, ranks, local):
 # NCCL as it was measured
 
 def collective_seconds(cluster: Cluster, collective: str, nbytes: float, *,
-                       ranks: int | None = None, local: int | None = None,
-                       way: str = "NCCL") -> float:
-    """Seconds of one of `COLLECTIVES`, of ``nbytes``, the whole tensor.
+                       ranks: int | None = None, local: int | None = None) -> float:
+    """Seconds of one of `COLLECTIVES`, of ``nbytes``, the whole tensor: of the fastest candidate.
 
-    By default among all ranks; see `ring_link` for a group. ``way``: one of `WAYS`; "NCCL" takes
-    the fastest of `nccl_candidates`. Raises ValueError for another collective or way, and for a
-    group that fits no nodes.
+    By default among all ranks; see `ring_link` for a group. Raises ValueError for another
+    collective, and for a group that fits no nodes.
     """
-    one_of(collective, COLLECTIVES, "collective")
-    ranks, local = _group(cluster, ranks, local)
-    if one_of(way, WAYS, "way") != "NCCL":
-        return _ideal_seconds(cluster, collective, nbytes, ranks, local, (way,))
     return min(nccl_candidates(cluster, collective, nbytes, ranks=ranks, local=local).values())
 
 
@@ -125,19 +96,17 @@ def nccl_candidates(cluster: Cluster, collective: str, nbytes: float, *,
     """Seconds by each algorithm and protocol among which NCCL chooses, such as "ring LL128".
 
     Arguments and errors are those of `collective_seconds`. Of one rank: 0 s. Over a link of no
-    known family: the ideal flat ring, and for an all-reduce the ideal tree.
+    known family: the ideal ring.
     """
     one_of(collective, COLLECTIVES, "collective")
     ranks, local = _group(cluster, ranks, local)
     nodes = _nodes(cluster, ranks, local)
-    cost.algorithm_bandwidth(nbytes, 1)  # refuses what is no size
     if ranks == 1:
         return {"none": 0.0}
     families = _families(cluster, nodes)
     if families is None:
-        ways = ("flat ring", "tree") if collective == "all-reduce" else ("flat ring",)
-        return {f"ideal {way}": _ideal_seconds(cluster, collective, nbytes, ranks, local, (way,))
-                for way in ways}
+        link = ring_link(cluster, ranks, local)
+        return {"ideal ring": cost.seconds(f"ring {collective}", ranks, nbytes, link)}
     tuned = _tuned(cluster, collective, nbytes, nodes, local, families)
     if not _has_latency(cluster):
         return tuned
@@ -156,7 +125,7 @@ def basis(cluster: Cluster, *, stand_ins: bool = False) -> tuple[str, ...]:
         family = _family(link)
         if family is None:
             said.append(f"Nobody measured {link.name} or a link like it: its own latency and "
-                        "bandwidth stand in, in an ideal ring or tree")
+                        "bandwidth stand in, in an ideal ring")
             continue
         measured = "NVLink 3" if family == "PCIe" else family
         rows = [row for row in _training() if (row["nodes"] > 1) == bool(place)
@@ -182,14 +151,14 @@ def basis(cluster: Cluster, *, stand_ins: bool = False) -> tuple[str, ...]:
     return tuple(said)
 
 
-def computing_slowdown(cluster: Cluster, way: str = "NCCL") -> float:
+def computing_slowdown(cluster: Cluster) -> float:
     """By what factor computing takes longer while a collective runs beside it on the GPU.
 
     NCCL's kernels hold some SMs, and both use the GPU's memory and power: 1.2 in the middle of the
-    published studies. 1 for the ideal ways, for links of no known family and for one rank.
+    published studies. 1 for links of no known family and for one rank.
     """
     families = _families(cluster, cluster.nodes)
-    if one_of(way, WAYS, "way") != "NCCL" or families is None or cluster.ranks == 1:
+    if families is None or cluster.ranks == 1:
         return 1.0
     return 1 / _at(_left_beside_nccl, pace=cluster.pace)
 

@@ -139,22 +139,6 @@ def published_runs() -> list[PublishedRun]:
     return [*map(_efficiency, TABLE["efficiencies"]), *map(_run, TABLE["runs"])]
 
 
-def runs_with_fitted_share(runs: Iterable[PublishedRun] | None = None) -> list[PublishedRun]:
-    """The larger runs of each series, where the one on the fewest ranks was known.
-
-    Of the predicted speed that one reached a share, and its series is predicted to reach the same.
-    """
-    found = []
-    for series in _series(runs):
-        first, *later = series
-        share = first.published / first.predicted
-        found += [replace(run, predicted=share * run.predicted, low=share * run.low,
-                          high=share * run.high,
-                          assumptions=f"{share:.2f} of the predicted; {run.assumptions}")
-                  for run in later]
-    return found
-
-
 def scaling(runs: Iterable[PublishedRun] | None = None) -> list[PublishedRun]:
     """For each series with the same batch on more ranks: its rate per GPU over that on the fewest.
 

@@ -1,4 +1,4 @@
-"""Collectives over two kinds of link: ideal ways by hand, NCCL against what was published of it."""
+"""Collectives over two kinds of link: an ideal ring by hand, NCCL against what was published."""
 
 import itertools
 import json
@@ -22,23 +22,22 @@ from dplab.predict.transformer_config import TransformerConfig
 
 H100 = Cluster(GPUS["H100"], 1, LINKS["NVLink 4"], LINKS["400 Gb/s"])
 MIB, MB, GB, US = 2**20, 1e6, 1e9, 1e-6
-IDEAL = network.WAYS[1:]
 
 
-# The ideal ways
+# The ideal ring
 
-@pytest.mark.parametrize(("way", "expected"), [
+def ideal_seconds(machine, nbytes, **group):
+    """Of an all-gather, over links of the makers' speed that no family is known for."""
+    mine = replace(machine, inside=replace(machine.inside, name="mine"))
+    return collective_seconds(mine, "all-gather", nbytes, **group)
+
+
+def test_collectives_of_two_nodes_by_hand():
     # 15/16 of 4 GB at 8 × 50 GB/s, which is less than NVLink's 450; 2 hops of 15 cross the network
-    ("flat ring", 15 / 16 * 4 * GB / (400 * GB) + (2 * 14 + 13 * 3.4) * US),
-    # half of 0.5 GB at 50 GB/s, then 7/8 of 4 GB at 450 GB/s
-    ("two-level ring", 0.25 / 50 + 3.5 / 450 + (14 + 7 * 3.4) * US),
-    ("tree", 15 / 16 * 4 * GB / (400 * GB) + (14 + 7 * 3.4) * US),
-])
-def test_collectives_of_two_nodes_by_hand(way, expected):
-    both = H100.of(16)
+    expected = 15 / 16 * 4 * GB / (400 * GB) + (2 * 14 + 13 * 3.4) * US
+    both = replace(H100, inside=replace(H100.inside, name="mine")).of(16)
     for collective, times in (("all-gather", 1), ("reduce-scatter", 1), ("all-reduce", 2)):
-        seconds = collective_seconds(both, collective, 4 * GB, way=way)
-        assert seconds == pytest.approx(times * expected)
+        assert collective_seconds(both, collective, 4 * GB) == pytest.approx(times * expected)
 
 
 @pytest.mark.parametrize(("nics", "local", "bandwidth"), [
@@ -46,13 +45,12 @@ def test_collectives_of_two_nodes_by_hand(way, expected):
 def test_like_groups_share_the_nics(nics, local, bandwidth):
     machine = replace(H100, nics=nics).of(32)
     ranks = 4 * local
-    seconds = collective_seconds(machine, "all-gather", 1e15, ranks=ranks, local=local,
-                                 way="flat ring")
+    seconds = ideal_seconds(machine, 1e15, ranks=ranks, local=local)
     assert seconds == pytest.approx((ranks - 1) / ranks * 1e15 / (bandwidth * GB), rel=1e-6)
 
 
 @pytest.mark.parametrize(("nodes", "per_node"), [(3, 4), (5, 1)])
-def test_the_latency_of_a_flat_ring_is_that_of_messages_sent_one_by_one(nodes, per_node):
+def test_the_latency_of_a_ring_is_that_of_messages_sent_one_by_one(nodes, per_node):
     machine = Cluster(GPUS["H100"], nodes, Link("in", math.inf, 3), Link("out", math.inf, 10),
                       per_node=per_node)
     ranks = nodes * per_node
@@ -60,8 +58,7 @@ def test_the_latency_of_a_flat_ring_is_that_of_messages_sent_one_by_one(nodes, p
     for _ in range(ranks - 1):
         arrival = [arrival[rank - 1] + (10 if rank % per_node == 0 else 3)
                    for rank in range(ranks)]
-    assert collective_seconds(machine, "all-gather", GB, way="flat ring") == pytest.approx(
-        max(arrival))
+    assert ideal_seconds(machine, GB) == pytest.approx(max(arrival))
 
 
 def test_what_is_no_collective_is_refused():
@@ -69,13 +66,8 @@ def test_what_is_no_collective_is_refused():
         replace(H100, pace="hasty")
     with pytest.raises(ValueError, match="no collective 'all_reduce'"):
         collective_seconds(H100, "all_reduce", 1)
-    with pytest.raises(ValueError, match="no way 'star'"):
-        collective_seconds(H100, "all-gather", 1, way="star")
-    for way in network.WAYS[:2]:
-        with pytest.raises(ValueError, match="do not fit this cluster"):
-            collective_seconds(H100, "all-gather", 1, ranks=16, way=way)
-        with pytest.raises(ValueError, match="0 bytes or more"):
-            collective_seconds(H100, "all-gather", -1, way=way)
+    with pytest.raises(ValueError, match="do not fit this cluster"):
+        collective_seconds(H100, "all-gather", 1, ranks=16)
 
 
 # What was published
@@ -236,9 +228,6 @@ def test_a_tree_sends_to_the_network_once_on_two_nodes_and_nearly_twice_on_many(
 
 def test_a_link_of_no_known_family_is_ideal_and_one_of_a_near_family_says_so():
     own = replace(H100, between=Link("mine", 5e10, 1e-5)).of(16)
-    for collective, ways in (("all-gather", ["flat ring"]), ("all-reduce", ["flat ring", "tree"])):
-        assert collective_seconds(own, collective, GB) == min(
-            collective_seconds(own, collective, GB, way=way) for way in ways)
     assert "ideal" in network.basis(own)[1] and "ideal" not in network.basis(own)[0]
     assert len(network.basis(own.of(8))) == 1
     old = replace(H100, inside=LINKS["NVLink 2"])
@@ -277,7 +266,6 @@ def test_ethernet_reaches_what_was_reported_of_tcp_and_says_what_is_taken(collec
 def test_computing_beside_a_collective_takes_longer():
     slow, typical, fast = (network.computing_slowdown(replace(H100, pace=pace)) for pace in PACES)
     assert 1.1 < fast < typical < slow < 1.4
-    assert network.computing_slowdown(H100, "flat ring") == 1
     assert network.computing_slowdown(H100.of(1)) == 1
     assert network.computing_slowdown(replace(H100, inside=Link("mine", 1e9))) == 1
 

@@ -124,16 +124,3 @@ def test_scaling_is_that_of_one_gpu(runs):
     oumi = found["FineWeb ablation 1.7B HSDP, A100 40 GB: 4 → 16 GPUs"]
     assert oumi.published == pytest.approx(74.41 / 21.7 / 4), "samples of all GPUs"
     assert 0 < oumi.low <= oumi.predicted <= oumi.high
-
-
-def test_the_first_run_of_a_series_takes_off_what_all_have_in_common(runs):
-    later = published.runs_with_fitted_share(runs)
-    in_scope = [run for run in runs if run.predicted is not None]
-    twice = published.runs_with_fitted_share([
-        replace(run, predicted=2 * run.predicted) for run in in_scope])
-    assert len(later) > 60
-    assert [run.predicted for run in later] == pytest.approx([run.predicted for run in twice])
-    oumi = next(run for run in later if run.id == "oumi-2b-hsdp-16")
-    first, last = (next(run for run in runs if run.id == name)
-                   for name in ("oumi-2b-hsdp-4", "oumi-2b-hsdp-16"))
-    assert oumi.predicted == pytest.approx(last.predicted * first.published / first.predicted)

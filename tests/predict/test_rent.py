@@ -1,38 +1,11 @@
-"""Slow ranks and failing ones, against closed forms and failures drawn one by one."""
+"""Failing ranks, against failures drawn one by one."""
 
 import math
 import random
 
 import pytest
 
-from dplab.predict import reliability
-from dplab.predict.reliability import Failures
-
-
-@pytest.mark.parametrize(("count", "distribution", "expected"), [
-    (1, "normal", 0), (2, "normal", 1 / math.sqrt(math.pi)),
-    (3, "normal", 1.5 / math.sqrt(math.pi)),
-    (10, "exponential", sum(1 / k for k in range(1, 11)) - 1),
-    (16_384, "exponential", math.log(16_384) + 0.5772156649 + 1 / 32_768 - 1),
-    (7, "uniform", math.sqrt(3) * 6 / 8), (1000, "uniform", math.sqrt(3) * 999 / 1001)])
-def test_the_expected_maximum_has_its_closed_form(count, distribution, expected):
-    assert reliability.expected_maximum(count, distribution) == pytest.approx(expected, abs=1e-4)
-
-
-def test_spare_ranks_leave_the_slowest_out():
-    # the r-th largest of 10 exponentials: the sum of 1/k from r to 10
-    for spare in range(4):
-        expected = sum(1 / k for k in range(spare + 1, 11)) - 1
-        assert reliability.expected_maximum(10, "exponential", spare) == pytest.approx(
-            expected, abs=1e-5)
-    assert reliability.expected_maximum(3, "normal", spare=1) == pytest.approx(0, abs=1e-9)
-    with pytest.raises(ValueError, match="at most 2"):
-        reliability.expected_maximum(3, spare=3)
-
-
-def test_a_step_waits_for_its_slowest_rank():
-    assert reliability.straggling_seconds(10, 8, 2, 0.1) == pytest.approx(
-        10 + 0.8 / math.sqrt(math.pi))
+from dplab.predict.rent import Failures, rank_mtbf
 
 
 def trained_share(mtbf, checkpoint, restart, interval, chance, until):
@@ -68,7 +41,7 @@ def test_dalys_interval_is_near_the_best(checkpoint):
 
 
 def test_llama_3s_interruptions():
-    mtbf = reliability.rank_mtbf(419, 16_384, 54 * 86_400)
+    mtbf = rank_mtbf(419, 16_384, 54 * 86_400)
     assert mtbf / (365.25 * 86_400) == pytest.approx(5.78, abs=0.01)  # years of a GPU
     quick = Failures(mtbf, checkpoint_seconds=10, restart_seconds=300)
     assert quick.mtbf(16_384) / 3600 == pytest.approx(54 * 24 / 419)  # 3.1 hours
