@@ -1,15 +1,13 @@
 """``dplab plan`` and ``python -m dplab.predict``: a plan in the terminal, without torch."""
 
 import argparse
-import contextlib
 import io
 import json
 import os
 import sys
-from pathlib import Path
 from urllib.parse import urlencode
 
-from dplab.predict import plan, plan_as_text
+from dplab.predict import plan
 from dplab.predict.fields import BY_NAME, FIELDS
 
 
@@ -28,22 +26,45 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _print(options):
-    found = json.loads(plan.answer(_query(options), "plan" if options.link else "all"))
+    found = json.loads(plan.answer(_query(options), "all" if options.json else "plan"))
     if options.json:
         print(json.dumps(found, indent=2))
     for error in found["errors"]:
         name = error["field"]
-        why = f"needs {_options(error['needs'])}" if error["needs"] else error["why"]
-        said = f"{_option(name)}{' ' if error['needs'] else ': '}{why}" if name in BY_NAME else why
-        print(f"dplab plan: {said}", file=sys.stderr)
+        print(f"dplab plan: {f'{_option(name)}: ' if name in BY_NAME else ''}{error['why']}",
+              file=sys.stderr)
     if found["errors"]:
         return 2
     if options.link:
         print(f"?{found['query']}")
     elif not options.json:
-        print(plan_as_text.page(found))
+        recommendation, _ = plan.predicted(found["fields"])
+        print(_page(found["plan"], recommendation))
         print(f"\nTo share it, add this to the planner's address:\n?{found['query']}")
     return 0
+
+
+def _page(shown, recommendation):
+    """What the run takes, which strategies there are, and how to start the one that is planned."""
+    lines = [shown["title"], f"planned: {shown['name']}", ""]
+    if shown["runs"]:
+        rent = shown["rent"]
+        lines.append(f"{'':25}{'tokens/s':>16}{'days':>14}{'GPU-hours':>16}{'cost':>16}")
+        for name, words in (("allowed", "what kernels allow"),
+                            ("middle", "runs like yours reached"),
+                            ("high", "  at best"), ("low", "  at worst")):
+            if shown["speeds"][name]:
+                each = rent[name]
+                cost = "–" if each["money"] is None else f"{each['money']:,.0f}"
+                lines.append(f"{words:25}{shown['speeds'][name]:16,.0f}{each['days']:14,.1f}"
+                             f"{each['gpu_hours']:16,.0f}{cost:>16}")
+        lines.append(f"for {rent['tokens']:,.4g} tokens" + (
+            "" if rent["price"] is not None else "; --price gives the cost"))
+    launch = shown["launch"]
+    return "\n".join([*lines, "", *shown["warnings"], str(recommendation), "", launch["torchrun"],
+                      "", launch["torch"], *launch["notes"][:1],
+                      "Memory by part, traffic, other numbers of GPUs, published runs near it and "
+                      "DeepSpeed's file: --json."])
 
 
 def _parser():
@@ -65,12 +86,13 @@ def _parser():
         if field.choices:
             said.append(f"One of: {', '.join(map(repr, field.choices))}.")
         if field.needs:
-            said.append(f"Only with {_options(field.needs)}.")
+            needed = " ".join(f"{_option(name)} {value}" for name, value in field.needs.items())
+            said.append(f"Only with {needed}.")
         if field.default is not None and not callable(field.default):
             said.append(f"(default: {field.text_of(field.default)})")
         groups[field.group].add_argument(
             _option(field.name), dest=field.name, help=" ".join(said).replace("%", "%%"),
-            metavar={"choice": "NAME", "flag": "yes|no", "config": "FILE"}.get(field.kind, "N"))
+            metavar={"choice": "NAME", "flag": "yes|no"}.get(field.kind, "N"))
     return parser
 
 
@@ -78,16 +100,9 @@ def _option(name):
     return f"--{name.replace('_', '-')}"
 
 
-def _options(values):
-    return " ".join(f"{_option(name)} {value}" for name, value in values.items())
-
-
 def _query(options):
     """The query that the address and the options make together."""
     page, mark, query = options.address.partition("#")[0].partition("?")
-    if options.config is not None:
-        with contextlib.suppress(OSError):
-            options.config = Path(options.config).read_text("utf-8", errors="replace")
     if not mark and "=" in page:
         query = page  # and a page without a query shows the default plan
     given = urlencode({name: text for name, text in vars(options).items()

@@ -24,7 +24,6 @@ from dplab.predict.transformer_config import TransformerConfig
 
 Value = str | int | float | bool | None
 CUSTOM = "custom"
-PARAMETERS_ALONE = "no transformer"
 RECOMMENDED = "recommended"
 AS_NEEDED = "as needed"
 MOST_GPUS = 131_072
@@ -40,8 +39,7 @@ _LEFT_OUT = {"V100": "computes nothing in bf16, for which all rates here were me
 class Field:
     """One thing that the planner asks for.
 
-    ``kind``: "choice" (one of ``choices``: value and label), "whole" (number), "number", "flag", or
-    "config", which stands for other fields.
+    ``kind``: "choice" (one of ``choices``: value and label), "whole" (number), "number" or "flag".
     ``least`` and ``most`` bound a number, and ``why_most`` says why there is a bound. ``default``
     None: it may be left out; a function: of the values of the fields before it, which may be
     missing. ``needs``: the values of other fields with which there is this one at all.
@@ -113,11 +111,11 @@ class Field:
 
 
 class Wrong(ValueError):
-    """What is wrong with one field; ``needs``: the fields without which there is none."""
+    """What is wrong with one field."""
 
-    def __init__(self, name: str, why: str, needs: Mapping[str, str] | None = None):
+    def __init__(self, name: str, why: str):
         super().__init__(why)
-        self.name, self.why, self.needs = name, why, dict(needs or {})
+        self.name, self.why = name, why
 
 
 def _shown(text):
@@ -134,7 +132,6 @@ def _meant(text, names):
 
 
 _TYPED = {"model": CUSTOM}
-_ALONE = {"model": PARAMETERS_ALONE}
 _SIZE = "that is beyond every model that these predictions were compared with"
 _RUN = "that is beyond every run that these predictions were compared with"
 _NVLINKS = {"A100": "NVLink 3", "A100 40 GB": "NVLink 3", "B200": "NVLink 5"}
@@ -154,15 +151,7 @@ FIELDS: tuple[Field, ...] = (
     Field("model", "Model", "model", "choice", "Llama-3 8B",
           "A published model, with its number of parameters, or one of your own.",
           {**{name: f"{name}, {model.parameters / 1e9:.3g} billion"
-              for name, model in MODELS.items()}, CUSTOM: "layers and sizes of your own",
-           PARAMETERS_ALONE: "no transformer: parameters alone"}),
-    Field("config", "Hugging Face config.json", "model", "config", None,
-          "Paste one here: it fills in a model of your own. In a terminal, its file."),
-    Field("parameters", "Parameters", "model", "whole", 25_557_032,
-          "All of them; the default is ResNet-50.", most=10**15, needs=_ALONE, why_most=_SIZE),
-    Field("parts", "Parts", "model", "whole", 16,
-          "What is gathered or reduced at a time, such as ResNet-50's blocks; taken as equal.",
-          most=10_000, needs=_ALONE, why_most=_SIZE),
+              for name, model in MODELS.items()}, CUSTOM: "layers and sizes of your own"}),
     Field("family", "Family", "model", "choice", "llama",
           "Llama's blocks with rotary positions, or GPT-2's with learned ones.",
           {"llama": "Llama: RMSNorm, no biases", "gpt": "GPT-2: LayerNorm, biases"}, needs=_TYPED),
@@ -265,14 +254,11 @@ def read(query: str) -> tuple[dict[str, Value], list[Wrong]]:
     given, errors = _given(query)
     values: dict[str, Value] = {}
     for each in FIELDS:
-        if each.kind == "config":
-            continue
         text = given.get(each.name)
         if not each.is_asked(values):
             if text is not None and not {error.name for error in errors} & set(each.needs):
                 family = " of GPT-2's family" if "family" in each.needs else ""
-                errors.append(Wrong(each.name, f"only for a model of your own{family}",
-                                    each.needs))
+                errors.append(Wrong(each.name, f"only for a model of your own{family}"))
             continue
         values[each.name] = each.default_for(values)
         if text is None or (not text.strip() and each.kind in _NUMBERS and each.default is None):
@@ -293,55 +279,12 @@ def _given(query):
             errors.append(Wrong(name, f"there is no field {_shown(name)}"
                                       f"{_meant(name, BY_NAME)} Leave it out, or take one of: "
                                       f"{', '.join(BY_NAME)}"))
-        elif name == "config":
-            try:
-                given |= _from_config(text)
-            except ValueError as error:
-                errors.append(Wrong(name, str(error)))
         elif name in given:
             errors.append(Wrong(name, f"given twice, as {_shown(given[name])} and as "
                                       f"{_shown(text)}: leave one out"))
         else:
             given[name] = text
     return given, errors
-
-
-_LLAMAS = ("llama", "mistral", "qwen2")  # the last has biases too, one in ten thousand
-_LLAMA_SIZES = {"layers": "num_hidden_layers", "d_model": "hidden_size",
-                "d_ff": "intermediate_size", "heads": "num_attention_heads",
-                "kv_heads": "num_key_value_heads", "vocabulary": "vocab_size"}
-_GPT_SIZES = {"layers": "n_layer", "d_model": "n_embd", "d_ff": "n_inner", "heads": "n_head",
-              "vocabulary": "vocab_size", "context": "n_positions"}
-
-
-def _from_config(text):
-    """The fields of a model of one's own, from a config.json of the families that are known.
-
-    What they cannot say is refused: other families, experts, heads of another width.
-    """
-    try:
-        config = json.loads(text)
-        kind = str(config.get("model_type"))
-    except (json.JSONDecodeError, AttributeError, RecursionError):
-        raise ValueError("is no config.json: paste the whole file, from { to }") from None
-    if kind not in (*_LLAMAS, "gpt2"):
-        raise ValueError(f"model_type {_shown(kind)} is none that is simulated: "
-                         f"{', '.join(_LLAMAS)} and gpt2 are. Type in layers and sizes that come "
-                         "near, or take published runs alone")
-    family, sizes = ("gpt", _GPT_SIZES) if kind == "gpt2" else ("llama", _LLAMA_SIZES)
-    found = {name: config.get(key) for name, key in sizes.items()}
-    if family == "gpt":
-        found["d_ff"] = found["d_ff"] or 4 * (found["d_model"] or 0)
-    for name, size in found.items():
-        if name != "kv_heads" and (type(size) is not int or size < 1):
-            raise ValueError(f"has no {sizes[name]}: paste the whole file")
-    width = config.get("head_dim") or found["d_model"] // found["heads"]
-    if width * found["heads"] != found["d_model"]:
-        raise ValueError(f"its {found['heads']} heads of {width} are not {found['d_model']} wide "
-                         "together, which is not simulated")
-    tied = config.get("tie_word_embeddings", family == "gpt")
-    return {"model": CUSTOM, "family": family, "tied": "yes" if tied else "no",
-            **{name: str(size) for name, size in found.items() if size is not None}}
 
 
 def _between(values, wrong):

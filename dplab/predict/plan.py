@@ -12,7 +12,7 @@ from dataclasses import asdict, replace
 from functools import cache, lru_cache
 from typing import Any
 
-from dplab.predict import choose, cluster, fields, parameters_alone, reached, settings
+from dplab.predict import choose, cluster, fields, reached, settings
 from dplab.predict.checks import one_of
 from dplab.predict.choose import MEMORY_ERROR, TIE, Option, Recommendation, Wish
 from dplab.predict.fields import AS_NEEDED, MOST_GPUS, RECOMMENDED
@@ -58,10 +58,8 @@ def answer(query: str, part: str = "all") -> str:
     """The plan that an address's query asks for, in JSON; ``part`` is one of `PARTS`.
 
     An object with ``fields`` (every value, after defaults), ``query`` (only what differs from
-    them), ``errors`` (of which ``field``, ``why``, and ``needs``: the values of other fields
-    without which there is no such field), ``plan`` and ``recommendation``, which are
-    null where there are errors or where they were not asked for; in their place ``alone`` has what
-    `parameters_alone` says of a model that is no transformer. What is no whole number has
+    them), ``errors`` (of which ``field`` and ``why``), ``plan`` and ``recommendation``, which are
+    null where there are errors or where they were not asked for. What is no whole number has
     `DIGITS` digits: beyond them Pythons differ, since some add floats with less error. Raises
     nothing for a bad query; ValueError for another part.
     """
@@ -69,13 +67,10 @@ def answer(query: str, part: str = "all") -> str:
     values, errors = fields.read(query)
     found: dict[str, Any] = {
         "fields": values, "query": "" if errors else fields.query_of(values),
-        "errors": [{"field": error.name, "why": error.why, "needs": error.needs}
-                   for error in errors],
-        "plan": None, "recommendation": None, "alone": None}
-    if not errors and values["model"] == fields.PARAMETERS_ALONE:
-        found["alone"] = parameters_alone.said(values, fields.cluster_of(values))
-    elif not errors:
-        recommendation, option = _predicted(tuple(values.items()))
+        "errors": [{"field": error.name, "why": error.why} for error in errors],
+        "plan": None, "recommendation": None}
+    if not errors:
+        recommendation, option = predicted(values)
         if part != "recommendation":
             found["plan"] = _plan(option, recommendation, values)
         if part != "plan":
@@ -91,9 +86,13 @@ def _rounded(value):
     return [_rounded(each) for each in value] if isinstance(value, list) else value
 
 
-@lru_cache(maxsize=16)
-def _predicted(items: tuple) -> tuple[Recommendation, Option]:
+def predicted(values: dict) -> tuple[Recommendation, Option]:
     """The recommendation; and the strategy asked for, or else the best."""
+    return _predicted(tuple(values.items()))
+
+
+@lru_cache(maxsize=16)
+def _predicted(items):
     values = dict(items)
     found = choose.recommend(
         fields.model_of(values), fields.cluster_of(values), batch=values["batch"],

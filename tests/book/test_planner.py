@@ -210,37 +210,6 @@ def test_defaults_follow_the_field_that_they_depend_on(live):
 
 
 @pytest.mark.slow
-def test_a_pasted_config_fills_in_a_model_and_a_wrong_one_says_why(live):
-    live.tab.fill("#field-config", '{"model_type": "mixtral"}')
-    live.wait("error")
-    assert "mixtral" in live.text("#why-config")
-    sizes = {"model_type": "llama", "hidden_size": 2048, "intermediate_size": 8192,
-             "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8,
-             "vocab_size": 128256, "tie_word_embeddings": True}
-    live.tab.fill("#field-config", json.dumps(sizes))
-    live.wait("live").plan(
-        model="custom", layers=16, d_model=2048, d_ff=8192, kv_heads=8, tied="yes")
-    live.tab.focus("#field-gpus")
-    assert live.tab.locator("#field-layers").input_value() == "16"
-    assert live.tab.locator("#field-config").input_value() == ""
-    assert "config" not in live.given() and live.given()["tied"] == "yes"
-
-
-@pytest.mark.slow
-def test_a_model_that_is_no_transformer_shows_what_is_known_and_leaves_with_the_next(live):
-    live.tab.select_option("#field-model", "no transformer")
-    live.tab.fill("#field-parameters", "1000000")
-    live.wait("live")
-    live.tab.locator("#plan-title", has_text="1,000,000 parameters").wait_for()
-    assert not live.tab.locator("#title-of-memory").is_visible()
-    table = live.text("[data-section=head]")
-    assert "FSDP, kept" in table and "16 MB" in table and "not predicted" in table
-    assert live.given() == {"model": "no transformer", "parameters": "1000000"}
-    live.reset()
-    assert "Llama-3 8B" in live.text("#plan-title")
-
-
-@pytest.mark.slow
 def test_the_keyboard_alone_changes_the_plan_and_copies_it(live):
     live.tab.evaluate("document.activeElement.blur(); scrollTo(0, 0)")
     live.tab_to("copy-link")

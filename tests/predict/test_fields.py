@@ -13,7 +13,6 @@ from dplab.predict.fields import (
     BY_NAME,
     FIELDS,
     MOST_GPUS,
-    PARAMETERS_ALONE,
     cluster_of,
     model_of,
     query_of,
@@ -29,7 +28,7 @@ def wrong(query):
 def test_every_field_says_what_it_is_and_its_default_stands_in_no_address():
     assert {*BY_NAME["inside"].choices, *BY_NAME["between"].choices} == set(LINKS)
     for each in FIELDS:
-        assert each.kind in ("choice", "whole", "number", "flag", "config")
+        assert each.kind in ("choice", "whole", "number", "flag")
         assert each.label and each.help
         assert bool(each.choices) is (each.kind == "choice")
         assert not set(each.needs) - set(BY_NAME)
@@ -67,33 +66,6 @@ def test_a_model_of_ones_own():
     assert not errors and model_of(gpt).parameters == MODELS["GPT-2"].parameters == 124_439_808
     tied = model_of(read("model=custom&kv_heads=8&tied=yes")[0])
     assert theirs.parameters - tied.parameters == 128_256 * 4096
-
-
-LLAMA = {"model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336,
-         "vocab_size": 128256, "num_hidden_layers": 32, "num_attention_heads": 32,
-         "num_key_value_heads": 8,
-         "tie_word_embeddings": False, "rope_theta": 500000.0, "torch_dtype": "bfloat16"}
-GPT = {"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "n_positions": 1024,
-       "vocab_size": 50257}
-
-
-def test_a_config_of_hugging_face_makes_the_model():
-    """The published sizes, by the names that transformers gives them."""
-    for config, name in ((LLAMA, "Llama-3 8B"), (GPT, "GPT-2")):
-        values, errors = read(urlencode({"config": json.dumps(config), "sequence": 1024}))
-        assert not errors and model_of(values).parameters == MODELS[name].parameters
-        again, errors = read(query_of(values))  # a link needs no config
-        assert again == values and not errors and "config" not in values
-
-
-@pytest.mark.parametrize(("config", "words"), [
-    ("{", "no config.json"), ("[]", "no config.json"),
-    (json.dumps({"model_type": "mixtral"}), "is none"),
-    (json.dumps(LLAMA | {"head_dim": 64}), "64 are not 4096 wide"),
-    (json.dumps(LLAMA | {"num_hidden_layers": "32"}), "num_hidden_layers")])
-def test_a_config_that_cannot_be_said_is_refused(config, words):
-    found = wrong(urlencode({"config": config}))
-    assert list(found) == ["config"] and words in found["config"]
 
 
 @pytest.mark.parametrize(("name", "text", "value"), [
@@ -191,7 +163,6 @@ def test_whatever_an_address_says_it_is_read_or_refused_by_name():
             right += 1
             again, errors = read(query_of(values))
             assert again == values and not errors
-            if values["model"] != PARAMETERS_ALONE:
-                assert model_of(values).parameters > 0
+            assert model_of(values).parameters > 0
             assert cluster_of(values).ranks == values["gpus"]
     assert 50 < right < 950

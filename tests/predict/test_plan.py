@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from test_fields import random_query
 
-from dplab.predict import cluster, network, plan, reached, settings
+from dplab.predict import cluster, plan, reached, settings
 from dplab.predict.catalogue import GPUS, LINKS, MODELS
 from dplab.predict.choose import CHOICES, TIE, recommend
 from dplab.predict.cluster import Cluster, predict
@@ -90,28 +90,6 @@ def test_hybrid_sharding_sends_within_and_between_nodes():
         "all-reduce of shards of gradients": plan.BETWEEN}
     lanes = {span["lane"] for span in found["step"]["spans"]}
     assert lanes == {"compute", "communication", plan.BETWEEN}
-
-
-def test_of_a_model_that_is_no_transformer_it_says_what_its_parameters_say():
-    found = json.loads(plan.answer("model=no transformer&parameters=1000&parts=3&gpus=16"))
-    assert found["plan"] is found["recommendation"] is None and not found["errors"]
-    part = 334  # of 1,000 in 3
-    rows = {row["name"]: row for row in found["alone"]["rows"]}
-    assert [*rows] == ["DDP", "ZeRO-1", "FSDP", "FSDP, kept"]
-    held = {"DDP": 16 * 1000, "ZeRO-1": 8 * 1000 + 8 * 1000 / 16,
-            "FSDP": 16 * 1000 / 16 + 2 * 2 * part, "FSDP, kept": 16 * 1000 / 16 + 3 * 2 * part}
-    assert {name: row["bytes"] for name, row in rows.items()} == near(held)
-    assert all(row["left"] == near(LIMIT - row["bytes"]) for row in rows.values())
-    assert rows["DDP"]["sent"] == near(2 * 15 / 16 * 4 * 3 * part)
-    padded = 336  # whole shards for 16
-    assert rows["FSDP"]["sent"] == near(15 / 16 * (2 * 2 + 4) * 3 * padded)
-    assert rows["FSDP, kept"]["sent"] == near(15 / 16 * (2 + 4) * 3 * padded)
-    gather, scatter = (network.collective_seconds(NODE.of(16), name, nbytes * padded)
-                       for name, nbytes in (("all-gather", 2), ("reduce-scatter", 4)))
-    assert rows["FSDP"]["seconds"] == near(3 * (2 * gather + scatter))
-    assert any("ResNet-50" in line for line in found["alone"]["published"])
-    alone = json.loads(plan.answer("model=no transformer&gpus=1"))["alone"]
-    assert [(row["name"], row["sent"]) for row in alone["rows"]] == [("DDP", 0)]
 
 
 # Against the functions, asked directly
@@ -365,10 +343,9 @@ def test_any_address_is_answered_in_json():
     for _ in range(60):
         query = random_query(chance)
         found = json.loads(plan.answer(query, "plan"), parse_constant=pytest.fail)
-        assert set(found) == {"fields", "query", "errors", "plan", "recommendation", "alone"}
-        planned_or_alone = found["plan"] or found["alone"]
-        assert (planned_or_alone is None) is bool(found["errors"])
-        if planned_or_alone:
+        assert set(found) == {"fields", "query", "errors", "plan", "recommendation"}
+        assert (found["plan"] is None) is bool(found["errors"])
+        if found["plan"]:
             planned += 1
             again = json.loads(plan.answer(found["query"], "plan"))
             assert again == found
@@ -379,12 +356,10 @@ def test_any_address_is_answered_in_json():
     "model=custom&layers=1&d_model=1&heads=1&d_ff=1&vocabulary=1&sequence=1&gpus=131072&strategy=DDP",
     "model=custom&layers=1000&d_model=131072&d_ff=1048576&vocabulary=10000000&gpus=131072",
     "global_batch=1e12&sequence=1048576&gpus=1", "per_node=1&gpus=131072", "gpus=1&strategy=HSDP",
-    "inside=PCIe+4&between=1+Gb/s&nics=1&strategy=HSDP", "global_batch=8192", "tokens=1&price=0",
-    "model=no+transformer&parameters=1&parts=10000&gpus=131072",
-    "model=no+transformer&parameters=1000000000000000&parts=1&gpus=8"])
+    "inside=PCIe+4&between=1+Gb/s&nics=1&strategy=HSDP", "global_batch=8192", "tokens=1&price=0"])
 def test_the_ends_of_what_may_be_asked_are_answered(query):
     found = json.loads(plan.answer(query), parse_constant=pytest.fail)
-    assert not found["errors"] and (found["alone"] or found["recommendation"])
+    assert not found["errors"] and found["recommendation"]
 
 
 def test_errors_leave_no_plan_and_another_part_is_refused():

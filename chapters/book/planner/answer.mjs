@@ -40,28 +40,6 @@ export function planSections(answer) {
   };
 }
 
-// Of a model that is no transformer: what follows from its parameters alone.
-export function aloneSections({ alone }) {
-  return {
-    ...Object.fromEntries(Object.keys(SECTIONS).map((name) => [name, ""])), // and so hidden
-    brief: "no transformer",
-    published: listed(alone.published),
-    head: html`
-      <h2 id="plan-title">${alone.title} ${lens()}</h2>
-      <div class="scroll"><table class="parts"><caption class="unseen">What each strategy holds and sends</caption>
-        <thead><tr><th scope="col">strategy</th><th scope="col" class="number">states</th>
-          <th scope="col" class="number">left</th><th scope="col" class="number">sent in a step</th>
-          <th scope="col" class="number">for</th></tr></thead>
-        <tbody>${alone.rows.map((row) => html`
-          <tr><th scope="row">${row.name} <small>${row.what}</small></th>
-            <td class="number">${bytes(row.bytes)}</td>
-            <td class="number">${row.left > 0 ? bytes(row.left) : html`<span class="bad">too much</span>`}</td>
-            <td class="number">${bytes(row.sent)}</td>
-            <td class="number">${seconds(row.seconds)}</td></tr>`)}</tbody></table></div>
-      ${alone.not_said.map((line) => html`<p>${line}</p>`)}`,
-  };
-}
-
 export function summary(plan) {
   return `${plan.title}: ${called(plan)}, ${bytes(plan.memory.total)} of ${
     bytes(plan.memory.limit)} memory, ${plan.runs ? `${days(likely(plan))} days` : "does not run"}`;

@@ -16,7 +16,7 @@ export function form(schema) {
 function row(field) {
   const hidden = Object.keys(field.needs).length > 0;
   return html`
-    <div class="field${["choice", "config"].includes(field.kind) ? " wide" : ""}" id="row-${field.name}"${hidden ? html` hidden` : ""}>
+    <div class="field${field.kind === "choice" ? " wide" : ""}" id="row-${field.name}"${hidden ? html` hidden` : ""}>
       <label for="field-${field.name}">${field.label}${unit(field)}</label>
       ${control(field)}
       <p class="why" id="why-${field.name}" hidden></p>
@@ -38,9 +38,6 @@ function control(field) {
   if (field.kind === "choice") {
     return html`<select ${common} autocomplete="off">${Object.entries(field.choices).map(([choice, label]) => html`
       <option value="${choice}"${choice === value ? html` selected` : ""}>${label}</option>`)}</select>`;
-  }
-  if (field.kind === "config") {
-    return html`<textarea ${common} rows="2" autocomplete="off" spellcheck="false"></textarea>`;
   }
   // Text, not a number's input: the engine says what is wrong with any text, in its own words.
   return html`<input type="text" ${common} value="${value}" autocomplete="off" spellcheck="false"

@@ -1,6 +1,6 @@
 // The page: form to address to worker to sections. What the numbers are, the engine alone knows.
 
-import { adviceSections, aloneSections, planSections, summary } from "./answer.mjs";
+import { adviceSections, planSections, summary } from "./answer.mjs";
 import { changed, fill, showErrors } from "./form.mjs";
 import { html } from "./html.mjs";
 import { Python } from "./python.mjs";
@@ -100,11 +100,6 @@ function show(answer) {
     tell(`No plan: ${answer.errors[0].why}`);
   } else {
     say("Computed in this page, by the course's own package.", "live");
-  }
-  if (answer.alone) {
-    shownQuery = answer.query;
-    tell(answer.alone.title);
-    draw(aloneSections(answer));
   }
   if (!answer.plan) return;
   if (shownQuery !== answer.query) tell(summary(answer.plan));
