@@ -39,9 +39,9 @@ def training_step(name: str, model: nn.Module, compute_loss: Callable, optimizer
                   units: Sequence[nn.Module] = (), bucket_mb: float = 25, **settings) -> Callable:
     """On each rank: a function that trains ``model`` for one step on a batch; it returns the loss.
 
-    name: as in `dplab.predict.traffic.STRATEGIES`, or one of WRAPPERS. compute_loss: of the model
-    in its wrapper, and the batch. units: what is gathered at a time, besides the root. settings:
-    the optimizer's.
+    name: one of WRAPPERS, RESHARDS or DEEPSPEED, or of the classes below. compute_loss: of the
+    model in its wrapper, and the batch. units: what is gathered at a time, besides the root.
+    settings: the optimizer's.
     """
     def make(parameters):
         return optimizer_cls(parameters, **settings)

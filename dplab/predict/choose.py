@@ -118,7 +118,7 @@ class Option(Prediction):
         return memory.budget(
             job.model, ranks, self.cluster.gpu.memory_bytes, precision=stored,
             stage=CHOICES[self.strategy].stage, batch=job.batch, sequence=job.sequence,
-            recompute={"selective": "products"}.get(job.recompute, job.recompute),
+            recompute=job.recompute,
             reshard=job.reshard, bucket_views=True, accumulates=job.accumulation > 1,
             held=fullest_rank(job.model, ranks, stored) if self.strategy == "ZeRO-1" else None)
 

@@ -103,11 +103,10 @@ def budget(model: TransformerConfig, world_size: int, memory_bytes: float, *, st
     ``reshard``: False for reshard_after_forward=False. ``bucket_views``: as with
     gradient_as_bucket_view=True, so that DDP's buckets are the gradients. ``foreach``: the
     optimizer works on all tensors at once, as torch.optim does on a GPU unless told ``fused=True``
-    or ``foreach=False``. ``recompute``: see `activations`, here with flash attention and without
-    dropout. ``held``: the states of a rank, such as one of `shards.real_states`, where they are not
-    those of the formulas. ``accumulates``: the batch is one of several micro-batches, so that the
-    sum of gradients is there from the start. Raises like `states` and `activations` for what
-    cannot be.
+    or ``foreach=False``. ``recompute``: see `activations`. ``held``: the states of a rank, such as
+    one of `shards.real_states`, where they are not those of the formulas. ``accumulates``: the
+    batch is one of several micro-batches, so that the sum of gradients is there from the start.
+    Raises like `states` and `activations` for what cannot be.
     """
     by_formula = states(stage, precision, world_size, model.parameters)
     held, precision = held or by_formula, precision_of(precision)
@@ -115,12 +114,3 @@ def budget(model: TransformerConfig, world_size: int, memory_bytes: float, *, st
                 sequence, recompute, reshard, bucket_views, foreach, accumulates)
     peak = max(moments(step, outermost=True), key=lambda moment: moment.total)
     return Budget(step, peak, memory_bytes)
-
-
-def deepspeed_estimate(parameters: int, gpus: int) -> int:
-    """DeepSpeed's own estimate for stage 2: bytes of model states on each of ``gpus`` GPUs.
-
-    Two bytes a parameter on each, and 18 for what is sharded. Source: DeepSpeed edaa7221,
-    runtime/zero/stage_1_and_2.py, estimate_zero2_model_states_mem_needs.
-    """
-    return 2 * parameters + 18 * parameters // gpus

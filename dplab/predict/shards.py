@@ -1,20 +1,17 @@
 """Who holds how many elements, exactly: shards that do not divide, and padding.
 
-Implementations cut differently. ``fully_shard`` cuts each tensor by its rows; the course's own lay
-tensors side by side and cut the whole, straight through them; ``ZeroRedundancyOptimizer`` gives
-each tensor as a whole to one rank. Sources: torch 2.13, distributed/fsdp/_fully_shard and
-distributed/optim/zero_redundancy_optimizer.py; dplab/parallel/ownership.py.
+``fully_shard`` cuts each tensor by its rows; ``ZeroRedundancyOptimizer`` gives each tensor as a
+whole to one rank. Sources: torch 2.13, distributed/fsdp/_fully_shard and
+distributed/optim/zero_redundancy_optimizer.py.
 """
 
 import math
 from collections.abc import Iterable, Sequence
 from heapq import heapreplace
-from itertools import accumulate, pairwise
 from operator import itemgetter
 
 from dplab.predict.checks import one_of, whole
 from dplab.predict.precision import Precision, States, precision_of
-from dplab.predict.step import Layer, bucket_layers
 from dplab.predict.transformer_config import Shape, numel
 
 # Each way of splitting gives, for every rank, the elements that it stores and in how many tensors.
@@ -46,45 +43,9 @@ def _padded_rows(units, ranks):
     return [_rows(units, ranks)[0]] * ranks
 
 
-def _chunks(units, ranks):
-    """Each unit laid flat, cut into N chunks of ⌈elements/N⌉; the last ones may have less."""
-    held = []
-    for rank in range(ranks):
-        elements = count = 0
-        for unit in units:
-            most = math.ceil(numel(unit) / ranks)
-            places = pairwise(accumulate((numel([shape]) for shape in unit), initial=0))
-            pieces = [min(stop, (rank + 1) * most) - max(start, rank * most)
-                      for start, stop in places]
-            elements += sum(piece for piece in pieces if piece > 0)
-            count += sum(piece > 0 for piece in pieces)
-        held.append((elements, count))
-    return held
-
-
-def _chunks_with_empty_pieces(units, ranks):
-    return [(elements, len(_together(units)[0])) for elements, _ in _chunks(units, ranks)]
-
-
-def _padded_chunks(units, ranks):
-    return [_chunks(units, ranks)[0]] * ranks
-
-
-def _padded_whole(units, ranks):
-    elements, count = _chunks(units, ranks)[0]
-    return [(ranks * elements, count)] * ranks
-
-
-def _of_one_unit(way):
-    return lambda units, ranks: way(_together(units), ranks)
-
-
 IMPLEMENTATIONS = {
     "DDP": (_replicated, _replicated, _replicated),
     "ZeroRedundancyOptimizer": (_replicated, _replicated, _owned),
-    "ShardedOptimizer": (_of_one_unit(_padded_whole), _replicated, _of_one_unit(_chunks)),
-    "ShardedGradientOptimizer": (_padded_whole, _padded_chunks, _chunks),
-    "FullyShardedModel": (_padded_chunks, _padded_chunks, _chunks_with_empty_pieces),
     "fully_shard": (_padded_rows, _padded_rows, _rows),
 }
 """How each splits parameters, gradients and optimizer state, by its name."""
@@ -95,12 +56,10 @@ def real_states(implementation: str, precision: Precision | str, world_size: int
     """The bytes of model states on each rank, in rank order, after a step, before ``zero_grad``.
 
     Exact, where all tensors are of one dtype. ``implementation``: one of `IMPLEMENTATIONS`.
-    ``units``: the shapes of the trainable tensors, each tied one once, in order, as lists of what
-    is sharded together: for FullyShardedModel and fully_shard its units, such as
-    `TransformerConfig.units`; for ShardedGradientOptimizer its `bucket_shapes`; for others it
-    does not matter. Buckets and gathered parameters are not model states. Raises ValueError for an
-    unknown implementation or precision, no tensors, and a shape without dimensions or with a size
-    below 1.
+    ``units``: the shapes of the trainable tensors, each tied one once, in lists such as
+    `TransformerConfig.units`. Buckets and gathered parameters are not model states. Raises
+    ValueError for an unknown implementation or precision, no tensors, and a shape without
+    dimensions or with a size below 1.
     """
     ways = IMPLEMENTATIONS[one_of(implementation, IMPLEMENTATIONS, "implementation")]
     precision = precision_of(precision)
@@ -114,24 +73,17 @@ def real_states(implementation: str, precision: Precision | str, world_size: int
 
 def padded_parameters(implementation: str, world_size: int,
                       units: Iterable[Sequence[Shape]]) -> int:
-    """The elements of all parameters, with the padding that travels along in its collectives."""
+    """The elements of all parameters, with the padding that travels along in its collectives.
+
+    The course's own classes lay tensors side by side: ShardedOptimizer all of them,
+    FullyShardedModel those of a unit.
+    """
     ranks, units = whole(world_size, "the world size"), checked_units(units)
     if implementation == "fully_shard":
         return ranks * sum(math.ceil(shape[0] / ranks) * math.prod(shape[1:])
                            for shape in _together(units)[0])
     cut = _together(units) if implementation == "ShardedOptimizer" else units
     return ranks * sum(math.ceil(numel(unit) / ranks) for unit in cut)
-
-
-def bucket_shapes(shapes: Iterable[Shape], bucket_mb: float = 25.0) -> list[list[Shape]]:
-    """The units of a `ShardedGradientOptimizer`: float32 tensors from the last one on.
-
-    A bucket closes when it reaches ``bucket_mb`` MiB. Raises ValueError for a bucket of no size.
-    """
-    shapes = list(shapes)
-    layers = [Layer(0, 0, 4 * numel([shape])) for shape in shapes]
-    return [[shapes[index] for index in bucket]
-            for bucket in bucket_layers(layers, bucket_mb * 2**20)]
 
 
 def checked_units(units: Iterable[Sequence[Shape]]) -> list[list[Shape]]:

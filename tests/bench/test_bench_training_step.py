@@ -17,7 +17,6 @@ NAMES = [*training_step.WRAPPERS, "ZeroRedundancyOptimizer", "ShardedOptimizer",
          "ShardedOptimizer, reduce_gradients=True", "ShardedGradientOptimizer",
          "FullyShardedModel", *training_step.RESHARDS]
 DEEPSPEED = [f"DeepSpeed {stage}" for stage in range(4)] if training_step.HAS_DEEPSPEED else []
-OWN = {"ManualDDP"}  # to `predict` it is "DDP"
 
 
 def layers():
@@ -75,11 +74,10 @@ def test_ranks_train_as_one_process_does(name, of_ranks, whole):
     assert len(set(means)) == STEPS
 
 
-def test_names_are_those_of_the_predictions():
-    assert set(NAMES) - OWN <= set(traffic.STRATEGIES)
-    assert {"DeepSpeed 0", *DEEPSPEED} <= set(traffic.STRATEGIES)
+def test_names_of_those_who_use_them():
     assert set(sharded.KINDS) <= {*NAMES, *DEEPSPEED}
     assert {step for _, step in KINDS.values()} <= set(NAMES)
+    assert {name for name, _ in KINDS.values()} <= set(traffic.STRATEGIES)
 
 
 def test_another_name_is_refused():

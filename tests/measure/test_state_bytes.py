@@ -6,7 +6,7 @@ import cloudpickle
 import pytest
 import torch
 from torch import nn
-from wrapped_models import BUCKET_MB, OPTIMIZERS, UNITS, WIDTHS, prepared
+from wrapped_models import OPTIMIZERS, UNITS, WIDTHS, prepared
 
 from dplab import run
 from dplab.measure import state_bytes
@@ -18,8 +18,7 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 CASES = [(implementation, precision) for implementation, precisions in {
     "plain": OPTIMIZERS, "DDP": ["fp32"], "ZeroRedundancyOptimizer": ["fp32"],
-    "ShardedOptimizer": ["fp32"], "ShardedGradientOptimizer": ["fp32"],
-    "FullyShardedModel": ["fp32", "fp32, SGD"], "fully_shard": OPTIMIZERS,
+    "fully_shard": OPTIMIZERS,
 }.items() for precision in precisions]
 
 
@@ -40,13 +39,8 @@ def states_after_steps():
 def test_states_are_those_predicted_to_the_byte(ranks):
     measured = run(states_after_steps, ranks, backend="gloo")
     for case, (implementation, precision) in enumerate(CASES):
-        units = UNITS
-        if implementation == "ShardedGradientOptimizer":
-            shapes = [shape for unit in UNITS for shape in unit]
-            units = shards.bucket_shapes(shapes, bucket_mb=BUCKET_MB)
-            assert len(units) == 3
         way = "DDP" if implementation == "plain" else implementation
-        expected = shards.real_states(way, precision, ranks, units)
+        expected = shards.real_states(way, precision, ranks, UNITS)
         assert [rank[case] for rank in measured] == expected, (implementation, precision)
 
 

@@ -11,11 +11,6 @@ UNITS = [[(5, 3), (5,)], [(2, 5), (2,)]]  # 15 + 5 + 10 + 2 elements
 @pytest.mark.parametrize(("implementation", "parameters", "gradients", "optimizer"), [
     ("DDP", [32] * 3, [32] * 3, [(32, 4)] * 3),
     ("ZeroRedundancyOptimizer", [32] * 3, [32] * 3, [(15, 1), (10, 1), (7, 2)]),
-    # side by side 32, in chunks of 11: the first ends in the 15, the second in the 10
-    ("ShardedOptimizer", [33] * 3, [32] * 3, [(11, 1), (11, 3), (10, 2)]),
-    # 20 in chunks of 7, 12 in chunks of 4
-    ("ShardedGradientOptimizer", [33] * 3, [11] * 3, [(11, 2), (11, 2), (10, 4)]),
-    ("FullyShardedModel", [11] * 3, [11] * 3, [(11, 4), (11, 4), (10, 4)]),
     # rows of 5, 5, 2, 2 in pieces of 2, 2, 1, 1: the last rank has none of the last two
     ("fully_shard", [14] * 3, [14] * 3, [(14, 4), (14, 4), (4, 4)]),
 ])
@@ -41,9 +36,7 @@ def test_nothing_is_lost_between_the_ranks(implementation, ranks):
 def test_shards_that_divide_are_those_of_the_formula():
     model = catalogue.MODELS["Llama-3 8B"]
     free = Precision("no counters", 2, 2, 12, per_tensor=0)
-    for implementation, stage in {"DDP": "DDP", "ShardedOptimizer": "ZeRO-1",
-                                  "ShardedGradientOptimizer": "ZeRO-2",
-                                  "FullyShardedModel": "ZeRO-3", "fully_shard": "ZeRO-3"}.items():
+    for implementation, stage in {"DDP": "DDP", "fully_shard": "ZeRO-3"}.items():
         formula = states(stage, free, 8, model.parameters)
         assert shards.real_states(implementation, free, 8, model.units) == [formula] * 8
 
@@ -56,13 +49,6 @@ def test_padding_is_what_n_equal_shards_need_more():
     assert shards.padded_parameters("fully_shard", 1, UNITS) == 32
 
 
-def test_buckets_of_shapes_close_when_they_reach_their_size():
-    shapes = [shape for unit in UNITS for shape in unit]
-    at = [shards.bucket_shapes(shapes, 4 * size / 2**20) for size in (12, 12.1, 1000)]
-    assert at == [[[(2,), (2, 5)], [(5,), (5, 3)]], [[(2,), (2, 5), (5,)], [(5, 3)]],
-                  [[(2,), (2, 5), (5,), (5, 3)]]]
-
-
 @pytest.mark.parametrize(("call", "error", "says"), [
     (lambda: shards.real_states("FSDP", "fp32", 2, UNITS), ValueError, "no implementation 'FSDP'"),
     (lambda: shards.real_states("DDP", "fp32", 2, []), ValueError, "at least one tensor"),
@@ -73,14 +59,3 @@ def test_buckets_of_shapes_close_when_they_reach_their_size():
 def test_shards_that_cannot_be_are_refused(call, error, says):
     with pytest.raises(error, match=says):
         call()
-
-
-@pytest.mark.parametrize("implementation", ["fully_shard", "ShardedOptimizer", "FullyShardedModel",
-                                            "ShardedGradientOptimizer"])
-@pytest.mark.parametrize("ranks", [3, 1000])
-def test_padding_is_what_the_fullest_rank_stores_on_each(implementation, ranks):
-    units = catalogue.MODELS["GPT-2"].units[-3:]
-    parameters = {"ShardedOptimizer": 1, "ShardedGradientOptimizer": 1}.get(implementation, ranks)
-    [stored] = {each.parameters for each in shards.real_states(
-        implementation, "fp32", ranks, units)}
-    assert shards.padded_parameters(implementation, ranks, units) == parameters * stored / 4
