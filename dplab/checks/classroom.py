@@ -29,7 +29,8 @@ def read(file: Path) -> dict:
 def by_student(students: dict[str, dict]) -> list[list]:
     """A row for each student: exercises passed by chapter, and what help they took."""
     chapters = list(dict.fromkeys(each.chapter for each in every_exercise()))
-    rows = [["", *map(course.label, chapters), "all", "hints", "solutions", "sick jobs"]]
+    rows: list[list] = [
+        ["", *map(course.label, chapters), "all", "hints", "solutions", "sick jobs"]]
     for name, kept in students.items():
         begun = {row["exercise"]: row for row in kept["exercises"]}
         passed = [sum(begun[each.slug]["passed"] for each in every_exercise()
@@ -50,7 +51,7 @@ def by_exercise(students: dict[str, dict]) -> list[list]:
         if begun:
             rows.append([f"{exercise.number} {exercise.title}", len(begun),
                          sum(row["passed"] for row in begun),
-                         statistics.median(row["tries"] for row in begun),
+                         f"{statistics.median([row['tries'] for row in begun]):g}",
                          sum(row["hints"] for row in begun),
                          sum(row["solution seen before"] for row in begun)])
     rows.sort(key=lambda row: row[2] / row[1])

@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import dplab
 from dplab import show
-from dplab.demos import job
+from dplab.demos import command_line
 from dplab.measure import CallLog, EmulatedLink, WireMeter
 from dplab.parallel import BucketedDDP, ManualDDP, OverlappedDDP
 from dplab.workloads.digits import load_digits
@@ -214,14 +214,14 @@ def draw(facts):
 
 
 def main(argv=None):
-    parser = job.parser("gradient_sync_visualizer", __doc__)
+    parser = command_line.parser("gradient_sync_visualizer", __doc__)
     parser.add_argument("--save", metavar="FILE", help="save the picture as a .png or .svg")
     args = parser.parse_args(argv)
-    link = None if job.UNDER_TORCHRUN else LINK
+    link = None if command_line.UNDER_TORCHRUN else LINK
     facts = summarize(dplab.run(synchronize, args.ranks, load_digits(), link=link, backend="gloo",
                                 timeout=60.0 + 10 * args.ranks), link)
-    job.leave()
-    if job.prints():
+    command_line.leave()
+    if command_line.prints():
         report(facts)
         if args.save:
             draw(facts).savefig(args.save)

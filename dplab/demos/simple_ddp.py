@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import dplab
-from dplab.demos import job
+from dplab.demos import command_line
 from dplab.measure import available_cores
 from dplab.parallel import ManualDDP
 from dplab.workloads.digits import TRAIN_SIZE, accuracy, digits_classifier, load_digits
@@ -85,7 +85,7 @@ def report(results):
     by_hand, by_ddp = (torch.stack([rank[name]["parameters"] for rank in results])
                        for name in WRAPPERS)
     difference = (by_hand - by_ddp).abs().max().item()
-    if not job.prints():
+    if not command_line.prints():
         return difference
     print(f"{len(results)} ranks on {available_cores()} cores\n\n"
           "Same start, same batches, same optimizer\n"
@@ -105,12 +105,12 @@ def report(results):
 
 
 def main(argv=None):
-    parser = job.parser("simple_ddp", __doc__)
+    parser = command_line.parser("simple_ddp", __doc__)
     parser.add_argument("--steps", type=int, default=200,
                         help="training steps, more than the warm-up's (default: %(default)s)")
     args = parser.parse_args(argv)
     results = dplab.run(train, args.ranks, load_digits(), args.steps, timeout=60.0 + args.steps)
-    job.leave()
+    command_line.leave()
     return 0 if report(results) < ROUNDING else 1
 
 

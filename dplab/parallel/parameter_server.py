@@ -87,8 +87,9 @@ def train_as_worker(module: nn.Module, compute_loss: Callable[[int], torch.Tenso
         module.zero_grad()
         compute_loss(number).backward()
         number += 1
-        dist.send(parameters_to_vector([parameter.grad for parameter in module.parameters()]),
-                  SERVER)
+        gradients = [parameter.grad for parameter in module.parameters()
+                     if parameter.grad is not None]
+        dist.send(parameters_to_vector(gradients), SERVER)
         answer = torch.zeros(sum(parameter.numel() for parameter in module.parameters()) + 1)
         dist.recv(answer, src=SERVER)
         vector_to_parameters(answer[:-1], module.parameters())
