@@ -79,13 +79,16 @@ def measure(options, device: torch.device, card: str, memory_bytes: float) -> di
     config = replace(model, layers=2, vocabulary=min(model.vocabulary, 32_000))
     print(f"\nA block of {options.block}, {options.sequence} tokens, forward and backward in ms: "
           f"measured; predicted from these rates; from published ones, {', '.join(PACES)}")
-    blocks = []
+    blocks, attention = [], attention_kernel(config, options.sequence, device)
+    print(f"torch takes {attention} for attention")
     for compiled in (False,) if options.eager else (False, True):
         row = {"compiled": compiled,
                "measured": block_seconds(config, 1, options.sequence, device, compiled=compiled),
-               "own": predicted(config, 1, options.sequence, gpu, compiled, Rates(tables)),
-               **{pace: predicted(config, 1, options.sequence, known, compiled, PUBLISHED, pace)
-                  for pace in PACES}}
+               "attention": attention,
+               "own": predicted(config, 1, options.sequence, gpu, compiled, attention,
+                                Rates(tables)),
+               **{pace: predicted(config, 1, options.sequence, known, compiled, attention,
+                                  PUBLISHED, pace) for pace in PACES}}
         blocks.append(row)
         print(f"  {'compiled' if compiled else 'eager':9}" + "".join(
             f"{1e3 * row[column]:9.2f}" for column in ("measured", "own", *PACES)), flush=True)
@@ -288,12 +291,22 @@ def block_seconds(config, batch: int, sequence: int, device: torch.device, *,
     return seconds_of(step, device, rounds)
 
 
-def predicted(config, batch: int, sequence: int, gpu: Gpu, compiled: bool, rates: Rates,
-              pace: str = "typical") -> float:
+def attention_kernel(config, sequence: int, device: torch.device) -> str:
+    """The kernel that torch takes for this model's attention, one of BACKENDS if it can."""
+    query, key, value = (torch.empty(1, config.heads, sequence, config.d_model // config.heads,
+                                     device=device, dtype=torch.bfloat16) for _ in range(3))
+    taken = torch._fused_sdp_choice(query, key, value, is_causal=True)
+    return next((name for name, backend in BACKENDS.items() if backend.value == taken),
+                next(iter(BACKENDS)))
+
+
+def predicted(config, batch: int, sequence: int, gpu: Gpu, compiled: bool, attention: str,
+              rates: Rates, pace: str = "typical") -> float:
     """Seconds of a block's forward and backward at those rates."""
     every = [*kernels.block_forward(config, batch, sequence, compiled=compiled),
              *kernels.block_backward(config, batch, sequence, compiled=compiled)]
-    return kernels.seconds(every, gpu, compiled=compiled, pace=pace, rates=rates)
+    return kernels.seconds(every, gpu, compiled=compiled, attention=attention, pace=pace,
+                           rates=rates)
 
 
 def memory_peaks(config, batch: int, sequence: int) -> tuple[int, int]:

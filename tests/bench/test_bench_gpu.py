@@ -53,7 +53,7 @@ def test_measured_tables_are_rates_of_every_kernel_of_a_block(tables, tmp_path):
     measured = [1e12 * row[-1] for table in tables if table["what"] == "matmul"
                 for row in table["rows"]]
     assert min(measured) <= own.matmul(mine, 64, 64, 64).value <= max(measured)
-    assert gpu.predicted(SMALL, 1, 64, mine, False, own) > 0
+    assert gpu.predicted(SMALL, 1, 64, mine, False, "cuDNN", own) > 0
     assert kernels.optimizer_seconds(1000, mine, rates=own, fused=False) > 0
 
 
@@ -83,7 +83,7 @@ def test_measured_and_predicted_blocks_stand_side_by_side(capsys):
     found = gpu.measure(_options("--models", "GPT-2", "--block", "GPT-2", "--sequence", "64",
                                  "--eager"), CPU, card, 8e10)
     (row,) = found["blocks"]
-    assert list(row) == ["compiled", "measured", "own", *PACES]
+    assert list(row) == ["compiled", "measured", "attention", "own", *PACES]
     assert row["slow"] > row["typical"] > row["fast"]
     assert all(table["gpu"] == card for table in found["tables"])
     assert found["peaks"]["TFLOP/s"] == GPUS["H100"].bf16_flops / 1e12
