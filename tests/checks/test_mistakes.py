@@ -120,7 +120,8 @@ def test_a_check_names_one_mistake_or_two(attempt, whys):
 class OneRankLast(ScaledMean):
     world_sizes = (2, 3, 1)
     slips = (Slip("On one rank it is too much.", {"mean = total / dist.get_world_size()": (
-        "mean = total / dist.get_world_size()\nmean += dist.get_world_size() == 1")}),)
+        "mean = total / dist.get_world_size()\nmean += dist.get_world_size() == 1")}),
+        Slip("It is a seventh.", {" / dist.get_world_size()": " / 7"}))
 
 
 def fails_on_one_rank(values, weight):
@@ -133,11 +134,16 @@ def adds_one_on_one_rank(values, weight):
     return scaled_mean(values, weight) + max(weight, 1) * (dist.get_world_size() == 1)
 
 
-@pytest.mark.parametrize(("attempt", "is_named"), [
-    (fails_on_one_rank, False), (adds_one_on_one_rank, True)])
-def test_what_fails_at_the_last_size_is_compared_there(attempt, is_named):
+def is_a_seventh_on_one_rank(values, weight):
+    return scaled_mean(values, weight) / (7 if dist.get_world_size() == 1 else 1)
+
+
+@pytest.mark.parametrize(("attempt", "whys"), [
+    (fails_on_one_rank, set()), (adds_one_on_one_rank, {OneRankLast.slips[0].why}),
+    (is_a_seventh_on_one_rank, set())])  # that slip is wrong where this attempt is right
+def test_what_fails_at_the_last_size_is_compared_there(attempt, whys):
     verdict = OneRankLast().judge(attempt)
-    assert (OneRankLast.slips[0].why in verdict.why) == is_named, verdict
+    assert {slip.why for slip in OneRankLast.slips if slip.why in verdict.why} == whys, verdict
 
 
 def test_each_place_of_an_edit_has_its_own_depth():
