@@ -12,9 +12,9 @@ OPTIONS = argparse.Namespace(ranks=2, rounds=2, peer_rounds=1)
 @pytest.mark.slow
 @pytest.mark.parametrize("cells", [launchers.DPLAB, *launchers.PEERS.values()],
                          ids=["dplab", *launchers.PEERS])
-def test_two_launches_are_timed(cells):
-    times = launchers.seconds_of(cells, 2, rounds=2)
-    assert len(times) == 2 and min(times) > 0
+def test_a_launch_is_timed(cells):
+    [seconds] = launchers.seconds_of(cells, 2, rounds=1)
+    assert seconds > 0
 
 
 @pytest.mark.slow
