@@ -34,7 +34,7 @@ def lab(arguments: list[str]) -> int:
         return _failed(f"{error}. Nothing was changed in it. Mend the file, or move it elsewhere")
     except OSError as error:
         return _failed(_explained(error, place))
-    except (KeyboardInterrupt, EOFError):  # EOFError: Ctrl-D at the question
+    except KeyboardInterrupt:
         print("\nstopped")
         return 130
 
@@ -89,17 +89,18 @@ def _open(place, options, for_jupyter):
     _tell(changes)
     anew = [] if address else _start_anew(copy, options.fresh)
     _tell_broken(copy)
-    waiting = [name for name in (*changes.newer, *changes.gone) if name not in anew]
+    waiting = [name for name in changes.newer if name not in anew]
     if address:
         if waiting:
-            print(f"Newer in the course, or gone from it: {_listed(waiting)}.")
+            print(f"Newer in the course: {_listed(waiting)}.")
         if waiting or asked:
             print("JupyterLab has your copy open, so nothing in it was replaced. Close JupyterLab "
                   "(Ctrl-C where it was started) and start again; they come then.")
         if asked:
             return 1
         return _start(place, options, for_jupyter, address)
-    _update(copy, _wanted(options.update, waiting, copy), changes)
+    for name in _wanted(options.update, waiting, copy):
+        print(f"{name}: brought over{_kept_as(copy.update(name), copy)}")
     _import(copy, options.source)
     return _start(place, options, for_jupyter, address, first_time=changes.created)
 
@@ -147,7 +148,7 @@ def _meant(word, names):
 
 
 def _wanted(asked, waiting, copy):
-    """The files of ``waiting`` to bring over: those asked for, or those the reader says yes to."""
+    """The files of ``waiting`` that the reader asked for; without a word, says what waits."""
     wanted = []
     for word in asked:
         meant = waiting if word == "all" else _meant(word, [*copy.course.files, *waiting])
@@ -160,19 +161,9 @@ def _wanted(asked, waiting, copy):
         wanted += [name for name in found if name not in wanted]
     if asked or not waiting:
         return wanted
-    newer = [name for name in waiting if name in copy.course.files]
-    gone = [name for name in waiting if name not in newer]
-    if newer:
-        print(f"Newer in the course than in your copy: {_listed(newer)}")
-    if gone:
-        print(f"Gone from the course, under this name at least: {_listed(gone)}. You wrote in "
-              "it, so it stays; an update puts it aside.")
-    if sys.stdin.isatty() and sys.stdout.isatty():
-        question = "Bring them over now? Your answers come along; the old files are kept. [y/N] "
-        if input(question).strip().lower() in ("y", "yes"):
-            return waiting
-    what = "brings one over with your answers" if newer else "puts one aside"
-    print(f"  `dplab lab --update {_word_for(waiting[0])}` {what}, `--update all` all of them.")
+    print(f"Newer in the course than in your copy: {_listed(waiting)}\n"
+          f"  `dplab lab --update {_word_for(waiting[0])}` brings one over with your answers, "
+          "`--update all` all of them.")
     return []
 
 
@@ -189,12 +180,6 @@ def _is_meant(word, name):
 def _word_for(name):
     key = key_of(Path(name).stem) if name.endswith(".ipynb") else None
     return name.removeprefix("chapters/") if key is None else label(key)
-
-
-def _update(copy, wanted, changes):
-    for name in wanted:
-        what = "put aside" if name in changes.gone else "brought over"
-        print(f"{name}: {what}{_kept_as(copy.update(name), copy)}")
 
 
 def _import(copy, source):

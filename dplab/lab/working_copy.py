@@ -8,14 +8,13 @@ that the links between them work. In ``.course`` lies what the command keeps:
 - ``before``: notebooks that were replaced after the reader had run them and written nothing.
 - ``jupyter``: settings, and the layout of JupyterLab's windows.
 
-A file that the reader has not touched follows the course. Another one waits for their word. Then
-the course's version takes its place, with the reader's answers in its stubs, and the whole old file
-stays beside it under a dated name. (Guesses need no place in the file: `dplab.desk.record` has them
-by slug.) Each file is written whole under another name and then renamed, so that a stop or a full
-disk leaves the old one as it was.
+A file that the reader has not touched follows the course; one that left the course stays where it
+is. Another one waits for their word. Then the course's version takes its place, with the reader's
+answers in its stubs, and the whole old file stays beside it under a dated name. (Guesses need no
+place in the file: `dplab.desk.record` has them by slug.) Each file is written whole under another
+name and then renamed, so that a stop or a full disk leaves the old one as it was.
 """
 
-import contextlib
 import datetime
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,7 +33,6 @@ class Changes:
     added: list[str] = field(default_factory=list)
     replaced: list[str] = field(default_factory=list)  # the reader had not touched them
     newer: list[str] = field(default_factory=list)  # in the course; wait for the reader's word
-    gone: list[str] = field(default_factory=list)  # from the course; the reader wrote in them
 
 
 class WorkingCopy:
@@ -49,7 +47,7 @@ class WorkingCopy:
     def refresh(self, *, only_add: bool = False) -> Changes:
         """Adds what is missing, and brings up to date what the reader has not touched.
 
-        ``only_add``: the files that are there stay, and those that are newer or gone wait.
+        ``only_add``: the files that are there stay, and those that are newer wait.
         """
         changes = Changes(created=not self.kept.exists())
         self.kept.mkdir(parents=True, exist_ok=True)
@@ -67,21 +65,11 @@ class WorkingCopy:
                     changes.replaced.append(name)
                 else:
                     changes.newer.append(name)
-        for name in self._names_of_base():
-            if name not in self.course.files and name not in self.course.unreadable:
-                if (self.place / name).exists() and (only_add or not self._is_untouched(name)):
-                    changes.gone.append(name)
-                elif not only_add:
-                    self._retire(name)
         return changes
 
     def update(self, name: str) -> Path | None:
         """Brings the course's version over, with the reader's answers; where the old one is kept.
-
-        For a file that is gone from the course: puts it aside under the name returned.
         """
-        if name not in self.course.files:
-            return self._retire(name)
         content = self._with_answers(name)
         kept = self._keep(name)
         self._put(name, content)
@@ -136,34 +124,12 @@ class WorkingCopy:
         return kept
 
     def _with_answers(self, name):
-        """The course's version of a file; in a notebook's stubs, what the reader wrote there.
-
-        An exercise that is new to the chapter may come from another one, with its answer.
-        """
+        """The course's version of a file; in a notebook's stubs, what the reader wrote there."""
         content = self.course.files[name]
-        if not name.endswith(".ipynb"):
+        if not name.endswith(".ipynb") or not (self.place / name).exists():
             return content
-        new, known = notebook.loads(content), self._stubs_of_base(name)
-        answers = self._answers_of(name) if (self.place / name).exists() else {}
-        if stubs_in(new).keys() - known.keys():
-            answers |= {slug: answer for slug, answer in self._answers_elsewhere(name).items()
-                        if slug not in known}
-        return notebook.dumps(with_answers(new, answers))
-
-    def _answers_of(self, name):
-        return answers_in(self._read(name), self._stubs_of_base(name))
-
-    def _answers_elsewhere(self, name):
-        """Answers in notebooks that `_keep` left, the oldest first, and in the other chapters."""
-        found: dict[str, str] = {}
-        for path in sorted(self.place.glob("chapters/*.before-*.ipynb"), key=_time_of):
-            with contextlib.suppress(notebook.UnreadableNotebook):
-                found |= answers_in(notebook.loads(path.read_bytes()), {})
-        for other in self._names_of_base():
-            if other != name and other.endswith(".ipynb") and (self.place / other).exists():
-                with contextlib.suppress(notebook.UnreadableNotebook):
-                    found |= self._answers_of(other)
-        return found
+        answers = answers_in(self._read(name), self._stubs_of_base(name))
+        return notebook.dumps(with_answers(notebook.loads(content), answers))
 
     def _notebooks(self):
         return [name for name in self.course.files if name.endswith(".ipynb")]
@@ -181,11 +147,6 @@ class WorkingCopy:
     def _stubs_of_base(self, name):
         base = self._base(name)
         return {} if base is None else stubs_in(notebook.loads(base))
-
-    def _names_of_base(self):
-        folder = self.kept / "base"
-        return sorted(path.relative_to(folder).as_posix()
-                      for path in folder.rglob("*") if path.is_file())
 
     def _is_untouched(self, name):
         """Whether the file is as the course had it. A notebook that ran is the reader's."""
@@ -206,14 +167,6 @@ class WorkingCopy:
     def _put(self, name, content):
         write_whole(self.place / name, content)
         write_whole(self.kept / "base" / name, self.course.files[name])
-
-    def _retire(self, name):
-        kept = None
-        if (self.place / name).exists():
-            kept = self._keep(name)
-            (self.place / name).unlink()
-        (self.kept / "base" / name).unlink(missing_ok=True)
-        return kept
 
     def _keep(self, name):
         """A second file with the same content, under a dated name; None where the reader has not
