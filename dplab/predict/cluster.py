@@ -4,14 +4,14 @@
     node = Cluster(GPUS["H100"], 1, LINKS["NVLink 4"], LINKS["400 Gb/s"])
     print(predict(job, node.of(1024)))
 
-`network` has the time of each collective. Here are one rank's spans: DDP, FSDP, HSDP, with overlap
-and prefetch. All ranks do the same at the same time, so one rank stands
-for all, and 100,000 ranks take no longer to simulate than 8. Computing that runs beside a
-collective of NCCL takes longer, by `network.computing_slowdown`. The time of computing comes from
-`kernels`, at the rates that others measured. Of several micro-batches DDP all-reduces the sum
-(``no_sync``), FSDP gathers and reduces for each, and HSDP all-reduces among its copies for the last
-alone (``set_requires_all_reduce``). Left out: the CPU's time beyond the launches, loading of data.
-Both make a step longer. So do slow ranks. Tensor and pipeline parallelism are not covered.
+`network` has the time of each collective. Here are one rank's spans: DDP, FSDP, HSDP. All ranks do
+the same at the same time, so one rank stands for all, and 100,000 ranks take no longer to simulate
+than 8. Computing that runs beside a collective of NCCL takes longer, by
+`network.computing_slowdown`. The time of computing comes from `kernels`, at the rates that others
+measured. Of several micro-batches DDP all-reduces the sum (``no_sync``), FSDP gathers and reduces
+for each, and HSDP all-reduces among its copies for the last alone (``set_requires_all_reduce``).
+Left out: slow ranks, the CPU's time beyond the launches, loading of data. All make a step longer.
+Tensor and pipeline parallelism are not covered.
 
 Sources: `network` has those of the collectives, `kernels` those of computing, `step` DDP's; torch
 2.13, distributed/fsdp/_fully_shard (the order of gathers); A. Chowdhery et al., "PaLM", 2022,
@@ -42,22 +42,19 @@ BLOCK_RECOMPUTE = ("none", "full")
 def fsdp_spans(blocks: Sequence[Layer], root: Layer, *, gather: Callable[[float], float],
                scatter: Callable[[float], float],
                reduce: Callable[[float], float] | None = None, own_lane: bool = True,
-               shard_ranks: int = 1, parameter_ratio: float = 1.0, prefetch: int = 1,
-               reshard: bool = True, overlap: bool = True, slowdown: float = 1.0,
-               optimizer_seconds: float = 0.0) -> list[Span]:
+               shard_ranks: int = 1, parameter_ratio: float = 1.0, reshard: bool = True,
+               slowdown: float = 1.0, optimizer_seconds: float = 0.0) -> list[Span]:
     """One rank's step with `fully_shard` on each block and the root.
 
     ``gather``, ``scatter``: seconds for the bytes of a whole unit; ``reduce``, for HSDP: for those
     of one of ``shard_ranks`` shards, whose all-reduce follows each reduce-scatter, beside the next
     gathers if it has its ``own_lane``. Collectives of a lane go one by one in order of launch. A
-    block is gathered when the block ``prefetch`` + 1 before it is done; in backward the
-    reduce-scatter of a block comes before the gather that its end permits. The root is gathered
-    once and reduced last. ``parameter_ratio``: bytes of parameters over those of gradients. Without
-    ``overlap`` computing and sending alternate; with it, what is computed beside a collective takes
-    ``slowdown`` times as long.
+    block is gathered when the second block before it is done; in backward the reduce-scatter of a
+    block comes before the gather that its end permits. The root is gathered once and reduced last.
+    ``parameter_ratio``: bytes of parameters over those of gradients. What is computed beside a
+    collective takes ``slowdown`` times as long.
     """
     spans, going, free = [], [], {"shards": 0.0, "copies": 0.0}
-    ahead = prefetch if overlap else 0
     now = 0.0
 
     def send(what, layer, seconds, ready, lane="shards", nbytes=None):
@@ -73,7 +70,7 @@ def fsdp_spans(blocks: Sequence[Layer], root: Layer, *, gather: Callable[[float]
 
     def compute(what, layer, seconds, ready):
         nonlocal now
-        start = max(now, ready) if overlap else max(now, ready, *free.values())
+        start = max(now, ready)
         going[:] = [span for span in going if span.end > start]
         now = end_beside(sorted(going, key=lambda span: span.start), start, seconds, slowdown)
         spans.append(Span(f"{what} {layer.name}", COMPUTE, start, now))
@@ -89,8 +86,8 @@ def fsdp_spans(blocks: Sequence[Layer], root: Layer, *, gather: Callable[[float]
         """``ends``: of what was computed before, the latest last; ``arrived``: of gathers."""
         arrived = list(arrived)
         for place, layer in enumerate(order):
-            for further in order[len(arrived):place + ahead + 1] if gathers else ():
-                before = len(ends) - place + len(arrived) - 1 - ahead
+            for further in order[len(arrived):place + 2] if gathers else ():
+                before = len(ends) - place + len(arrived) - 2
                 arrived.append(fetch(further, ends[max(0, before)]))
             seconds = layer.forward_seconds if what == "forward" else layer.backward_seconds
             ends.append(compute(what, layer, seconds, arrived[place] if gathers else 0.0))
@@ -98,10 +95,9 @@ def fsdp_spans(blocks: Sequence[Layer], root: Layer, *, gather: Callable[[float]
                 give(layer)
 
     whole_root = fetch(root, 0.0)
-    now = 0.0 if overlap else whole_root
     through("forward", blocks, [0.0], True)
     done = compute("forward", root, root.forward_seconds, whole_root)
-    early = [fetch(block, done) for block in blocks[::-1][:ahead] if reshard]
+    early = [fetch(block, done) for block in blocks[-1:] if reshard]
     ends = [done, compute("backward", root, root.backward_seconds, 0.0)]
     through("backward", blocks[::-1], ends, reshard, early)
     give(root)
@@ -124,7 +120,7 @@ def job_spans(job: Job, cluster: Cluster) -> list[Span]:
     # is read and a parameter in bf16 written.
     states = 2 * job.optimizer_bytes + 4 if job.update_bytes is None else job.update_bytes
     optimizer = optimizer_seconds(job.model.parameters / size, cluster.gpu, nbytes=states,
-                                  fused=job.fused_optimizer, pace=cluster.pace)
+                                  pace=cluster.pace)
 
     def seconds(collective, ranks, local):
         return functools.cache(lambda nbytes: collective_seconds(
@@ -139,7 +135,7 @@ def job_spans(job: Job, cluster: Cluster) -> list[Span]:
                   for piece in _pieces(layer, job.bucket_bytes)]
         return step.ddp_spans(
             layers, cluster.ranks, seconds("all-reduce", cluster.ranks, None),
-            bucket_bytes=job.bucket_bytes, overlap=job.overlap, slowdown=slowdown,
+            bucket_bytes=job.bucket_bytes, slowdown=slowdown,
             optimizer_seconds=optimizer)
     local, copies = min(size, cluster.per_node), cluster.ranks // size
     reduce = None
@@ -149,8 +145,8 @@ def job_spans(job: Job, cluster: Cluster) -> list[Span]:
     return fsdp_spans(
         blocks, root, gather=seconds("all-gather", size, local),
         scatter=seconds("reduce-scatter", size, local), reduce=reduce,
-        own_lane=size == cluster.per_node, shard_ranks=size, prefetch=job.prefetch,
-        reshard=job.reshard, overlap=job.overlap, slowdown=slowdown, optimizer_seconds=optimizer,
+        own_lane=size == cluster.per_node, shard_ranks=size, reshard=job.reshard,
+        slowdown=slowdown, optimizer_seconds=optimizer,
         parameter_ratio=job.parameter_bytes / job.gradient_bytes)
 
 

@@ -78,14 +78,12 @@ class Job:
     ``strategy``: one of `SIMULATED_STRATEGIES`; HSDP shards among ``shard_ranks`` (by default a
     node) and all-reduces shards among the copies. ``recompute``: one of `RECOMPUTE`. Bytes:
     of a parameter and of a gradient as they travel, and of the optimizer's states per parameter
-    (K). ``prefetch``: blocks gathered ahead; ``reshard`` after forward, so that backward gathers
-    again. ``overlap``: whether sending goes on beside computing; ``bucket_bytes``: DDP's.
+    (K). ``reshard`` after forward, so that backward gathers again. ``bucket_bytes``: DDP's.
     ``compiled``: whether torch.compile made the blocks and the loss; ``attention``: one of
     `rates.ATTENTION_KERNELS`; ``cast_weights``: weights that are fp32 where they are used are cast
-    to bf16 each time, as under autocast, and their gradients back; ``fused_optimizer``: AdamW as
-    one kernel, not torch's foreach; ``update_bytes``: that it reads and writes for a parameter, by
-    default 2K + 4. Raises ValueError for what is none of these, and like `checks.whole` for batch,
-    sequence, accumulation and prefetch.
+    to bf16 each time, as under autocast, and their gradients back; ``update_bytes``: that fused
+    AdamW reads and writes for a parameter, by default 2K + 4. Raises ValueError for what is none of
+    these, and like `checks.whole` for batch, sequence and accumulation.
     """
 
     model: TransformerConfig
@@ -97,20 +95,17 @@ class Job:
     parameter_bytes: int = 2
     gradient_bytes: int = 2
     optimizer_bytes: int = 12
-    prefetch: int = 1
     reshard: bool = True
-    overlap: bool = True
     bucket_bytes: float = 25 * 2**20
     compiled: bool = False
     attention: str = ATTENTION_KERNELS[0]
     cast_weights: bool = False
-    fused_optimizer: bool = True
     update_bytes: int | None = None
     accumulation: int = 1
 
     def __post_init__(self):
         whole(self.batch, "batch"), whole(self.sequence, "sequence")
-        whole(self.accumulation, "accumulation"), whole(self.prefetch, "prefetch", least=0)
+        whole(self.accumulation, "accumulation")
         whole(self.parameter_bytes, "parameter_bytes"), whole(self.gradient_bytes, "gradient_bytes")
         whole(self.optimizer_bytes, "optimizer_bytes", least=0)
         if self.update_bytes is not None:

@@ -91,7 +91,7 @@ class Budget:
 def budget(model: TransformerConfig, world_size: int, memory_bytes: float, *, stage: str = "ZeRO-3",
            precision: Precision | str = "K = 12", batch: int = 1, sequence: int = 1024,
            recompute: str = "none", reshard: bool = True, bucket_views: bool = False,
-           foreach: bool = False, held: States | None = None, accumulates: bool = False) -> Budget:
+           held: States | None = None, accumulates: bool = False) -> Budget:
     """What a step needs on each rank, with ``batch`` sequences of ``sequence`` tokens per rank.
 
     ``stage``: one of `STAGES`, each as a usual implementation does it, moment by moment (`moments`
@@ -101,16 +101,15 @@ def budget(model: TransformerConfig, world_size: int, memory_bytes: float, *, st
     computes under autocast.
 
     ``reshard``: False for reshard_after_forward=False. ``bucket_views``: as with
-    gradient_as_bucket_view=True, so that DDP's buckets are the gradients. ``foreach``: the
-    optimizer works on all tensors at once, as torch.optim does on a GPU unless told ``fused=True``
-    or ``foreach=False``. ``recompute``: see `activations`. ``held``: the states of a rank, such as
-    one of `shards.real_states`, where they are not those of the formulas. ``accumulates``: the
-    batch is one of several micro-batches, so that the sum of gradients is there from the start.
-    Raises like `states` and `activations` for what cannot be.
+    gradient_as_bucket_view=True, so that DDP's buckets are the gradients. ``recompute``: see
+    `activations`. ``held``: the states of a rank, such as one of `shards.real_states`, where they
+    are not those of the formulas. ``accumulates``: the batch is one of several micro-batches, so
+    that the sum of gradients is there from the start. Raises like `states` and `activations` for
+    what cannot be.
     """
     by_formula = states(stage, precision, world_size, model.parameters)
     held, precision = held or by_formula, precision_of(precision)
     step = Step(model, whole(world_size, "the world size"), STAGES[stage], precision, held, batch,
-                sequence, recompute, reshard, bucket_views, foreach, accumulates)
+                sequence, recompute, reshard, bucket_views, accumulates)
     peak = max(moments(step, outermost=True), key=lambda moment: moment.total)
     return Budget(step, peak, memory_bytes)

@@ -69,7 +69,7 @@ class Step:
     """One rank's step, of which the moments are wanted. ``ranks``: those that share one copy.
 
     ``sharded``: of "parameters", "gradients" and "optimizer" what is divided among the ranks.
-    ``reshard``, ``bucket_views``, ``foreach`` and ``accumulates``: see `memory.budget`.
+    ``reshard``, ``bucket_views`` and ``accumulates``: see `memory.budget`.
     """
 
     model: TransformerConfig
@@ -82,7 +82,6 @@ class Step:
     recompute: str = "none"
     reshard: bool = True
     bucket_views: bool = False
-    foreach: bool = False
     accumulates: bool = False
 
     @property
@@ -328,7 +327,7 @@ def _feed_forward(step):
 
 
 def _optimizer(step, communication=0.0):
-    """The optimizer works on one tensor after another, or, with ``foreach``, on all at once.
+    """The optimizer works on one tensor after another, as with ``fused=True``.
 
     Adam takes the root of a tensor's second moment and divides it into another tensor. What it made
     of the tensor before is still there. A rank has its rows of each tensor, where parameters are
@@ -336,11 +335,8 @@ def _optimizer(step, communication=0.0):
     """
     model, precision = step.model, step.precision
     owned = step.states.optimizer / precision.optimizer if precision.optimizer else 0
-    if step.foreach:
-        elements = owned / 2
-    else:
-        elements = max(size + before / 2 for before, size in pairwise([0, *_tensors(model)]))
-        elements = elements / step.ranks if "parameters" in step.sharded else min(elements, owned)
+    elements = max(size + before / 2 for before, size in pairwise([0, *_tensors(model)]))
+    elements = elements / step.ranks if "parameters" in step.sharded else min(elements, owned)
     return step.moment("optimizer step", gradients=step.states.gradients,
                        communication=communication, other=elements * precision.in_step)
 

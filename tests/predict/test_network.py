@@ -283,10 +283,11 @@ def test_the_end_of_computing_beside_sending(seconds, end):
 @pytest.mark.parametrize("strategy", SIMULATED_STRATEGIES)
 def test_a_step_of_nccl_computes_longer_where_it_sends_beside(strategy):
     job = Job(TransformerConfig(4, 1024, 8, 4096, 512, 4096), 2, 2048, strategy)
-    beside, alone = predict(job, H100.of(64)), predict(replace(job, overlap=False), H100.of(64))
+    beside = predict(job, H100.of(64))
+    # Over links of no known family, nothing slows computing.
+    alone = predict(job, replace(H100, inside=replace(H100.inside, name="mine")).of(64))
     slowdown = network.computing_slowdown(H100.of(64))
     assert 1.01 < beside.compute_seconds / alone.compute_seconds < slowdown
-    assert beside.seconds < alone.seconds
     hidden = beside.compute_seconds - alone.compute_seconds
     sent = sum(span.seconds for span in beside.spans if span.lane == COMMUNICATION)
     assert hidden <= (1 - 1 / slowdown) * sent * (1 + 1e-9)

@@ -52,18 +52,6 @@ def test_fully_sharded_by_hand():
         "reduce-scatter root": [(31, 33)], "optimizer": [(33, 34)]}
 
 
-def test_without_prefetch_every_gather_waits_and_queues_behind_the_reduce_scatter():
-    found = scheduled(prefetch=0)
-    assert found["gather B"] == [(6, 9), (15, 18)]
-    assert found["reduce-scatter B"] == [(23, 29)]
-    assert found["gather A"] == [(1, 4), (29, 32)]
-    assert found["optimizer"] == [(44, 45)]
-
-
-def test_without_overlap_the_step_is_the_sum():
-    assert scheduled(overlap=False)["optimizer"] == [(44, 45)]  # 17 computing, 13 + 14 sending
-
-
 def test_without_resharding_backward_gathers_nothing():
     found = scheduled(reshard=False)
     assert found["gather A"] == [(1, 4)]
@@ -84,9 +72,7 @@ def test_no_lane_does_two_things_and_nothing_starts_before_what_it_needs(seed):
     chance = random.Random(seed)
     blocks = [Layer(chance.random(), chance.random(), chance.random(), f"block {index}")
               for index in range(chance.randrange(1, 9))]
-    prefetch = chance.randrange(4)
-    spans = cluster.fsdp_spans(blocks, ROOT, gather=lambda n: n, scatter=lambda n: 2 * n,
-                                     prefetch=prefetch)
+    spans = cluster.fsdp_spans(blocks, ROOT, gather=lambda n: n, scatter=lambda n: 2 * n)
     for lane in (COMPUTE, COMMUNICATION):
         for before, after in itertools.pairwise([span for span in spans if span.lane == lane]):
             assert before.end <= after.start
@@ -97,7 +83,7 @@ def test_no_lane_does_two_things_and_nothing_starts_before_what_it_needs(seed):
             assert gather.end <= compute.start
             begun = [span for span in spans if span.name.startswith(f"{pass_} block")
                      and gather.start < span.start < compute.start]
-            assert len(begun) <= prefetch, "gathered further ahead than there is room"
+            assert len(begun) <= 1, "gathered further ahead than there is room"
         assert compute.end <= next(span for span in spans
                                    if span.name == f"reduce-scatter {name}").start
 
@@ -304,7 +290,7 @@ def test_computing_is_slowed_by_each_collective_that_runs_beside_it():
     root = Layer(1.0, 2.0, 30.0, "root")
     spans = cluster.fsdp_spans(blocks, root, gather=lambda nbytes: 0.05 * nbytes,
                                scatter=lambda nbytes: 0.07 * nbytes, shard_ranks=4, slowdown=1.5,
-                               reduce=lambda nbytes: 0.3 * nbytes, prefetch=2)
+                               reduce=lambda nbytes: 0.3 * nbytes)
     alone = {"forward root": 1.0, "backward root": 2.0}
     most = 0
     for place, span in enumerate(spans[:-1]):
