@@ -2,6 +2,7 @@
 
 import html
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from ipywidgets import HTML, Button, HBox, Layout, RadioButtons, Text, VBox
 
@@ -11,37 +12,9 @@ from dplab.desk.buttons import said_without_kernel
 # ipywidgets makes no group of its radio buttons, and ties neither them nor a field to a question;
 # JupyterLab takes their arrow keys for its own. A style sheet's load event comes once it is in the
 # page; its neighbours may come a moment later.
-NAME_CONTROLS = """
-const name = tries => {
-  const box = this.closest('.dplab-guess');
-  const inputs = box?.querySelectorAll('input') ?? [], said = box?.querySelector('.dplab-said');
-  if (!inputs.length || !said) return tries && setTimeout(name, 50, tries - 1);
-  const question = box.querySelector('.dplab-question').textContent;
-  const group = box.querySelector('.widget-radio-box'), id = `guess-${Math.random()}`;
-  (group ?? inputs[0]).setAttribute('aria-label', question);
-  group?.setAttribute('role', 'radiogroup');
-  if (group) for (const input of inputs) {
-    input.name = id;
-    input.setAttribute('data-lm-suppress-shortcuts', 'true');
-  }
-  said.setAttribute('role', 'status');
-};
-name(100);
-"""
-STYLE = """
-.dplab-guess .widget-html { height: auto; margin: 0; }
-.dplab-guess .widget-html-content, .dplab-guess .widget-radio-box label {
-  font-size: var(--jp-content-font-size1, 14px); line-height: 1.5; height: auto; }
-.dplab-guess .widget-radio { margin: 0; }
-.dplab-guess .widget-radio-box { margin: 2px 0 4px !important; padding: 0; }
-.dplab-guess .widget-radio-box label {
-  display: flex; white-space: normal; padding: 0; margin: 0 0 2px; }
-.dplab-guess .widget-radio-box input {
-  position: static; order: -1; flex: none; margin: 0 8px 0 2px; }
-.dplab-guess .widget-hbox { align-items: center; gap: 6px; margin: 2px 0; }
-.dplab-guess .dplab-said:has(.widget-html-content:empty) { display: none; }
-""" + said_without_kernel("dplab-guess", "Run this cell again to use these controls.",
-                          ":not(:has(:disabled))")
+NAME_CONTROLS = Path(__file__).with_suffix(".js").read_text(encoding="utf-8")
+STYLE = Path(__file__).with_suffix(".css").read_text(encoding="utf-8") + said_without_kernel(
+    "dplab-guess", "Run this cell again to use these controls.", ":not(:has(:disabled))")
 
 
 class GuessBox(VBox):

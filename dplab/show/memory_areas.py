@@ -3,12 +3,11 @@
 import math
 from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from matplotlib.patches import Rectangle
 
 from dplab.show.labels import SIZE, SWATCH, TITLE_SIZE, number, text_height, text_width
-from dplab.show.palette import INK, MUTED, OTHER_COLORS, PART_COLORS, WARNING, outline
+from dplab.show.palette import INK, MUTED, OTHER_COLORS, PART_COLORS, outline
 from dplab.show.theme import (
     WIDTH,
     CourseFigure,
@@ -18,9 +17,6 @@ from dplab.show.theme import (
     wrapped_title,
     write_title,
 )
-
-if TYPE_CHECKING:
-    from dplab.measure.memory_timeline import Phase, Sample
 
 CATEGORY_COLORS = {  # from the bottom up
     "parameters": PART_COLORS["backward"],
@@ -36,16 +32,13 @@ HEIGHT = 3.6  # inches, and more where labels need it
 PITCH = SIZE * 1.45
 
 
-def memory_over_step(samples: "Sequence[Sample]", phases: "Sequence[Phase]" = (), *, title: str,
-                     limit: float | None = None, top: float | None = None) -> CourseFigure:
+def memory_over_step(samples: Sequence, phases: Sequence = (), *, title: str) -> CourseFigure:
     """Draws what is held after each change, one area on another, and what that is at the peak.
 
-    ``samples``, in order: ``op``, a count of operations, and ``bytes``, a category to bytes; those
-    of one ``op`` share its width. Categories that never hold anything are left out, and unknown
-    ones follow the known ones. ``phases`` have ``name``, ``start``, ``end`` in operations.
-    ``limit``: bytes of a dashed line, such as a GPU's memory; ``top``: bytes at which the axis
-    ends, so that figures can be compared. Raises ValueError for no samples, for bytes that are
-    negative or not finite, and for phases that cannot be.
+    ``samples``, in order: ``op``, a count of operations, and ``bytes``, each of CATEGORY_COLORS to
+    bytes; those of one ``op`` share its width. Categories that never hold anything are left out.
+    ``phases`` have ``name``, ``start``, ``end`` in operations. Raises ValueError for no samples,
+    for bytes that are negative or not finite, and for phases that cannot be.
     """
     rows = [dict(sample.bytes) for sample in samples]
     values = [value for row in rows for value in row.values()]
@@ -53,10 +46,10 @@ def memory_over_step(samples: "Sequence[Sample]", phases: "Sequence[Phase]" = ()
         raise ValueError("memory_over_step needs a sample, and only bytes of 0 or more")
     if any(not 0 <= phase.start <= phase.end for phase in phases):
         raise ValueError("a phase starts at 0 or later and ends no earlier than it starts")
-    categories, colors = _categories(rows)
+    categories = [each for each in CATEGORY_COLORS if any(row.get(each) for row in rows)]
     totals = [sum(row.values()) for row in rows]
     peak = max(range(len(rows)), key=totals.__getitem__)
-    most = max(top or 0, limit or 0, totals[peak])
+    most = totals[peak]
     factor, unit = next((f, u) for f, u in UNITS if most >= f or f == 1)
     x = _places([sample.op for sample in samples])
     end = max([x[-1] + 1, *(phase.end for phase in phases)])
@@ -83,13 +76,13 @@ def memory_over_step(samples: "Sequence[Sample]", phases: "Sequence[Phase]" = ()
         for category in categories:
             own = [row.get(category, 0) / factor for row in rows]
             high = [a + b for a, b in zip(low, [*own, own[-1]], strict=True)]
-            axes.fill_between([*x, end], low, high, step="post", color=colors[category],
-                              linewidth=0, label=category)
-            edges = [*x, end]
-            if outline(colors[category]) != colors[category]:
+            color, edges = CATEGORY_COLORS[category], [*x, end]
+            axes.fill_between(edges, low, high, step="post", color=color, linewidth=0,
+                              label=category)
+            if outline(color) != color:
                 held = [index for index, value in enumerate(own) if value]
                 axes.hlines([high[index] for index in held], [edges[index] for index in held],
-                            [edges[index + 1] for index in held], outline(colors[category]),
+                            [edges[index + 1] for index in held], outline(color),
                             linewidth=0.8, label="_outline")
             low = high
         axes.set(xlim=(0, end), ylim=(0, 1.04 * most / factor or 1),
@@ -115,29 +108,13 @@ def memory_over_step(samples: "Sequence[Sample]", phases: "Sequence[Phase]" = ()
             up -= PITCH
             add_area(axes, Rectangle((across / plot_width, (up - 4.5) / plot_height),
                                      9 / plot_width, 9 / plot_height, transform=axes.transAxes,
-                                     facecolor=colors[category], clip_on=False, label="_swatch"))
+                                     facecolor=CATEGORY_COLORS[category], clip_on=False,
+                                     label="_swatch"))
             write(across + SWATCH, up, text)
-        if limit is not None:
-            axes.axhline(limit / factor, color=WARNING, linewidth=1.2, linestyle=(0, (4, 3)))
-            axes.annotate(f"{number(limit / factor)} {unit}", (0, limit / factor), (4, -3),
-                          textcoords="offset points", va="top", size=SIZE, color=WARNING,
-                          bbox={"facecolor": "white", "edgecolor": "none", "pad": 1})
         write_title(figure, title)
     said = _said(samples, phases, peak, head, texts, unit)
     figure.alt = " ".join(f"{finding}. {said}".split())
     return figure
-
-
-def _categories(rows):
-    """The categories that ever hold something, from the bottom up, and the colours of all."""
-    found = {category for row in rows for category, value in row.items() if value}
-    others = [category for category in dict.fromkeys(c for row in rows for c in row)
-              if category in found and category not in CATEGORY_COLORS]
-    free = [color for color in OTHER_COLORS if color not in CATEGORY_COLORS.values()]
-    if len(others) > len(free):
-        raise ValueError(f"memory_over_step has no distinct colours left for {others}")
-    colors = {**CATEGORY_COLORS, **dict(zip(others, free, strict=False))}
-    return [category for category in colors if category in found], colors
 
 
 def _places(ops):

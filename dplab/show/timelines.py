@@ -4,7 +4,6 @@ import math
 import re
 from collections.abc import Sequence
 from itertools import cycle
-from typing import TYPE_CHECKING
 
 from matplotlib.patches import Rectangle
 
@@ -22,15 +21,12 @@ from dplab.show.palette import (
 )
 from dplab.show.theme import WIDTH, CourseFigure, add_area, style
 
-if TYPE_CHECKING:
-    from dplab.predict.step import Span
-
 EXPOSED, HIDDEN = PART_COLORS["communication"], "#FBE3A8"
 BAND, THIN, GAP = 22, 15, 12
 HATCHES = {"data": "....", "stalled": "////"}  # of what is no work
 
 
-def timeline(ranks: "Sequence[Sequence[Span]]", *, title: str, note: str | None = None,
+def timeline(ranks: Sequence[Sequence], *, title: str, note: str | None = None,
              names: Sequence[str] | None = None,
              since: str = "the step began") -> CourseFigure:
     """Draws a row per rank: a band of what it computes, and below it a bar per collective.

@@ -1,18 +1,14 @@
 """Which units a rank holds whole over a step, and how many bytes that is beside the model's."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from matplotlib.patches import Rectangle
 
 from dplab.show.palette import INK, MUTED, PART_COLORS, REFERENCE, readable_on
 from dplab.show.theme import WIDTH, CourseFigure, add_area, style, wrapped_title
 
-if TYPE_CHECKING:
-    from dplab.measure.whole_units import Whole
 
-
-def units_over_step(spans: "Sequence[Whole]", nbytes: Sequence[float], names: Sequence[str], *,
+def units_over_step(spans: Sequence, nbytes: Sequence[float], names: Sequence[str], *,
                     forward: int, operations: int, chunks: float, title: str) -> CourseFigure:
     """Draws a row for each unit, with a bar while it is whole; below, the bytes of all bars.
 

@@ -2,12 +2,8 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from dplab.predict.transformer_config import TransformerConfig
-
-if TYPE_CHECKING:
-    from dplab.measure.memory_timeline import Phase, Sample
 
 
 @dataclass(frozen=True)
@@ -22,7 +18,7 @@ class Picture:
     ranks: int
 
 
-def picture_of(samples: "Sequence[Sample]", phases: "Sequence[Phase]", config: TransformerConfig,
+def picture_of(samples: Sequence, phases: Sequence, config: TransformerConfig,
                ranks: int) -> Picture:
     """That of a step in the phases "forward" and "backward", real or in a dry run."""
     parts = {phase.name: [sample.bytes for sample in samples if phase.holds(sample)]

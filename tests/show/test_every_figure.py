@@ -49,7 +49,7 @@ FIGURES = {
          for unit, at in ((0, 1), (1, 4), (1, 8), (0, 11))], [3e6, 5e6], ["first", "second"],
         forward=7, operations=14, chunks=2e6, title=TITLE),
     "memory_over_step": lambda: show.memory_over_step(
-        HELD, [SimpleNamespace(name="forward", start=0, end=5)], title=TITLE, limit=9e9),
+        HELD, [SimpleNamespace(name="forward", start=0, end=5)], title=TITLE),
     "predicted_beside_published": lambda: show.predicted_beside_published(
         [show.Beside("one", "assumed: much", [1.2, 1.4]), show.Beside("two", "n", None)],
         title=TITLE),

@@ -49,13 +49,12 @@ def extent_at(path, x):
     return min(crossed), max(crossed)
 
 
-@pytest.mark.parametrize("limit", [None, 1e6])
 @pytest.mark.parametrize("step", STEPS_OF_MEMORY.values(), ids=STEPS_OF_MEMORY)
-def test_memory_is_stacked_as_given_with_texts_apart(step, limit):
+def test_memory_is_stacked_as_given_with_texts_apart(step):
     samples, phases = step
-    figure = show.memory_over_step(samples, phases, title="A finding " * 12, limit=limit)
+    figure = show.memory_over_step(samples, phases, title="A finding " * 12)
     assert_readable(figure)
-    most = max(limit or 0, *(sum(sample.bytes.values()) for sample in samples), 0)
+    most = max(sum(sample.bytes.values()) for sample in samples)
     unit = next(f for f in (1e12, 1e9, 1e6, 1e3, 1) if most >= f or f == 1)
     areas = {area.get_label(): area.get_paths()[0] for area in figure.axes[0].collections
              if not area.get_label().startswith("_")}
@@ -89,8 +88,6 @@ def test_a_memory_figure_says_its_peak_in_words():
     assert figure.alt == ("Gathered in turn. 4.08 GB at the peak, in optimizer: activations 0.00, "
                           "gathered 2.40, gradients 0.88, parameters 0.80, in GB. "
                           "Phases: forward, backward, optimizer.")
-    top = show.memory_over_step(*STEPS_OF_MEMORY["usual"], title="", top=8e9).axes[0].get_ylim()[1]
-    assert top == pytest.approx(1.04 * 8)
 
 
 @pytest.mark.parametrize(("samples", "phases", "says"), [
@@ -98,7 +95,6 @@ def test_a_memory_figure_says_its_peak_in_words():
     ([Held(0, a=-1)], [], "0 or more"),
     ([Held(0, a=math.nan)], [], "0 or more"),
     ([Held(0, a=1)], [Part("back", 3, 2)], "ends no earlier"),
-    ([Held(0, **{f"c{i}": 1 for i in range(9)})], [], "colours"),
 ])
 def test_memory_that_cannot_be_drawn_is_an_error(samples, phases, says):
     with pytest.raises(ValueError, match=says):
