@@ -12,7 +12,6 @@ from dplab.parallel.fully_sharded_model import FullyShardedModel
 from dplab.parallel.local_sgd import DiLoCo, LocalSGD, StreamingDiLoCo
 from dplab.parallel.manual_ddp import ManualDDP, average_gradients, broadcast_module
 from dplab.parallel.overlapped_ddp import OverlappedDDP
-from dplab.parallel.ownership import clip_grad_norm_
 from dplab.parallel.parameter_server import ParameterServer
 from dplab.parallel.sharded_gradients import ShardedGradientOptimizer
 from dplab.parallel.sharded_optimizer import ShardedOptimizer
@@ -20,6 +19,6 @@ from dplab.parallel.sharded_optimizer import ShardedOptimizer
 __all__ = [
     "BucketedDDP", "DiLoCo", "FullyShardedModel", "LocalSGD", "ManualDDP", "OverlappedDDP",
     "ParameterServer", "ShardedGradientOptimizer", "ShardedOptimizer", "StreamingDiLoCo",
-    "average_gradients", "broadcast_module", "clip_grad_norm_", "naive_all_reduce",
-    "ring_all_gather", "ring_all_reduce", "ring_reduce_scatter", "tree_all_reduce",
+    "average_gradients", "broadcast_module", "naive_all_reduce", "ring_all_gather",
+    "ring_all_reduce", "ring_reduce_scatter", "tree_all_reduce",
 ]

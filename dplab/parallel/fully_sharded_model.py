@@ -7,7 +7,7 @@ that each rank is left with the mean for its own part. While one layer computes,
 parameters are already on their way.
 
 The first part of this file is that idea alone, for one layer. The second part is what production
-needs: the next gather ahead, what belongs to no layer, mixed precision, accumulation, states.
+needs: the next gather ahead, what belongs to no layer, accumulation, the whole state dict.
 
 Sources: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
 2020, sections 5.3 and 7.2.2; Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data
@@ -19,7 +19,7 @@ from functools import partial
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
 from dplab.parallel.gathered_parameters import (
     Gather,
@@ -34,8 +34,6 @@ from dplab.parallel.ownership import (
     current_backward,
     own_chunk,
     pack,
-    refuse_another_shard,
-    shard_of,
     unpack,
 )
 
@@ -85,39 +83,29 @@ class FullyShardedModel(nn.Module):
     module: lies on this rank's device, whole; its values on rank 0 are the ones that count. From
         now on each of its parameters is this rank's piece of it, of one dimension, often empty;
         only in forward and backward is it whole for a while. Any torch optimizer that treats each
-        element by itself takes ``parameters()``; group them by their names, which stay. Clip with
-        `dplab.parallel.clip_grad_norm_`, not with torch's. Buffers stay whole.
+        element by itself takes ``parameters()``; group them by their names, which stay. torch's
+        `clip_grad_norm_` would find the norm of this rank's pieces alone. Buffers stay whole.
     units: the submodules that are gathered one at a time, in the order in which forward calls
         them; by default the children that own parameters, where those of a ModuleList count one
         by one. What belongs to none, or is tied across several, is gathered for the whole of
         forward and of backward. Every rank runs the same units in the same order.
-    param_dtype: in which parameters are gathered and units compute, such as torch.bfloat16; each
-        unit's inputs are cast to it. By default their own. The pieces, their gradients and with
-        them the optimizer keep theirs.
-    reduce_dtype: in which gradients are summed over the ranks; by default in that of the gathered
-        parameters.
 
     A step moves 3(N−1)/N·M bytes: two all-gathers and a reduce-scatter. Every backward adds the
     mean of its gradients to the pieces' ``grad``, where a parameter that backward did not reach
     counts as zeros. ValueError for a unit that is not part of ``module``, or is part of another.
     """
 
-    def __init__(self, module: nn.Module, units=None, *, param_dtype: torch.dtype | None = None,
-                 reduce_dtype: torch.dtype | None = None):
+    def __init__(self, module: nn.Module, units=None):
         super().__init__()
         units = _children_with_parameters(module) if units is None else list(units)
         _check(units, module)
         self.module = module
-        self._param_dtype = param_dtype
         broadcast_tensors(module.buffers())
-        self._shapes = {name: tuple(p.shape) for name, p in module.named_parameters()}
         # The first one is of what belongs to no unit: forward and backward both begin with it.
         places = places_of(module)
-        self._units = [Unit(parameters, places, param_dtype, reduce_dtype)
-                       for parameters in divide(places, units)]
+        self._units = [Unit(parameters, places) for parameters in divide(places, units)]
         for index, unit in enumerate(units, start=1):
-            unit.register_forward_pre_hook(partial(self._before_forward, index), prepend=True,
-                                           with_kwargs=True)
+            unit.register_forward_pre_hook(partial(self._before_forward, index), prepend=True)
             unit.register_forward_hook(partial(self._after_forward, index))
         self._running = None
         self._reducing = None
@@ -128,24 +116,15 @@ class FullyShardedModel(nn.Module):
         if current_backward() == -1:
             self._reducing = None
             self._take_all_out()
-        args, kwargs = self._before_forward(0, None, args, kwargs)
+        self._before_forward(0)
         output = self.module(*args, **kwargs)
         self._after_forward(0, None, None, output)
         return output
 
-    def _before_forward(self, index, _module, args, kwargs):
+    def _before_forward(self, index, _module=None, _inputs=None):
         self._units[index].put_in(self._take_gradient)
         if current_backward() == -1 and index + 1 < len(self._units):
             self._units[index + 1].launch_gather()
-        return self._cast(args), self._cast(kwargs)
-
-    def _cast(self, arguments):
-        """A unit's arguments, nested or not: numbers in the dtype in which it computes."""
-        if self._param_dtype is None:
-            return arguments
-        return tree_map_only(
-            torch.Tensor, lambda x: x.to(self._param_dtype) if x.is_floating_point() else x,
-            arguments)
 
     def _after_forward(self, index, _module, _inputs, output):
         if current_backward() != -1:  # activation checkpointing runs forward again, for backward
@@ -226,7 +205,7 @@ class FullyShardedModel(nn.Module):
     def full_state_dict(self) -> dict[str, torch.Tensor]:
         """The whole state dict of ``module``, as it was before: on every rank, copies.
 
-        Every rank calls it, and needs the memory for the whole model. Not in ``param_dtype``.
+        Every rank calls it, and needs the memory for the whole model.
         """
         self._take_all_out()
         whole: dict[nn.Parameter, torch.Tensor] = {}
@@ -235,35 +214,6 @@ class FullyShardedModel(nn.Module):
         state = self.module.state_dict(keep_vars=True)
         return {name: whole[tensor] if tensor in whole else tensor.detach().clone()
                 for name, tensor in state.items()}
-
-    @torch.no_grad()
-    def load_full_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        """Takes its pieces from a whole state dict, saved on any number of ranks.
-
-        ValueError if names or shapes are not those of ``module``.
-        """
-        self._take_all_out()
-        own = self.module.state_dict(keep_vars=True)
-        if state.keys() != own.keys():
-            raise ValueError("this state belongs to another model: "
-                             f"{sorted(state.keys() ^ own.keys())} is not in both; make the model "
-                             "as it was saved")
-        for name, shape in self._shapes.items():
-            if tuple(state[name].shape) != shape:
-                raise ValueError(f"this state belongs to another model: {name!r} has shape "
-                                 f"{tuple(state[name].shape)} there and {shape} here; make the "
-                                 "model as it was saved")
-        piece_of = {piece: partial(shard.layout.piece_of, index)
-                    for shard in self._shards() for index, piece in enumerate(shard.pieces)}
-        for name, tensor in own.items():
-            tensor.copy_(piece_of[tensor](state[name]) if tensor in piece_of else state[name])
-
-    def get_extra_state(self) -> dict:
-        """What the pieces in ``state_dict()`` belong to; ``load_state_dict`` looks at it first."""
-        return shard_of(self._shapes)
-
-    def set_extra_state(self, state: dict) -> None:
-        refuse_another_shard(state, self._shapes)
 
     def _shards(self):
         return [shard for unit in self._units for shard in unit.shards]

@@ -57,12 +57,11 @@ def launch_refill(whole: torch.Tensor, chunk: torch.Tensor) -> dist.Work:
 class Unit:
     """Parameters that are gathered and freed together."""
 
-    def __init__(self, parameters, places, param_dtype, reduce_dtype):
+    def __init__(self, parameters, places):
         kinds = {}
         for p in parameters:
             kinds.setdefault((p.dtype, p.device, p.requires_grad), []).append(p)
-        self.shards = [Shard(kind, [places[p] for p in kind], param_dtype, reduce_dtype)
-                       for kind in kinds.values()]
+        self.shards = [Shard(kind, [places[p] for p in kind]) for kind in kinds.values()]
 
     def launch_gather(self) -> None:
         for shard in self.shards:
@@ -87,20 +86,16 @@ class Shard:
     """Some parameters of one kind in one flat tensor, of which this rank keeps its own chunk.
 
     places: for each parameter the pairs of module and name where it is found, several if tied.
-    There may be three dtypes: the chunk is stored in the parameters' own, ``whole`` is gathered and
-    used in ``param_dtype``, and gradients are summed in ``reduce_dtype``.
     """
 
-    def __init__(self, parameters, places, param_dtype, reduce_dtype):
+    def __init__(self, parameters, places):
         self.layout = Layout(p.shape for p in parameters)
         self._places = places
-        self._reduce_dtype = reduce_dtype
-        flat = pack(parameters)
-        dist.broadcast(flat, src=0)
-        self.chunk = own_chunk(flat).clone()
+        self.whole = pack(parameters)
+        dist.broadcast(self.whole, src=0)
+        self.chunk = own_chunk(self.whole).clone()
         self.pieces = [nn.Parameter(piece, requires_grad=parameters[0].requires_grad)
                        for piece in self.layout.pieces(self.chunk)]
-        self.whole = flat.to(param_dtype) if param_dtype and flat.is_floating_point() else flat
         self._gathering = None
         self.unsent = None
         self.is_gathered = True
@@ -110,8 +105,7 @@ class Shard:
         if self.is_gathered:
             return
         self.is_gathered = True
-        message = self.chunk.to(self.whole.dtype)  # which must live until it is sent
-        self._gathering = launch_refill(self.whole, message), message
+        self._gathering = launch_refill(self.whole, self.chunk)
 
     def put_in(self, take_gradient) -> None:
         self._finish_gather()
@@ -128,7 +122,7 @@ class Shard:
 
     def _finish_gather(self):
         if self._gathering is not None:
-            self._gathering[0].wait()
+            self._gathering.wait()
             self._gathering = None
 
     def _set(self, tensors):
@@ -139,7 +133,6 @@ class Shard:
 
     def keep(self, gradient: torch.Tensor) -> None:
         """Adds to what there is to send: a gradient of this rank, in the form of ``whole``."""
-        gradient = gradient.to(self._reduce_dtype or gradient.dtype)
         self.unsent = gradient if self.unsent is None else self.unsent.add_(gradient)
 
     def launch_reduce(self) -> None:
@@ -151,13 +144,13 @@ class Shard:
     def finish_reduce(self) -> None:
         """Adds what has arrived, the mean of this rank's chunk, to the pieces' gradients."""
         self._work.wait()
-        arrived = own_chunk(self._sent).to(self.chunk.dtype, copy=True)
+        arrived = own_chunk(self._sent).clone()
         del self._sent, self._work
         for piece, gradient in zip(self.pieces, self.layout.pieces(arrived), strict=True):
             piece.grad = gradient if piece.grad is None else piece.grad.add_(gradient)
 
     def gather_copies(self) -> list[torch.Tensor]:
-        """The whole parameters in their own dtype and shapes, as copies."""
+        """The whole parameters in their shapes, as copies."""
         whole = whole_from_owners(self.chunk)
         return [view.clone() for view in unpack(whole, self.layout.shapes)]
 

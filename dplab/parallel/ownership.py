@@ -5,7 +5,7 @@ rank. Gradients go to their owners by a reduce-scatter, and what owners have com
 an all-gather.
 
 The first part of this file is that idea alone. The second part is what production needs: an
-optimizer's view of a chunk, sums that travel while backward goes on, clipping, and saved states.
+optimizer's view of a chunk, sums that travel while backward goes on, and saved states.
 
 Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
 2020, section 5.
@@ -127,30 +127,6 @@ def _background() -> ThreadPoolExecutor:
 def current_backward() -> int:
     """A number of its own for the backward that autograd is just running, or -1 outside of one."""
     return torch._C._current_graph_task_id()
-
-
-@torch.no_grad()
-def clip_grad_norm_(pieces, max_norm: float) -> torch.Tensor:
-    """Scales gradients of sharded parameters so that their norm over all ranks is ``max_norm``.
-
-    With `torch.nn.utils.clip_grad_norm_`, every rank would find the norm of its own pieces, and
-    scale by another factor. Here the ranks add up the squares first.
-
-    ``pieces``: this rank's, of any shapes and dtypes, none of them held by another rank too, such
-    as ``model.parameters()`` of a `FullyShardedModel`. Gradients of a smaller norm stay as they
-    are. Returns the norm before, a tensor that is equal on all ranks. Every rank calls it.
-    """
-    pieces = list(pieces)
-    gradients = [piece.grad for piece in pieces if piece.grad is not None]
-    total = torch.zeros((), dtype=torch.float64, device=pieces[0].device if pieces else None)
-    for gradient in gradients:
-        total += torch.linalg.vector_norm(gradient).double().square()
-    dist.all_reduce(total)
-    norm = total.sqrt()
-    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    for gradient in gradients:
-        gradient.mul_(factor.to(gradient.dtype))
-    return norm
 
 
 def shard_of(shapes) -> dict:

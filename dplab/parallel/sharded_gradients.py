@@ -162,12 +162,10 @@ class ShardedGradientOptimizer(ShardedOptimizer):
         self.flats[-1].finish()
 
     def _set_gradients_of_pieces(self):
-        if not self._has_reduced:
-            self._leave_out_the_unused([used for bucket in self.flats for used in bucket.used])
-            self._has_reduced = True
+        self._leave_out_the_unused([used for bucket in self.flats for used in bucket.used])
 
     def _drop_gradients_of_pieces(self):
-        self._has_reduced = False  # they stay until zero_grad(), as any gradient does
+        """They stay until zero_grad(), as any gradient does."""
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         super().zero_grad(set_to_none)

@@ -6,7 +6,7 @@ these alone and updates these alone. Then the ranks exchange the new *parameters
 the states are never sent.
 
 The first part of this file is that idea alone. The second part makes of it a torch optimizer:
-several dtypes and parameter groups, unused parameters, clipping, schedulers, saved states.
+several dtypes and parameter groups, unused parameters, schedulers, saved states.
 
 Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
 2020, sections 5.1 and 7.2.
@@ -19,7 +19,6 @@ from torch import nn
 from dplab.parallel.manual_ddp import refuse_sparse_gradient, true_on_any_rank
 from dplab.parallel.ownership import (
     Layout,
-    clip_grad_norm_,
     into_one,
     mean_for_owner,
     own_chunk,
@@ -106,7 +105,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def __init__(self, params, optimizer_cls, *, reduce_gradients: bool = False, **kwargs):
         self.flats: list[Flat] = []
         self._reduces_gradients = reduce_gradients
-        self._has_reduced = False
         self._local = optimizer_cls([{"params": []}], **kwargs)
         self._local.param_groups.clear()  # add_param_group fills them, called by super
         super().__init__(params, self._local.defaults)
@@ -150,17 +148,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
             work.wait()
         return loss
 
-    @torch.no_grad()
-    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
-        """Scales the gradients so that the norm of all of them together is at most ``max_norm``.
-
-        Call it on every rank, between ``backward()`` and ``step()``, or this optimizer's
-        ``zero_grad()`` to skip the step. What is scaled are the pieces, which ``step()`` takes.
-        Returns the norm before, equal on all ranks.
-        """
-        self._set_gradients_of_pieces()
-        return clip_grad_norm_(self.pieces, max_norm)
-
     def zero_grad(self, set_to_none: bool = True) -> None:
         super().zero_grad(set_to_none)
         self._drop_gradients_of_pieces()
@@ -171,12 +158,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if not self._reduces_gradients:
             for flat in self.flats:
                 flat.cut_gradients()
-        elif not self._has_reduced:  # clip_grad_norm_() may have come before step()
-            for flat in self.flats:
-                flat.reduce_gradients()
-            self._leave_out_the_unused([p.grad is not None
-                                        for flat in self.flats for p in flat.parameters])
-            self._has_reduced = True
+            return
+        for flat in self.flats:
+            flat.reduce_gradients()
+        self._leave_out_the_unused([p.grad is not None
+                                    for flat in self.flats for p in flat.parameters])
 
     def _leave_out_the_unused(self, is_used: list[bool]):
         """Without a gradient, the optimizer skips a piece: no momentum, no weight decay."""
@@ -187,7 +173,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 piece.grad = None
 
     def _drop_gradients_of_pieces(self):
-        self._has_reduced = False
         for piece in self.pieces:
             piece.grad = None
 

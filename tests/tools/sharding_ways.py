@@ -15,7 +15,6 @@ from dplab.parallel import (
     ManualDDP,
     ShardedGradientOptimizer,
     ShardedOptimizer,
-    clip_grad_norm_,
 )
 from dplab.parallel.manual_ddp import broadcast_tensors
 from dplab.predict.transformer_config import TransformerConfig
@@ -46,9 +45,6 @@ class Whole:
     def sync(self):
         pass
 
-    def clip(self, max_norm):
-        return nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
-
     def pieces(self):
         return [p for group in self.optimizer.param_groups for p in group["params"]]
 
@@ -65,9 +61,6 @@ class Stage1(Whole):
 
     def sync(self):
         self.model.finish_gradient_sync()
-
-    def clip(self, max_norm):
-        return self.optimizer.clip_grad_norm_(max_norm)
 
     def pieces(self):
         return self.optimizer.pieces
@@ -99,9 +92,6 @@ class Stage2(Stage1Reducing):
 class Stage3(Whole):
     def _wrap(self, module):
         return FullyShardedModel(module)
-
-    def clip(self, max_norm):
-        return clip_grad_norm_(self.model.parameters(), max_norm)
 
     def pieces(self):
         return [p for p in self.model.parameters() if p.requires_grad]
@@ -167,21 +157,18 @@ def mine(batch):
     return [part.chunk(dist.get_world_size())[dist.get_rank()] for part in batch]
 
 
-def train(trainer, batches, loss, schedule=False, max_norm=None, rank_part=mine):
-    """Trains, and returns the parameters and the norms that clipping found."""
-    norms = []
+def train(trainer, batches, loss, schedule=False, rank_part=mine):
+    """Trains, and returns the parameters."""
     if schedule:
         scheduler = torch.optim.lr_scheduler.StepLR(trainer.optimizer, 4, gamma=0.7)
     for batch in batches:
         trainer.optimizer.zero_grad()
         loss(trainer.model, *rank_part(batch)).backward()
         trainer.sync()
-        if max_norm is not None:
-            norms.append(trainer.clip(max_norm).item())
         trainer.optimizer.step()
         if schedule:
             scheduler.step()
-    return {name: tensor.cpu() for name, tensor in trainer.state().items()}, norms
+    return {name: tensor.cpu() for name, tensor in trainer.state().items()}
 
 
 def assert_close(states, expected, tolerance):
