@@ -40,7 +40,7 @@ GUESSES: dict[Key, tuple[str, ...]] = {
     0: ("counter-after-ranks", "sum-on-rank-3", "maximum-of-a-pair", "longest-in-the-call",
         "rank-to-blame", "both-send-first"),
     1: ("bytes-of-an-all-reduce", "messages-after-backward", "rows-of-wider-layers",
-        "parameters-that-fill-80-gb", "numbers-a-block-keeps", "limit-on-32-nodes"),
+        "numbers-a-block-keeps", "limit-on-32-nodes"),
     2: ("line-that-breaks", "weight-of-a-token", "yes-or-no", "plain-all-reduce", "mean-of-a-sum",
         "gradient-of-open-clip"),
     3: ("rank-0-receives-first", "equal-bits", "ring-faster-from", "a-slow-machine"),
