@@ -24,7 +24,6 @@ from dplab.predict.checks import one_of, whole
 from dplab.predict.cluster import BLOCK_RECOMPUTE, Prediction, job_spans
 from dplab.predict.job import RECOMPUTE, Cluster, Job
 from dplab.predict.memory import Budget
-from dplab.predict.moments import LOSS_BYTES
 from dplab.predict.network import collective_seconds
 from dplab.predict.precision import PRECISIONS, Precision, States, readable
 from dplab.predict.step import COMMUNICATION, Span
@@ -402,19 +401,9 @@ class Recommendation:
         if leanest.job.recompute != "full" and leanest.recomputing("full").fits:
             return ["With its blocks recomputed, FSDP fits: allow that."]
         if least is None:
-            held, ranks = min(((self._leanest_on(nodes * self.wish.cluster.node_size),
-                                nodes * self.wish.cluster.node_size) for nodes in _MANY_NODES),
-                              key=lambda found: found[0].total)
-            parts = ", ".join(f"{name} {readable(size)}" for name, size in held.parts.items()
-                              if size)
-            loss = ""
-            if held.moment == "loss":
-                logits = leanest.job.sequence * leanest.job.model.vocabulary
-                loss = f" A loss in chunks saves up to {readable(logits * LOSS_BYTES)}."
-            return [f"No number of GPUs is enough for FSDP. With its blocks recomputed, it needs "
-                    f"least on {ranks:,}: {readable(held.total)} at its peak, {held.moment} "
-                    f"({parts}).{loss} What is left asks for tensor or context parallelism, or "
-                    "offloading; none of these is simulated here."]
+            return ["No number of GPUs is enough for FSDP, with its blocks recomputed. What is "
+                    "left asks for tensor or context parallelism, or offloading; none of these is "
+                    "simulated here."]
         if least > ranks:
             return [f"The states need more GPUs: FSDP, with its blocks recomputed, needs at least "
                     f"{least:,}."]

@@ -14,7 +14,7 @@ from typing import Any
 
 from dplab.predict import choose, cluster, fields, reached, settings
 from dplab.predict.checks import one_of
-from dplab.predict.choose import MEMORY_ERROR, TIE, Option, Recommendation, Wish
+from dplab.predict.choose import MEMORY_ERROR, Option, Recommendation, Wish
 from dplab.predict.fields import AS_NEEDED, MOST_GPUS, RECOMMENDED
 from dplab.predict.job import RECOMPUTE
 from dplab.predict.published import ROWS, model_of
@@ -348,7 +348,7 @@ def _advice(recommendation: Recommendation, planned: Option, values: dict) -> di
         f"You chose {planned}. What follows is about {best}, which is recommended."]
     return {
         "options": [_row(each, recommendation, planned) for each in options],
-        "advice": [*_fewer(planned, recommendation), *whose, *recommendation.advice],
+        "advice": [*whose, *recommendation.advice],
         "scaling": _scaling(planned, recommendation.wish, values, None if best else (
             recommendation.least_ranks)),
         "unknown": recommendation.unknown}
@@ -372,20 +372,3 @@ def _mark(option, recommendation):
     if option is recommendation.best:
         return "recommended" if option.mfu >= LOW_MFU else "fastest, and a waste"
     return "as fast" if option in recommendation.ties else ""
-
-
-def _fewer(planned, recommendation):
-    """Advice where fewer GPUs do as much or more, with the same global batch."""
-    on = planned.cluster
-    if not recommendation.runs(planned) or on.ranks == 1:
-        return []
-    there = [replace(recommendation.wish, cluster=on.of(count)).option(planned.strategy)
-             for count in _counts(on, on.ranks, None) if count < on.ranks]
-    best = max((option for option in there if option.fits), default=None,
-               key=lambda option: option.tokens_per_second)
-    if best is None or best.tokens_per_second * (1 + TIE) < planned.tokens_per_second:
-        return []
-    count, more, less = best.cluster.ranks, best.tokens_per_second, planned.tokens_per_second
-    return [f"Use fewer GPUs. With {planned.strategy} and the same global batch, {count:,} "
-            f"{'GPUs reach' if count > 1 else 'GPU reaches'} {_rounded(more):,.0f} tokens/s in "
-            f"all, and {on.ranks:,} GPUs {_rounded(less):,.0f}."]
