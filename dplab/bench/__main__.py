@@ -13,12 +13,11 @@ import dplab
 BENCHES = {  # with the options that they have in turn; None: not then
     "launchers": "--peer-rounds 2",
     "sharded": "--ranks 4 --rounds 5",
-    "memory": "--models 'Llama-3 8B'",
     "cluster": "",
     "gpu": None,
 }
-MODULES = {"cluster": "published_runs", "memory": "predicted_memory"}
-"""Of benches whose names are taken: `predict` has both."""
+MODULES = {"cluster": "published_runs"}
+"""Of a bench whose name is taken: `predict` has it."""
 
 
 def module_of(name: str) -> str:

@@ -82,7 +82,7 @@ _MANY_NODES = [2**power for power in range(18)]
 _FREE = 0.1  # the share of memory that is left to the allocator and the libraries
 MEMORY_ERROR = 0.03
 """Two budgets that differ by less, relatively, are not told apart. A prediction is nearer than that
-to a dry run (``python -m dplab.bench memory``); what a GPU's allocator adds is not known."""
+to a dry run (tests/tools/predicted_memory.py); what a GPU's allocator adds is not known."""
 TIE = 0.12
 """Two step times that differ by less, relatively, are a tie. Of two runs that were published side
 by side and differ in strategy, the predicted ratio is off by so much in the median; between numbers

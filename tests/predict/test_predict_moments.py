@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+from predicted_memory import PRECISIONS, STEPS, dry, predicted, title
 
 from dplab import run
-from dplab.bench.predicted_memory import PRECISIONS, STEPS, dry, predicted, title
 from dplab.dryrun.fake_step import Setup, dry_run
 from dplab.predict import memory
 from dplab.predict.moments import PARTS

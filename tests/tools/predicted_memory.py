@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dplab import dryrun
 from dplab.predict import choose, memory
 from dplab.predict.catalogue import MODELS
-from dplab.predict.moments import PARTS
 
 STEPS = [  # model, strategy, ranks, batch, sequence, precision, recompute, more of the strategy
     ("Llama-3 8B", "FSDP", 8, 1, 8192, "mixed", "none", {}),
@@ -43,32 +42,6 @@ STEPS = [  # model, strategy, ranks, batch, sequence, precision, recompute, more
 ]
 PRECISIONS = {"fp32": "fp32", "mixed": "fp32 shards, bf16 gathered", "bf16": "pure bf16"}
 """Of the dry run, and of `predict.memory`."""
-
-
-def add_arguments(parser):
-    parser.add_argument("--models", nargs="+", choices=list(MODELS), metavar="MODEL",
-                        help="only these (default: all of the table)")
-
-
-def main(options):
-    print("the peak of a rank, GB: predicted by `predict.memory`, and in the dry run; below each, "
-          "its parts, predicted / dry run")
-    errors, of_parts = [], []
-    for step in STEPS:
-        if options.models and step[0] not in options.models:
-            continue
-        budget, run = predicted(step), dry(step)
-        errors.append(abs(budget.total / run.peak - 1))
-        of_parts.append(max(abs(budget.parts[part] - run.at_peak[part]) for part in PARTS)
-                        / run.peak)
-        print(f"\n{title(step)}\n  {budget.total / 1e9:.2f} / {run.peak / 1e9:.2f}, ratio "
-              f"{budget.total / run.peak:.4f}, at: {budget.moment} / {run.peak_phase}")
-        print("  " + ", ".join(f"{part} {budget.parts[part] / 1e9:.2f} / "
-                               f"{run.at_peak[part] / 1e9:.2f}" for part in PARTS
-                               if max(budget.parts[part], run.at_peak[part]) > 0.01 * run.peak),
-              flush=True)
-    print(f"\n{len(errors)} steps; largest error {max(errors):.2%}; of a part, "
-          f"{max(of_parts):.2%} of the peak")
 
 
 def title(step) -> str:
