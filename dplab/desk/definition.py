@@ -16,7 +16,7 @@ import sys
 import types
 from collections.abc import Callable, Iterator
 
-from dplab.desk.statements import FUTURE_ANNOTATIONS, Definition, Statement
+from dplab.desk.statements import Definition, Statement
 from dplab.spawn.parent.output import ipython
 
 LONGEST = 10_000  # characters of a constant
@@ -54,8 +54,7 @@ class _Source:
         self.home = home
         self.statements = statements
         self.from_mine = from_mine
-        self.imports: set[str] = {FUTURE_ANNOTATIONS} if any(
-            each.future for each in statements) else set()
+        self.imports: set[str] = set()
         self.chosen: dict[tuple[int, str], str] = {}  # by place, and name of a constant
 
     def add(self, name: str, before: int | None = None, user: str | None = None) -> None:
@@ -65,7 +64,7 @@ class _Source:
         """
         before = len(self.statements) if before is None else before
         is_current = not any(name in each.binds for each in self.statements[before:])
-        value = self.home.get(name, _of_ipython(name))
+        value = self.home.get(name, _MISSING)
         if value is _MISSING:  # a builtin, or a name that no run has looked up
             return
         places = [place for place in reversed(range(before))
@@ -128,8 +127,7 @@ class _Source:
         return found
 
     def text(self) -> str:
-        imports = sorted(self.imports, key=lambda line: (
-            line != FUTURE_ANNOTATIONS, line.startswith("from"), line))
+        imports = sorted(self.imports, key=lambda line: (line.startswith("from"), line))
         text, was_short = "\n".join(imports), False
         for _, part in sorted(self.chosen.items()):
             is_short = not part.startswith(("def ", "class ", "@", "async "))
@@ -172,11 +170,8 @@ def _run_so_far(value, home) -> Iterator[Statement]:
         function = _function_of(value)
         file = function.__code__.co_filename if function else home.get("__file__", "")
         texts = ["".join(linecache.getlines(file))]
-    future = False
     for text in texts:
-        future = future or any(ast.unparse(node) == FUTURE_ANNOTATIONS
-                               for node in _parsed(text).body)
-        yield from (Statement(node, text, future) for node in _statements(_parsed(text).body))
+        yield from (Statement(node, text) for node in _statements(_parsed(text).body))
 
 
 def _with_timed(shell, cell) -> Iterator[str]:
@@ -208,12 +203,6 @@ def _statements(body) -> Iterator[ast.stmt]:
             yield node
         for block in blocks:
             yield from _statements(block)
-
-
-def _of_ipython(name):
-    """What IPython has put among the builtins, as `display`; these are none of Python's."""
-    value = getattr(builtins, name, _MISSING)
-    return value if str(getattr(value, "__module__", "")).startswith("IPython.") else _MISSING
 
 
 # Whether a statement defines a value

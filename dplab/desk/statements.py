@@ -6,19 +6,15 @@ import textwrap
 from dataclasses import dataclass
 from functools import cached_property
 
-FUTURE_ANNOTATIONS = "from __future__ import annotations"
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 
 @dataclass(frozen=True)
 class Statement:
-    """A statement of ``source``. ``future``: annotations stay unevaluated, so their names count
-    for nothing.
-    """
+    """A statement of ``source``."""
 
     node: ast.stmt
     source: str
-    future: bool = False
 
     @property
     def lines(self) -> range:
@@ -45,9 +41,7 @@ class Statement:
         """The global names that it looks up when it runs (bases, decorators, defaults), and those
         that the functions which it defines look up when they are called.
         """
-        text = ast.unparse(self.node)
-        table = symtable.symtable(f"{FUTURE_ANNOTATIONS}\n{text}" if self.future else text,
-                                  "statement", "exec")
+        table = symtable.symtable(ast.unparse(self.node), "statement", "exec")
         at_once = {each.get_name() for each in table.get_symbols() if each.is_referenced()}
         later: set[str] = set()
 
