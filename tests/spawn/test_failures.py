@@ -158,6 +158,23 @@ def test_a_rank_that_is_stopped_while_its_value_is_on_its_way():
     assert error.reports[1] == "  rank 1 had returned, and its value was on its way"
 
 
+def test_ranks_that_end_just_as_their_time_is_up_give_their_values(monkeypatch):
+    ask = parents_ranks.Ranks.ask_where
+
+    def late(ranks):
+        ask(ranks)
+        while not all(state.finished for state in ranks.states):
+            ranks.listen(0.05)
+
+    monkeypatch.setattr(parents_ranks.Ranks, "ask_where", late)
+
+    def work():
+        time.sleep(0.9)
+        return 10 * dist.get_rank()
+
+    assert run(work, 3, timeout=0.5) == [0, 10, 20]
+
+
 class StopsRankOne:
     """A link that stops rank 1 before it has joined the others."""
 

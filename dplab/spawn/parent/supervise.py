@@ -156,6 +156,8 @@ class Supervisor:
         if time.monotonic() < self._since + self._timeout:
             return None
         self._ranks.ask_where()
+        if all(state.finished for state in self._states):  # the last ones while they were asked
+            return None
         return self._mismatch() or report.of_stuck(self._states, self._timeout)
 
     def _no_end(self):
