@@ -1,16 +1,15 @@
 """The cluster simulator beside published measurements of pure data-parallel and FSDP runs.
 
 Each run as an interval, from the slow to the fast pace of what was measured; nothing is fitted.
-Then rankings, and the planner's ranges.
+Then the planner's ranges.
 """
 
 import json
 import textwrap
-from collections import Counter
 from pathlib import Path
 
 from dplab.predict import reached
-from dplab.predict.published import published_runs, rankings, summary
+from dplab.predict.published import published_runs, summary
 
 
 def add_arguments(parser):
@@ -36,9 +35,6 @@ def main(options):
         for value in dict.fromkeys(getattr(run, name) for run in speeds):
             groups[value] = [run for run in speeds if getattr(run, name) == value]
     print_errors("nothing fitted", groups)
-    counts = Counter(pair for ranking in rankings(runs) for pair in ranking.pairs)
-    print(f"rankings: of {counts.total()} pairs {counts['right']} right, {counts['wrong']} wrong, "
-          f"{counts['tie']} a tie on one side alone")
     print_ranges()
 
 

@@ -5,8 +5,8 @@
 
 The runs lie in ``runs.json``, each with its source and with what it leaves open; nothing is fitted
 to them. A run is predicted three times, at the slow, the typical and the fast pace of everything
-that was measured: the first and the last bound the interval. `rankings` asks whether what was
-faster in publication is faster in prediction too, and `scaling` whether it scales alike.
+that was measured: the first and the last bound the interval. `rankings` has the ratios of
+runs that were published side by side, and `scaling` whether one scales as predicted.
 """
 
 import itertools
@@ -24,9 +24,6 @@ from dplab.predict.network import Cluster, collective_seconds, computing_slowdow
 from dplab.predict.pace import PACES
 from dplab.predict.step import Layer
 from dplab.predict.transformer_config import TransformerConfig
-
-EQUAL = 0.01
-"""Two rates that differ by less, relatively, count as equal."""
 
 TABLE = json.loads(resources.files(__package__).joinpath("runs.json").read_text("utf-8"))
 ROWS = {row["id"]: row for row in TABLE["runs"]}
@@ -106,25 +103,12 @@ class Summary:
 
 @dataclass(frozen=True)
 class Ranking:
-    """Runs that were published side by side, by tokens per second on a GPU.
-
-    ``pairs``: of each two of them, what the prediction says: "right", "wrong", or "tie" where
-    either side has them as fast as each other and the other has not.
-    """
+    """Runs that were published side by side, by tokens per second on a GPU."""
 
     what: str
     runs: tuple[str, ...]
     published: tuple[float, ...]
     predicted: tuple[float, ...]
-
-    @property
-    def pairs(self) -> list[str]:
-        found = []
-        for one, other in itertools.combinations(range(len(self.runs)), 2):
-            there, here = (_order(rates[one], rates[other])
-                           for rates in (self.published, self.predicted))
-            found.append("right" if there == here else "wrong" if there * here else "tie")
-        return found
 
     @property
     def ratio_errors(self) -> list[float]:
@@ -179,10 +163,6 @@ def summary(runs: Iterable[PublishedRun]) -> Summary:
                    statistics.median(sizes), sum(size <= 0.3 for size in sizes) / len(errors),
                    sum(bool(run.inside) for run, _ in errors) / len(errors),
                    max(errors, key=lambda each: abs(each[1]))[0])
-
-
-def _order(one, other):
-    return 0 if abs(one / other - 1) < EQUAL else 1 if one > other else -1
 
 
 def _series(runs, same_batch=False):

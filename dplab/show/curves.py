@@ -157,13 +157,13 @@ def _last(values: list[float]) -> tuple[int, float] | None:
 
 def name_ends(axes, size: tuple[float, float], names: Sequence[str],
               ends: Sequence[tuple[float, float] | None], colors: Sequence[str], *,
-              leader: float, beyond: float = 0, alike: float = 0) -> None:
+              leader: float, alike: float = 0) -> None:
     """Writes the curves' names right of ``axes``, each tied to its curve's end by a line.
 
     ``size``: width and height of the axes; ``ends``: the last point of each curve, in the units of
     the data, or None for a curve that has none. ``leader``: width of the lines. Names stay between
-    the axes' bottom and top, or up to ``beyond`` outside; of curves that end within ``alike`` of
-    each other, the first is named on top.
+    the axes' bottom and top; of curves that end within ``alike`` of each other, the first is named
+    on top.
     """
     across, up = size
     to_axes = axes.transData + axes.transAxes.inverted()
@@ -172,7 +172,7 @@ def name_ends(axes, size: tuple[float, float], names: Sequence[str],
     if alike:
         wished = [round(y / alike) * alike for y in wished]
     found = spread(wished[::-1], [text_height(name, SIZE) for name in names][::-1],
-                   -beyond, up + beyond, gap=2)[::-1]
+                   0, up, gap=2)[::-1]
     for name, place, color, y in zip(names, places, colors, found, strict=True):
         if place is not None:
             axes.plot([place[0], 1 + leader / across], [place[1], y / up],
