@@ -233,8 +233,8 @@ class SickJob:
         if text not in named:
             head = f"There is no suspect {name!r}" if text else "Which suspect?"
             calls = {each: self.answer.replace("…", each, 1) for each in named}
-            cards.card(head, cards.did_you_mean(text, calls) or (
-                f"Write for example `{next(iter(calls.values()))}`."),
+            cards.card(head, cards.did_you_mean(text, calls)
+                       or f"Write `{self.answer}` with one of these names in place of the dots.",
                        "\n".join(_beside(self.suspects)))
         return named.get(text)
 
