@@ -223,7 +223,6 @@ PRIVATE_IN_TORCH = """
     torch.distributed.tensor.DTensor._local_tensor
     torch.nn.Module._buffers
     torch.nn.Module._modules
-    torch.nn.modules.batchnorm._BatchNorm
     torch.nn.parallel.DistributedDataParallel._get_active_ddp_module
     torch.ops.aten._to_copy
     torch.testing._internal.distributed.fake_pg.FakeStore
