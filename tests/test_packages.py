@@ -202,6 +202,7 @@ PRIVATE_IN_TORCH = """
     torch._C._current_graph_task_id
     torch._C._distributed_c10d._create_work_from_future
     torch._C._distributed_c10d._dump_fr_trace_json
+    torch._fused_sdp_choice
     torch._subclasses.fake_tensor.FakeTensorMode
     torch.autograd.Variable._execution_engine.queue_callback
     torch.distributed.ProcessGroup._allgather_base

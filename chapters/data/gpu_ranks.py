@@ -3,8 +3,8 @@
     torchrun --nproc-per-node 2 chapters/data/gpu_ranks.py          a GPU for each rank
     torchrun --nproc-per-node 2 chapters/data/gpu_ranks.py --share  one GPU for all of them
 
-With ``--share`` each rank tells NCCL that it is on a host of its own. So NCCL lets them share a GPU,
-and sends over TCP. The file in the repository was recorded so, under NVIDIA's MPS, with
+With ``--share`` each rank tells NCCL that it is on a host of its own. So NCCL lets them share a
+GPU, and sends over TCP. The file in the repository was recorded so, under NVIDIA's MPS, with
 CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=50: each rank had half of the GPU's multiprocessors.
 """
 
@@ -14,6 +14,7 @@ import os
 import statistics
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -154,34 +155,37 @@ def rounded(found):
     return round(found, 1) if isinstance(found, float) else found
 
 
+def recorded_steps(model, optimizer, x):
+    """Seconds of steps with and without sending, when each gradient is there, and a trace."""
+    def step():
+        one_step(model, optimizer, x)
+
+    def alone():
+        with model.no_sync():
+            step()
+
+    return {"seconds": timed(step), "without_sending": timed(alone),
+            **ready_times(model, optimizer, x),
+            "trace": rounded(in_short([profiled(step) for _ in range(2)][-1]))}
+
+
+def samples(count):
+    return torch.randint(50_000, (count, SEQUENCE), device="cuda")
+
+
 def measure():
     rank, found = dist.get_rank(), {"all_reduce": {}, "caps": {}, "steps": {}}
     for nbytes in SIZES:
         tensor = torch.ones(nbytes // 2, dtype=torch.bfloat16, device="cuda")
-        found["all_reduce"][nbytes] = timed(lambda tensor=tensor: dist.all_reduce(tensor))
+        found["all_reduce"][nbytes] = timed(partial(dist.all_reduce, tensor))
     model, optimizer = ddp()
     found["parameters"] = [[name, parameter.numel()]
                            for name, parameter in model.module.named_parameters()]
     for name, batches in BATCHES.items():
-        x = torch.randint(50_000, (batches[rank % 2], SEQUENCE), device="cuda")
-
-        def step(x=x):
-            one_step(model, optimizer, x)
-
-        def alone(x=x):
-            with model.no_sync():
-                one_step(model, optimizer, x)
-
-        found["steps"][name] = {
-            "seconds": timed(step), "without_sending": timed(alone),
-            **ready_times(model, optimizer, x),
-            "trace": rounded(in_short([profiled(step) for _ in range(2)][-1]))}
-    del model, optimizer
-    x = torch.randint(50_000, (16, SEQUENCE), device="cuda")
+        found["steps"][name] = recorded_steps(model, optimizer, samples(batches[rank % 2]))
     for cap in CAPS:
         model, optimizer = ddp(cap)
-        found["caps"][cap] = timed(lambda: one_step(model, optimizer, x), warm_up=3)
-        del model, optimizer
+        found["caps"][cap] = timed(partial(one_step, model, optimizer, samples(16)), warm_up=3)
     return found
 
 
@@ -200,7 +204,8 @@ def main():
     dist.all_gather_object(ranks, measure())
     if dist.get_rank() == 0:
         share = os.environ.get("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE") if options.share else None
-        found = {"command": "torchrun --nproc-per-node 2 chapters/data/gpu_ranks.py --share",
+        found = {"command": "python -m torch.distributed.run --nproc-per-node 2 "
+                            "chapters/data/gpu_ranks.py --share",
                  "torch": torch.__version__, "nccl": ".".join(map(str, torch.cuda.nccl.version())),
                  "gpu": torch.cuda.get_device_name(), "percent_of_it": share and int(share),
                  "parameters": ranks[0].pop("parameters"), "ranks": ranks}
