@@ -267,15 +267,16 @@ SCHEMES = {
     "local SGD, H = 16": DiLoCo(outer=(1.0, 0.0)),
     "local SGD, H = 64": DiLoCo(every=64, outer=(1.0, 0.0)),
     "DiLoCo, H = 16": DiLoCo(),
-    "streaming, H = 16": Streaming(outer=(1.0, 0.0)),
+    "streaming local SGD, H = 16": Streaming(outer=(1.0, 0.0)),
 }
 
 SEARCHED = {
     "digits": ["synchronous", "int8", "top 1 %, rest kept", "top 1 %, rest dropped",
                "asynchronous"],
     "language": ["one rank alone", "synchronous", "top 1 %, rest kept", "top 1 %, rest dropped",
-                 "local SGD, H = 16", "local SGD, H = 64", "DiLoCo, H = 16", "streaming, H = 16"],
-    "language, 2240 steps": ["one rank alone", "streaming, H = 16"],
+                 "local SGD, H = 16", "local SGD, H = 64", "DiLoCo, H = 16",
+                 "streaming local SGD, H = 16"],
+    "language, 2240 steps": ["one rank alone", "streaming local SGD, H = 16"],
     "language, 2112 steps": ["local SGD, H = 64"],
     "language, 1840 steps": ["local SGD, H = 16"],
     "language, 663 steps": ["synchronous, full overlap"],

@@ -89,7 +89,8 @@ class OuterStep(Exercise):
              {"0.7 * (gradient + 0.9 * speed)": "gradient"}),
         Slip("You have no momentum: the step is −0.7 (g + 0.9 v), and v carries the earlier "
              "rounds.", {"(gradient + 0.9 * speed)": "gradient"}),
-        Slip("This is ordinary momentum, a step of −0.7 v. Nesterov's is −0.7 (g + 0.9 v).",
+        Slip("This is ordinary momentum, a step of −0.7 v: g + 0.9 v with the old v is the new v. "
+             "Nesterov's is −0.7 (g + 0.9 v) with the *new* v.",
              {"(gradient + 0.9 * speed)": "speed"}),
         Slip("The velocity is forgotten after each round: write the new one into `velocity`, in "
              "place.", {"speed.mul_(0.9).add_(gradient)": "speed = 0.9 * speed + gradient"}),
