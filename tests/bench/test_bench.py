@@ -77,9 +77,9 @@ def test_committed_results_name_what_made_them(path):
     found = json.loads(path.read_text())
     python, *arguments = found["command"].split()
     assert python == "python" and found["torch"]
-    assert {f"chapters/data/{path.stem}.py", f"tests/tools/{path.stem}",
-            "dplab.bench"} & set(arguments)
-    assert (results.FOLDER.parents[1] / program).exists()
+    [program] = {f"chapters/data/{path.stem}.py", f"tests/tools/{path.stem}",
+                 "dplab.bench"} & set(arguments)
+    assert program == "dplab.bench" or (results.FOLDER.parents[1] / program).exists()
 
 
 def test_a_spread_is_a_median_and_both_ends():
