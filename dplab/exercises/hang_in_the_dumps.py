@@ -20,9 +20,9 @@ def find_hang(dumps, groups):
                 waits.setdefault(rank, (entry["process_group"][0], entry["collective_seq_id"]))
     for group, number in sorted(set(waits.values()), key=lambda call: (int(call[0]), call[1])):
         calls = {rank: made(rank, group, number) for rank in groups[group]}
-        different = {str(call) for call in calls.values() if call}
+        different = len({str(call) for call in calls.values() if call}) > 1
         missing = [rank for rank, call in calls.items() if call is None]
-        if len(different) > 1 or (missing and all(rank not in waits for rank in missing)):
+        if (different or missing) and all(rank not in waits for rank in missing):
             return group, number, calls
     return None
 
@@ -70,6 +70,8 @@ CASES = {
         {"0": [0, 1, 2]}),
     "rank 0 sums what only it has": (
         [dump(_SUM, _NORM), dump(_SUM, _LOSS), dump(_SUM, _LOSS), dump(_SUM, _LOSS)], ALL_OF_4),
+    "ranks differ, and a call that they share is in flight behind it": (
+        [dump(_SUM, _NORM, _SUM, waits=2), dump(_SUM, _LOSS, _SUM, waits=2)], {"0": [0, 1]}),
     "rank 0 broadcasts, the others sum": (
         [dump(_SUM, ("0", "broadcast", [[40]])), dump(_SUM, _SUM)], {"0": [0, 1]}),
     "rank 3 is gone, and two groups wait": (
@@ -125,15 +127,15 @@ class HangInTheDumps(Calculation):
     slips = (
         Slip("You name a call that lacks a rank which only waits elsewhere, for somebody else. "
              "Follow it: the cause is the call whose missing ranks all wait nowhere.",
-             {"(missing and all(rank not in waits for rank in missing))": "missing"},
+             {" and all(rank not in waits for rank in missing)": ""},
              {"all(rank not in": "any(rank not in"}),
         Slip("You see the calls that a rank has not made, and not those that ranks made "
              "differently. One number is one call: compare its names and sizes.",
-             {"len(different) > 1 or ": ""}),
+             {"(different or missing)": "missing"}),
         Slip("You compare the names alone. Two all-reduces of different sizes are not one call.",
              {"str(call) for": "call[0] for"}),
         Slip("You see calls that differ, and not a call that a rank has never made.",
-             {" or (missing and all(rank not in waits for rank in missing))": ""}),
+             {"(different or missing)": "different"}),
         Slip("You look for a number among all groups. Each group counts its own calls: a call is "
              "known by group *and* number.",
              {'(entry["process_group"][0], entry["collective_seq_id"]) == (group, number)':
@@ -142,8 +144,7 @@ class HangInTheDumps(Calculation):
              {"for rank in groups[group]}": "for rank in range(len(dumps))}"}),
         Slip("You name a call that all of its ranks have made, under one name and with one size. "
              "It is only under way: look for one that lacks a rank.",
-             {"(missing and all(rank not in waits for rank in missing))":
-              "all(rank not in waits for rank in missing)"}),
+             {"(different or missing) and ": ""}),
         Slip("You name a call wherever ranks wait. Where each call lacks a rank that waits in "
              "another one, they wait in a circle, and none of them is the first.",
              {"return None": "return (group, number, calls) if waits else None"},
@@ -161,6 +162,12 @@ class HangInTheDumps(Calculation):
              "first of them is what the others wait behind.",
              {'waits.setdefault(rank, (entry["process_group"][0], entry["collective_seq_id"]))':
               'waits[rank] = entry["process_group"][0], entry["collective_seq_id"]'}),
+        Slip("You begin with the last call that all ranks have made. Where an earlier one is in "
+             "flight too, and ranks made it differently, the hang began there.",
+             {"sorted(set(waits.values())": "sorted({call for call in waits.values() if "
+              "call[1] >= min(max((entry['collective_seq_id'] for entry in dumps[rank] "
+              "if entry['process_group'][0] == call[0]), default=0) for rank in groups[call[0]])}"
+              }),
         Slip("You take complete calls for those that hang. A call that hangs is not retired.",
              {'if not entry["retired"]': 'if entry["retired"]'}),
     )

@@ -96,7 +96,15 @@ class Reshard(Calculation):
         Slip("You read whole files and cut what you need out of them. A rank of a large job would "
              "read the whole checkpoint: give `read` the range.",
              {"read(file, low - first, high - first)":
-              "read(file, 0, min(saved_size, length - first))[low - first:high - first]"}),
+              "read(file, 0, min(saved_size, length - first))[low - first:high - first]"},
+             {"read(file, low - first, high - first)":
+              "read(file, 0, saved_size)[low - first:high - first]"},
+             {"for file in": "whole = torch.cat([read(file, 0, saved_size) for file in "
+              "range(saved_ranks)])\nfor file in",
+              "read(file, low - first, high - first)": "whole[low:high]"},
+             {"for file in": "whole = torch.cat([read(file, 0, min(saved_size, max(0, length - "
+              "file * saved_size))) for file in range(saved_ranks)])\nfor file in",
+              "read(file, low - first, high - first)": "whole[low:high]"}),
     )
 
 

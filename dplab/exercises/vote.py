@@ -1,5 +1,8 @@
 """A vote of checksums: which replica is no longer what the others are, for a few bytes a rank."""
 
+import builtins
+from unittest import mock
+
 import torch
 import torch.distributed as dist
 
@@ -64,7 +67,7 @@ class Vote(Exercise):
         for kind in KINDS:
             tensors = replica(kind)
             before = [tensor.clone() for tensor in tensors]
-            with CallLog() as log:
+            with CallLog() as log, mock.patch.object(builtins, "hash", salted):
                 found = attempt(tensors)
             most = max(most, sum(elements(call.shape) * WIDTHS.get(call.dtype, 4)
                                  for call in log.calls))
@@ -111,6 +114,11 @@ class Vote(Exercise):
              {"digest.update(tensor.detach().flatten().view(torch.uint8).numpy().tobytes())":
               "digest.update(str(tensor.flatten().view(torch.uint8).long().sum().item())"
               ".encode())"}),
+        Slip("`hash` of bytes or text gives each process another number, unless one process has "
+             "forked them all: Python salts it. (The check does so too.) Under torchrun equal "
+             "replicas would differ. Take a checksum that depends on the bytes alone.",
+             {"mine = torch.frombuffer(bytearray(digest.digest()), dtype=torch.int64)":
+              "mine = torch.tensor([hash(digest.digest())])"}),
         Slip("You take rank 0's replica for the right one. Where rank 0 is the broken one, you "
              "send all the others away: the majority decides.",
              {"max(votes, key=votes.count)": "votes[0]",
@@ -131,6 +139,17 @@ class Vote(Exercise):
 
 
 WIDTHS = {"float64": 8, "int64": 8, "float16": 2, "bfloat16": 2, "uint8": 1, "int8": 1}
+
+
+_hash = hash
+
+
+def salted(value):
+    """`hash` as it is in a rank that torchrun starts, which has a salt of its own."""
+    if isinstance(value, tuple):
+        return _hash(tuple(map(salted, value)))
+    is_salted = isinstance(value, str | bytes | memoryview)
+    return _hash((value, dist.get_rank()) if is_salted else value)
 
 
 def replica(kind):
