@@ -1,8 +1,9 @@
 """Chapter 12's drills: a job that lost its power in the night, and went on with fewer ranks.
 
 Two jobs on real ranks train on digits. The first one dies while it saves, the second one goes on
-from what is left, with fewer ranks. A part of them has a fault, which need not have to do with the
-restart. The instruments compare both with one process that nothing ever happened to.
+from what is left, with fewer ranks, and may stand still. A part of them has a fault, which need not
+have to do with the restart. The instruments compare both with one process that nothing ever
+happened to.
 """
 
 import contextlib
@@ -176,7 +177,7 @@ def checksum(model):
 
 @dataclass
 class Readings:
-    """What both jobs did, and one process. ``waits``: where the first job stands still, where each
+    """What both jobs did, and one process. ``waits``: where the second job stands still, where each
     rank is; ``files``: of what lies in the folder, the size.
     """
 
@@ -190,8 +191,7 @@ class Readings:
     def losses(self) -> list[float]:
         """As the log has them: of a step that was done twice, the second time."""
         losses = list(self.first[0].losses)
-        for each in self.second[:1]:
-            losses[each.begin:] = each.losses
+        losses[self.second[0].begin:] = self.second[0].losses
         return losses
 
     def apart(self) -> list[int]:
@@ -233,14 +233,12 @@ def bit_flip(readings):
         if len(set(sums)) > 1:
             odd = next(rank for rank, each in enumerate(sums) if sums.count(each) < 2)
             return True, f"After step {step} rank {odd} has weights that no other rank has."
-    return False, "After each step of the first job all ranks had equal weights, to the last digit."
+    return False, "After each step of the night all ranks had equal weights, to the last digit."
 
 
 def shrunken_batch(readings):
-    if not readings.second:
-        return False, "There was no second job, and in the first each step had all its samples."
     taken = len({sample for each in readings.second for sample in each.samples[0]})
-    return taken < BATCH, (f"In a step of the second job its {readings.night.ranks_after} ranks "
+    return taken < BATCH, (f"In a step of the morning its {readings.night.ranks_after} ranks "
                            f"take {taken} samples; it was {BATCH}.")
 
 
@@ -253,20 +251,18 @@ def torn_save(readings):
 
 
 def stale_restart(readings):
-    if not readings.second:
-        return False, "The first job stands still: nothing was restarted."
     if readings.torn():
         return False, f"The newest checkpoint, `{readings.torn()[-1]}`, is not whole."
     begin, newest = readings.second[0].begin, readings.whole()[-1]
     return begin < newest, (
-        f"The second job began with step {begin}; the newest whole file is that of step {newest}.")
+        f"The morning began with step {begin}; the newest whole file is that of step {newest}.")
 
 
 def sluggish_host(readings):
     pace = readings.pace()
     slow = [rank for rank, seconds in enumerate(pace) if seconds > TIMES * min(pace)]
     of_a_node = bool(slow) and len({rank // IN_A_NODE for rank in slow}) == 1
-    return of_a_node, (f"The slowest rank of the first job computes {max(pace) / min(pace):.1f} "
+    return of_a_node, (f"The slowest rank of the night computes {max(pace) / min(pace):.1f} "
                        "times as long in a step as the fastest.")
 
 
@@ -284,9 +280,9 @@ SUSPECTS = (
 
 CASES = (
     Case("a", "absentee", own_samples, (
-        Fault({"order = ": "while rank == 1 and step == 9:\n    time.sleep(0.1)\norder = "},
-              "The log of our {n} ranks ends in the middle of the night. No error, no line, the "
-              "GPUs are at 100 %. We have paid for four hours of that.", {"stands still"},
+        Fault({"order = ": "while rank == 1 and step == 17:\n    time.sleep(0.1)\norder = "},
+              "What the log has is right. But the job that our {n} ranks began should have been "
+              "done hours ago, and we pay for each of them.", {"stands still"},
               world_sizes=(3, 4)),)),
     Case("b", "bit flip", update, (
         Fault({"optimizer.zero_grad()":
@@ -338,7 +334,9 @@ class RestartedJob(SickJob):
     def _description(self):
         return (f"The night: {self._settings.ranks} ranks, {IN_A_NODE} to a node, and a checkpoint "
                 f"every {EVERY} steps. Planned are {END} steps. While the one of step {DIES} is "
-                f"written, the power fails. The morning: {self._settings.ranks_after} ranks go on.")
+                f"written, the power fails. The morning: {self._settings.ranks_after} ranks start "
+                "the same script, which is to load the newest checkpoint, and to begin anew if it "
+                "cannot read that one.")
 
     def _run(self, part):
         parts, night = replace(Parts(), **{self._part_name: part}), self._settings
@@ -348,9 +346,10 @@ class RestartedJob(SickJob):
             folder.mkdir()
             run(job, 1, Parts(), night, alone, "one", backend="gloo")
             [one] = recordings(alone, "one", 1)
-            waits, second = {}, []
+            waits = {}
+            run(job, night.ranks, parts, night, folder, "first", backend="gloo")
             try:
-                run(job, night.ranks, parts, night, folder, "first", backend="gloo",
+                run(job, night.ranks_after, parts, night, folder, "second", backend="gloo",
                     timeout=TIMEOUT)
             except RankError as error:
                 if error.kind != "stuck":
@@ -358,13 +357,10 @@ class RestartedJob(SickJob):
                 waits = {each.rank: f"in {each.operation} number {each.number}"
                          if each.state in ("waiting", "called") else "in no call"
                          for each in error.ranks}
-            else:
-                run(job, night.ranks_after, parts, night, folder, "second", backend="gloo")
-                second = recordings(folder, "second", night.ranks_after)
             files = {path.name: path.stat().st_size for path in sorted(folder.iterdir())
                      if "-" in path.name}
-            return Readings(night, recordings(folder, "first", night.ranks), second, one, files,
-                            waits)
+            return Readings(night, recordings(folder, "first", night.ranks),
+                            recordings(folder, "second", night.ranks_after), one, files, waits)
 
     @instrument
     def losses(self) -> None:
@@ -376,16 +372,14 @@ class RestartedJob(SickJob):
         print_table(["step", *(step + 1 for step in steps)], *(
             [name, *(f"{losses[step]:.4f}" if step < len(losses) else "" for step in steps)]
             for name, losses in curves.items()))
-        for each in readings.second[:1]:
-            print(f"the morning began with step {each.begin}")
+        print(f"the morning began with step {readings.second[0].begin}")
 
     @instrument
     def folder(self) -> None:
         """What the night left in the folder, and with what the morning began."""
         for name, size in sorted(self._readings.files.items()):
             print(f"{name:8}  {size:6,} bytes")
-        for each in self._readings.second[:1]:
-            print(f"the morning began with step {each.begin}")
+        print(f"the morning began with step {self._readings.second[0].begin}")
 
     @instrument
     def samples(self) -> None:
@@ -393,9 +387,8 @@ class RestartedJob(SickJob):
         for name, ranks in (("night", self._readings.first), ("morning", self._readings.second)):
             for rank, each in enumerate(ranks):
                 print(f"{name:8} rank {rank}: {len(each.samples[0])} samples in a step")
-            if ranks:
-                print(f"{name:8} different ones, of all: "
-                      f"{len({sample for each in ranks for sample in each.samples[0]})}")
+            print(f"{name:8} different ones, of all: "
+                  f"{len({sample for each in ranks for sample in each.samples[0]})}")
 
     @instrument
     def clocks(self) -> None:
@@ -415,9 +408,10 @@ class RestartedJob(SickJob):
 
     @instrument
     def calls(self) -> None:
-        """Where each rank of the night was in the end."""
+        """Where each rank was in the end, of the night and of the morning."""
         readings = self._readings
-        for rank in range(readings.night.ranks):
-            steps = len(readings.first[rank].losses)
-            where = readings.waits.get(rank, f"at its end, after {steps} steps")
-            print(f"rank {rank} {where}")
+        for name, ranks, waits in (("night", readings.first, {}),
+                                   ("morning", readings.second, readings.waits)):
+            for rank, each in enumerate(ranks):
+                end = f"at its end, after step {each.begin + len(each.losses)}"
+                print(f"{name:8} rank {rank} {waits.get(rank, end)}")

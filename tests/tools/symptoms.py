@@ -123,7 +123,7 @@ def of_rare(readings):
 
 def of_restarted(readings):
     apart, dies = readings.apart(), restarted_jobs.DIES
-    begin = readings.second[0].begin if readings.second else dies
+    begin = readings.second[0].begin
     slow = max(readings.pace()) > restarted_jobs.TIMES * min(readings.pace())
     return {"stands still": bool(readings.waits), "apart early": bool(apart) and apart[0] < dies,
             "apart late": bool(apart) and apart[0] > begin >= dies - restarted_jobs.EVERY,
