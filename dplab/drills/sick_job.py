@@ -180,7 +180,7 @@ class SickJob:
     def solution(self) -> None:
         """Shows what is wrong, and the mended lines: a try that does not solve the job."""
         self._counted(False)
-        self._say(self._case.suspect, _LEGEND, self._difference())
+        self._say(self._case.suspect, self._legend, self._difference())
 
     def __repr__(self):
         return "\n".join([self._head(), self._text(), self._guide()]).replace("`", "")
@@ -272,7 +272,12 @@ class SickJob:
 
     def _is_solved(self, head, sentence):
         self._keep(solved=True)
-        self._say(head, f"{sentence} {_LEGEND}", self._difference(), cards.GREEN)
+        self._say(head, f"{sentence} {self._legend}", self._difference(), cards.GREEN)
+
+    @property
+    def _legend(self):
+        """What the lines of `_difference` are."""
+        return "The lines with `-` ran; those with `+` mend it."
 
     @property
     def _part_name(self):
@@ -301,9 +306,6 @@ class SickJob:
         sick, mended = sick.splitlines(), mended.splitlines()
         _, _, _, *lines = difflib.unified_diff(sick, mended, n=len(sick), lineterm="")
         return "\n".join(lines)
-
-
-_LEGEND = "The lines with `-` ran; those with `+` mend it."
 
 
 def _beside(rows):

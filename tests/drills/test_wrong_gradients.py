@@ -24,3 +24,12 @@ def test_no_warning_of_torch_gives_a_job_away(capfd):
     job._run(job._sick_part())
     said = capfd.readouterr()
     assert "Warning" not in said.out + said.err
+
+
+def test_each_complaint_is_made_of_several_suspects():
+    suspects = {}
+    for case in WrongGradient.cases:
+        for fault in case.faults:
+            for complaint in (fault.complaint, *fault.also):
+                suspects.setdefault(complaint, set()).add(case.suspect)
+    assert all(len(each) > 2 for each in suspects.values())
