@@ -83,7 +83,7 @@ class ClipAndLog(Exercise):
              {"dist.all_reduce(sums)": "each = (summed / tokens).exp()\ndist.all_reduce(each)",
               "(sums[0] / sums[1]).exp()": "each / dist.get_world_size()"}),
         Slip("You weigh the ranks' perplexities by their tokens. That mean is still too large, "
-             "because `exp` bends upwards: take the mean of the cross-entropies first.",
+             "because `exp` bends upwards. Of what has the mean to be taken?",
              {".exp()": "",
               "torch.stack([summed, tokens])":
                   "torch.stack([(summed / tokens).exp() * tokens, tokens])"}),

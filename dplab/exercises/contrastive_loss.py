@@ -97,10 +97,10 @@ class ContrastiveLoss(Exercise):
         Slip("Your negatives are this rank's own keys: with N ranks, each query sees one N-th of "
              "them. That is another loss, and no weight repairs it.",
              {"MySum.apply(torch.cat(parts))": "keys", "rank * b + ": ""}),
-        Slip("The labels are not shifted: on rank r, the right keys stand in the columns from r·b "
-             "on. As it is, all ranks claim rank 0's keys.", {"rank * b + ": ""}),
-        Slip("The labels are shifted, and not by the right number. In front of rank r's keys stand "
-             "those of r ranks, b of each: the first right key is in column r·b.",
+        Slip("Every rank's labels name the first b columns, where rank 0's keys stand. In which "
+             "columns do this rank's keys stand?", {"rank * b + ": ""}),
+        Slip("The labels are shifted, and not by the right number. How many keys stand in front "
+             "of rank r's?",
              {"rank * b + ": "rank + "}, {"rank * b + ": "rank * dist.get_world_size() + "}),
         Slip("All ranks put their keys into the same rows, where they are added up, and the other "
              "rows stay zero. Each rank's keys need rows of their own.",

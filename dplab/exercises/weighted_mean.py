@@ -87,8 +87,7 @@ class WeightedMean(Exercise):
              {"dist.get_world_size() * summed": "summed"},
              {"dist.get_world_size() * ": "", ".clamp(min=1)": ""}),
         Slip("You divided by the number of ranks, and DDP does so again: the gradients come out N² "
-             "times too small. The tokens of all ranks are the only divisor of the mean, and a "
-             "factor N has to undo DDP's division.",
+             "times too small. How often does N divide in the mean over all tokens?",
              {"dist.get_world_size() * summed": "summed / dist.get_world_size()"}),
         Slip("The gradients come out N times too large: the factor N is in the loss twice. (A "
              "count *averaged* over the ranks holds it already.)",
@@ -99,8 +98,8 @@ class WeightedMean(Exercise):
              "tensor. Is this rank's own count still there?)", {"dist.all_reduce(total)": ""},
              {"(own / all_ranks) * ": ""}),
         Slip("This is right where each rank has tokens. On a rank without any, the mean is 0/0, "
-             "which is nan, and a weight of 0 does not help: 0 · nan is nan. Take the sum, which "
-             "is 0 there, and divide it by the tokens of all ranks.", {".clamp(min=1)": ""}),
+             "which is nan, and a weight of 0 does not help: 0 · nan is nan. What of such a rank "
+             "is 0 without a division?", {".clamp(min=1)": ""}),
         Slip("You counted padding too. The loss leaves out targets of -100, so count those that "
              "are not -100.",
              {"total = (targets != -100).sum()": "total = torch.tensor(targets.numel())"},
@@ -158,15 +157,15 @@ class WeightedMean(Exercise):
              {"dist.all_reduce(total)": "dist.reduce(total, dst=0)"}),
         Slip("Your loss has the value of all ranks' tokens, but autograd does not see what other "
              "ranks send: `backward` follows this rank's own tokens, and DDP's average makes that "
-             "N times too small. Communicate the *count* alone, and multiply this rank's own sum "
-             "by N.", {"dist.get_world_size() * summed": "reduced(summed)"}),
+             "N times too small. What has to come from other ranks, and needs no gradient?",
+             {"dist.get_world_size() * summed": "reduced(summed)"}),
         Slip("The gradients are right, and the value is N times too large: you summed the losses "
-             "over the ranks, and multiplied that by N. Communicate the *count* alone. The mean "
-             "over the ranks of N times their own sums is the sum already.",
+             "over the ranks, and multiplied that by N. The mean over the ranks of N times their "
+             "own sums is the sum already.",
              {"* summed /": "* reduced(summed) /"}),
         Slip("You averaged the ranks' means. That changes the value, but autograd does not see "
              "what other ranks send: `backward` follows this rank's own mean, its weight as wrong "
-             "as before. Communicate the *count* alone, and divide this rank's own sum by it.",
+             "as before. What has to come from other ranks, and needs no gradient?",
              {"dist.get_world_size() * (own / all_ranks) * mean":
               "reduced(mean) / dist.get_world_size()", ".clamp(min=1)": ""},
              {"dist.get_world_size() * (own / all_ranks) * mean":
