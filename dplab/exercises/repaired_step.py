@@ -38,6 +38,8 @@ JOBS = {"the chapter's job": sick_job(),
         "a job with a fast link": sick_job(bandwidth=21e6, layers=6, kernels=0.033),
         "a job on 5 ranks": sick_job(ranks=5, layers=3, forward=0.021, backward=0.047,
                                      optimizer=0.013, bandwidth=1.7e6, data=0.0, straggler=0.009)}
+PREDICTED = 'seconds, _ = predict_step(layers * [layer], 1, job["ranks"], bandwidth, 0)'
+SENDING = '2 * (job["ranks"] - 1) / job["ranks"] * job["gradient_bytes"] / bandwidth'
 CASES = tuple((name, repair) for name in JOBS for repair in REPAIRS)
 
 
@@ -61,9 +63,9 @@ class RepairedStep(Calculation):
         "are the slowest rank's layers like?",
         "The wait for data stands before the step, and the optimizer behind it. Where in the "
         "step do slower kernels stand, and where does the straggler's delay?",
-        "One `Layer(forward + straggler / 2 / layers, backward + straggler / 2 / layers + kernels "
-        "/ layers, gradient_bytes)`, `layers` times; `predict_step(layers * [layer], 1, ranks, "
-        "bandwidth, 0)[0]`; what is repaired is 0 before that.",
+        "Set what is repaired to 0, or double the bandwidth. Then `predict_step(layers * [layer], "
+        "1, ranks, bandwidth, 0)[0]` is the step without data and optimizer: a bucket closes at "
+        "1 byte, so each layer is one. Its `layer` is the slowest rank's, with all that is ill.",
     )
     slips = (
         Slip("You take the repaired seconds off the step, as if nothing else would change. Predict "
@@ -98,9 +100,17 @@ class RepairedStep(Calculation):
              {"= 2 * bandwidth": "= bandwidth / 2"}),
         Slip("You add one all-reduce to the end of backward. That holds where the link keeps up. "
              "Here the all-reduces queue behind each other.",
-             {"seconds, _ = predict_step(layers * [layer], 1, job[\"ranks\"], bandwidth, 0)":
-              "seconds = layers * (layer.forward_seconds + layer.backward_seconds) + 2 * (job["
-              "\"ranks\"] - 1) / job[\"ranks\"] * job[\"gradient_bytes\"] / bandwidth"}),
+             {PREDICTED:
+              f"seconds = layers * (layer.forward_seconds + layer.backward_seconds) + {SENDING}"}),
+        Slip("You take the longer of computing and communication. They do not begin together: the "
+             "first gradient leaves only after forward and one layer's backward, and they do not "
+             "end together, for the last one leaves when backward is over.",
+             *({PREDICTED: f"seconds = {longer}"} for longer in (
+                 f"layers * max(layer.forward_seconds + layer.backward_seconds, {SENDING})",
+                 f"layers * (layer.forward_seconds + max(layer.backward_seconds, {SENDING}))"))),
+        Slip("The ring's factor is missing. A rank sends 2 (N - 1) / N times a gradient's bytes.",
+             *({'"gradient_bytes"])': f'"gradient_bytes"] * {factor})'} for factor in (
+                 'job["ranks"] / (job["ranks"] - 1)', 'job["ranks"] / (job["ranks"] - 1) / 2'))),
         Slip("Nothing is hidden in your step: its communication is added to all of its computing. "
              "Here each layer is a bucket of its own, which leaves during backward.",
              {"layers * [layer], 1,": "layers * [layer], 10**12,"}),
