@@ -140,8 +140,8 @@ class ExposedTime(Calculation):
               "seconds['exposed'] = exposed\nsplit.append(seconds)"}),
         # Waiting.
         Slip("You took the lane \"stalled\" for what is asked for as \"waiting\". A rank stalls "
-             "for its data, too, which is idle time. Asked for is the time in a collective that "
-             "the link does not carry yet.",
+             "for its data, too, which is idle time. Waiting is time in a collective while "
+             "the link carries none.",
              {"(call.start, call.end) for call in own]":
               "(span.start, span.end) for span in spans if span.lane == 'stalled']"},
              {"for call in own]": "for call in own]\nlaunched += [(span.start, span.end) "
