@@ -416,8 +416,8 @@ class Recommendation:
                  if abs(option.margin) <= MEMORY_ERROR * option.budget.total]
         return [f"{option} is {readable(abs(option.margin))} "
                 f"{'below' if option.fits else 'over'} the limit. The prediction is within "
-                f"{MEMORY_ERROR:.0%} of dry runs, and the one step measured on a GPU, with DDP, held "
-                "13 % more than its dry run: try it."
+                f"{MEMORY_ERROR:.0%} of dry runs, and the one step measured on a GPU, with DDP, "
+                "held 13 % more than its dry run: try it."
                 for option in close]
 
     def _about_ties(self):

@@ -1,5 +1,6 @@
 """The recorded steps of two NCCL ranks on a GPU, and what the script makes of a trace."""
 
+import itertools
 import json
 import statistics
 
@@ -33,7 +34,7 @@ def test_the_scheduler_predicts_the_step_of_each_bucket_size():
     run, alone = rank["steps"]["16"], rank["all_reduce"]
     times = [run["forward"], *(run["ready"][place] for place in by_readiness(run))]
     layers = [Layer(0, until - since, BYTES[place]) for place, since, until
-              in zip(by_readiness(run), times, times[1:], strict=False)][::-1]
+              in zip(by_readiness(run), times[:-1], times[1:], strict=True)][::-1]
     latency = statistics.median(alone["4096"]) / 2
     bandwidth = 2**28 / statistics.median(alone[str(2**28)])
     for cap, seconds in rank["caps"].items():
@@ -49,7 +50,7 @@ def test_collectives_of_a_rank_follow_one_another_and_end_together_on_both():
             trace = rank["steps"][samples]["trace"]
             spans = [(trace["zero"] + start, trace["zero"] + start + duration)
                      for _, start, duration, *_ in trace["collectives"]]
-            assert all(end <= start for (_, end), (start, _) in zip(spans, spans[1:], strict=False))
+            assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))
             ends.append([end for _, end in spans])
         assert ends[0] == pytest.approx(ends[1], rel=0, abs=6_000)  # µs
 
