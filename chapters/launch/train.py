@@ -230,8 +230,9 @@ class Checkpoints:
     """A folder of ``step-…``: each whole, because a folder gets its name when all is written.
 
     The name says that on all ranks every write has ended without an error, and that the file system
-    has put the bytes on its disk (DCP calls fsync). The sizes in ``whole.json`` show what is lost
-    or cut off later. Nothing here shows a byte that has changed: there are no checksums.
+    has put DCP's files on its disk (DCP calls fsync). ``whole.json`` is not put there: where it is
+    empty, the checkpoint is torn. The sizes in it show what is lost or cut off later. Nothing here
+    shows a byte that has changed: there are no checksums.
 
     describes: settings in which a checkpoint and the job must agree. schedule: those that may
     change, which is said, because from there on it is another training.
