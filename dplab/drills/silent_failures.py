@@ -287,8 +287,8 @@ CASES = (
               also=("On Monday I wrote into the report that {n} GPUs reproduce one. On Tuesday I "
                     "read the log of epoch 1, and took the sentence out.",)),
         Fault({"(len(gradients) + 3) // 4": "len(gradients) // 4"},
-              "The first loss is right, and the later ones are a little off. Seed, data and "
-              "optimizer are the same on all {n} GPUs. Is this what people call rounding?",
+              "The first loss is right, and the later ones are a little off. Seed, global batches "
+              "and optimizer are those of the one-GPU run. Is this what people call rounding?",
               {"from step 2", "near"},
               also=("If you squint, the run on {n} GPUs is the one-GPU run. If you compare the "
                     "logs line by line, only step 1 is.",), part=averager_in_buckets)),
@@ -322,7 +322,7 @@ class SilentFailure(SickJob):
         return (f"The job trains a classifier of digits on {self._world_size} ranks: "
                 f"{settings.batch} digits on each in a step, {healthy.EPOCHS} epochs. Its "
                 "BatchNorm is meant to take mean and variance over the batches of all ranks "
-                "(written by hand, for CPUs), so rank 0 writes one checkpoint for all. The layer "
+                "(written by hand), so rank 0 writes one checkpoint for all. The layer "
                 f"`{settings.frozen}` is frozen in epoch 0, and trained from epoch 1 on. The queue "
                 "stopped the job once, in epoch 1, and it went on from its checkpoint.")
 
