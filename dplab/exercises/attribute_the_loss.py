@@ -144,8 +144,8 @@ class AttributeTheLoss(Calculation):
         "Computing has two causes. What a typical rank (the median) takes longer than one GPU "
         "alone happens to all ranks. What the slowest one takes beyond that is its own.",
         "A cause with s of the S seconds of a step takes the time of N · s / S GPUs. Take data and "
-        "the exposed time (your split) of the rank that computes longest: the others are exposed "
-        "longer only because they wait for it.",
+        "the exposed time (your split) of the rank that computes longest: the others are "
+        "done earlier, and are exposed while it still computes.",
     )
     slips = (
         Slip("You look at rank 0 only. It need not be the slow one: which rank does the step wait "
@@ -215,16 +215,15 @@ class AttributeTheLoss(Calculation):
              {"computing[slowest] - typical": 'split[slowest]["waiting"]'}),
         # Exposed communication.
         Slip("You took the exposed time of a rank that computes faster. It is done earlier, and "
-             "is exposed that long because the slow one is late: that is the straggler's cost, "
-             "and you count it twice.",
+             "is exposed while the slow one still computes: you count that time twice.",
              *in_place_of('split[slowest]["exposed"]', 'split[0]["exposed"]',
                           'split[-1]["exposed"]', 'max(kinds["exposed"] for kinds in split)',
                           'statistics.median(kinds["exposed"] for kinds in split)',
                           'split[computing.index(min(computing))]["exposed"]',
                           'split[computing.index(statistics.median_low(computing))]["exposed"]')),
         Slip("You took the mean of the exposed times, and so those of ranks that compute faster. "
-             "They are done earlier, and are exposed that long because the slow one is late: that "
-             "is the straggler's cost, and you count it twice.",
+             "They are done earlier, and are exposed while the slow one still computes: you count "
+             "that time twice.",
              {'split[slowest]["exposed"]': 'statistics.mean(kinds["exposed"] for kinds in split)'}),
         Slip("You count waiting as exposed communication. While a rank waits for another one, a "
              "faster link would help nobody.",
