@@ -20,6 +20,7 @@ def gather_by_adding(x):
 LENGTH = 3
 OTHERS = "the number of calls other than all-reduce"
 CALLS = "the number of all-reduces"
+NAN = "where the rows are NaN, if rank 0 has one number, NaN,"
 
 
 def numbers_of(rank, dtype):
@@ -41,6 +42,8 @@ class GatherByAdding(Exercise):
             with CallLog() as log:
                 facts[f"the rows of {dtype} numbers"] = attempt(x)
             facts[f"that `x` ({dtype}) is left alone"] = torch.equal(x, before)
+        rows = attempt(torch.tensor([torch.nan if dist.get_rank() == 0 else 1.0]))
+        facts[NAN] = rows.isnan() if isinstance(rows, torch.Tensor) else rows
         return {**facts, CALLS: log.count("all_reduce"),
                 OTHERS: log.count() - log.count("all_reduce")}
 
@@ -50,6 +53,7 @@ class GatherByAdding(Exercise):
             facts[f"the rows of {dtype} numbers"] = torch.stack(
                 [numbers_of(rank, dtype) for rank in range(world_size)])
             facts[f"that `x` ({dtype}) is left alone"] = True
+        facts[NAN] = torch.arange(world_size)[:, None] == 0
         return {**facts, CALLS: AtMost(1, "one all-reduce of all rows is enough"),
                 OTHERS: AtMost(0, "the puzzle is to do it with `dist.all_reduce` alone")}
 
@@ -74,6 +78,9 @@ class GatherByAdding(Exercise):
              {"dist.all_reduce(rows)": "dist.reduce(rows, dst=0)"}),
         Slip("The other rows hold numbers too when you add. A row must be zero on all ranks but "
              "its own.", {"new_zeros": "new_ones"}),
+        Slip("0 times NaN is NaN: write `x` into your row, do not multiply by a mask.",
+             {"rows[dist.get_rank()] = x":
+              "rows[:] = (torch.arange(len(rows)) == dist.get_rank())[:, None] * x"}),
         Slip("Only rank 0 calls the all-reduce, and waits for ever. A collective is called by "
              "every rank.",
              {"dist.all_reduce(rows)": "if dist.get_rank() == 0:\n    dist.all_reduce(rows)"},

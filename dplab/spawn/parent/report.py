@@ -29,7 +29,8 @@ _PEER_LOST = re.compile(r"Connection (closed|reset)|Broken pipe|remote process e
 _WHY = {
     "operation": "Each waits in a collective that the other never calls.",
     "dtype": "gloo does not check: with other sizes it aborts, with equal ones it adds raw bytes.",
-    "shape": "A collective needs as many elements from every rank; gloo aborts or hangs here.",
+    "shape": "This collective needs the same number of elements on every rank; gloo aborts or "
+             "hangs here.",
     "reduce operation": "gloo does not check: every rank would get a different, wrong result.",
     "root": "The ranks do not agree which of them has the data, or gets it.",
 }
