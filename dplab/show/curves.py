@@ -39,12 +39,13 @@ def loss_curves(
     ylabel: str = "loss",
     note: str | None = None,
     height: float = HEIGHT,
+    first: int = 0,
     alt: str | None = None,
 ) -> CourseFigure:
     """Draws one line per curve; of curves that coincide, each later one lies thinner on top.
 
-    ``curves`` maps a label to its losses, shape (steps,), any real numbers; lengths may differ.
-    A curve named "rank r" has that rank's colour,
+    ``curves`` maps a label to its losses, shape (steps,), any real numbers; lengths may differ,
+    and ``first`` is the number of the first step. A curve named "rank r" has that rank's colour,
     else the first is grey and the others follow the palette. A value that is not finite leaves a
     hole, and the label says from which step on. ``note`` stands below the title; by default it is
     the largest gap between the curves, if they coincide. ``height`` is in inches of 96 CSS pixels,
@@ -55,7 +56,7 @@ def loss_curves(
     if not data or not all(data.values()):
         raise ValueError("loss_curves needs at least one curve, and a value in each")
     colors = _colors(list(data))
-    texts = {label: wrap(_label(label, values), SIZE, 180)
+    texts = {label: wrap(_label(label, values, first), SIZE, 180)
              for label, values in data.items()}
     covering = _covering(list(data.values()))
     if note is None:
@@ -75,7 +76,7 @@ def loss_curves(
         for covers, (label, values) in zip(covering, data.items(), strict=True):
             size = THINNEST + step * covers
             axes.plot(
-                range(len(values)),
+                range(first, first + len(values)),
                 [v if math.isfinite(v) else math.nan for v in values],
                 color=colors[label], linewidth=size, label=label,
                 marker="o" if len(values) == 1 else None, markersize=size + 4,
@@ -86,7 +87,7 @@ def loss_curves(
         axes.margins(x=0.01)
         axes.set(xlim=axes.get_xlim(), ylim=_limits(axes))
         name_ends(axes, (plot_width, plot_height), list(texts.values()),
-                  [_last(values) for values in data.values()], list(colors.values()),
+                  [_last(values, first) for values in data.values()], list(colors.values()),
                   leader=LEADER, alike=4)
         write_title(figure, title, note)
     ends = "; ".join(_end(label, values) for label, values in data.items())
@@ -140,8 +141,8 @@ def _colors(labels: list[str]) -> dict[str, str]:
     return colors
 
 
-def _label(label: str, values: list[float]) -> str:
-    broken = [step for step, value in enumerate(values) if not math.isfinite(value)]
+def _label(label: str, values: list[float], first: int) -> str:
+    broken = [step for step, value in enumerate(values, first) if not math.isfinite(value)]
     return f"{label}\n(not finite from step {broken[0]})" if broken else label
 
 
@@ -149,9 +150,9 @@ def _end(label: str, values: list[float]) -> str:
     return f"{label} from {values[0]:.3g} to {values[-1]:.3g}"
 
 
-def _last(values: list[float]) -> tuple[int, float] | None:
+def _last(values: list[float], first: int) -> tuple[int, float] | None:
     """A curve's last point that is drawn, if there is one."""
-    finite = [(step, value) for step, value in enumerate(values) if math.isfinite(value)]
+    finite = [(step, value) for step, value in enumerate(values, first) if math.isfinite(value)]
     return finite[-1] if finite else None
 
 

@@ -90,6 +90,12 @@ def test_a_curve_that_diverges_says_when_and_alternatives_have_the_numbers():
     assert "a from 2 to 1" in alt and "identical" in alt
 
 
+def test_the_first_step_may_have_another_number():
+    figure = show.loss_curves({"sum": [2.0, math.inf]}, title="", first=1)
+    assert [list(line.get_xdata()) for line in lines_of(figure).values()] == [[1, 2]]
+    assert "step 2" in figure.axes[0].texts[0].get_text()
+
+
 @pytest.mark.parametrize("curves", [{}, {"a": [1.0], "b": []}])
 def test_no_curve_is_an_error(curves):
     with pytest.raises(ValueError, match="at least one"):
