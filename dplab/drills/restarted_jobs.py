@@ -410,9 +410,8 @@ class RestartedJob(SickJob):
     def calls(self) -> None:
         """Where each rank was in the end, of the night and of the morning."""
         readings = self._readings
-        nowhere: dict[int, str] = {}
-        for name, ranks, waits in (("night", readings.first, nowhere),
-                                   ("morning", readings.second, readings.waits)):
+        for name, ranks in (("night", readings.first), ("morning", readings.second)):
+            waits = readings.waits if name == "morning" else {}
             for rank, each in enumerate(ranks):
                 end = f"at its end, after step {each.begin + len(each.losses)}"
                 print(f"{name:8} rank {rank} {waits.get(rank, end)}")
