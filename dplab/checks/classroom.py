@@ -67,7 +67,9 @@ def as_text(rows: list[list]) -> str:
 
 
 def main(files: Sequence[str]) -> int:
-    """Prints both tables; returns 1 if a file could not be read, and 0 otherwise."""
+    """Prints both tables; returns 1 if a file could not be read or none is named, else 0."""
+    if not files:
+        print(__doc__, file=sys.stderr)
     students, faults = {}, []
     for file in map(Path, files):
         try:
@@ -81,7 +83,7 @@ def main(files: Sequence[str]) -> int:
         print(as_text(by_exercise(students)))
     for fault in faults:
         print(f"{fault}.", file=sys.stderr)
-    return 1 if faults else 0
+    return 0 if students and not faults else 1
 
 
 if __name__ == "__main__":

@@ -83,3 +83,8 @@ def test_no_code_of_a_student_is_run(class_of_three, tmp_path):
 def test_where_no_file_can_be_read_there_is_no_table(tmp_path, capsys):
     assert classroom.main([str(tmp_path / "none.json")]) == 1
     assert capsys.readouterr().out == ""
+
+
+def test_without_a_file_it_says_how_it_is_called(capsys):
+    assert classroom.main([]) == 1
+    assert "python -m dplab.checks.classroom FILE" in capsys.readouterr().err
