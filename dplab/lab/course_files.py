@@ -21,14 +21,13 @@ class NoCourse(Exception):
 class Course:
     """``files``: the content by the path in the clone; notebooks come without outputs.
 
-    ``edited``: notebooks of ``chapters/`` that differ from the last commit. ``files`` has these
-    as committed, so that a reader's answers in them are not taken for the course's text.
-    ``unreadable``: notebooks that are none, as after a conflict of git; ``files`` lacks them.
+    A file of ``chapters/`` that differs from the last commit is there as committed, so that a
+    reader's answers in it are not taken for the course's text. ``unreadable``: notebooks that are
+    none, as after a conflict of git; ``files`` lacks them.
     """
 
     root: Path
     files: dict[str, bytes]
-    edited: list[str]
     unreadable: list[str]
 
 
@@ -59,9 +58,7 @@ def read_course(root: Path) -> Course:
         waiting += _linked(name, data)
     if RULES in files:
         files["AGENTS.md"] = files[RULES].replace(b"](../", b"](chapters/")
-    return Course(root, dict(sorted(files.items())),
-                  sorted(name for name in edited if name.endswith(".ipynb")),
-                  sorted(unreadable))
+    return Course(root, dict(sorted(files.items())), sorted(unreadable))
 
 
 def _names_of_chapters(root):

@@ -1,11 +1,8 @@
 """JupyterLab on a working copy: its settings, its kernel, its address, and how it starts."""
 
-import contextlib
 import json
 import os
 import sys
-import tempfile
-import urllib.request
 from importlib import util
 from pathlib import Path
 from typing import NoReturn
@@ -38,12 +35,9 @@ def prepare(folder: Path) -> dict[str, str]:
              "kernels/python3/kernel.json": kernel}
     for name, content in files.items():
         path = folder / name
-        text = json.dumps(content, indent=1)
-        if not path.exists() or path.read_text() != text:  # also on a full disk, the second time
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text)
-    home = {} if _home_takes_files() else {"HOME": str(folder / "home")}
-    return home | {
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(content, indent=1))
+    return {
         "JUPYTER_CONFIG_PATH": _in_front(folder, "JUPYTER_CONFIG_PATH"),
         "JUPYTER_PATH": _in_front(folder, "JUPYTER_PATH"),
         "JUPYTERLAB_WORKSPACES_DIR": str(folder / "workspaces"),
@@ -67,25 +61,12 @@ def command(place: Path, options: list[str], *, first_time: bool, browser: bool)
 
 def running_at(place: Path) -> str | None:
     """The address of a JupyterLab that serves this folder already."""
-    if util.find_spec("jupyter_core") is None:
+    if missing_package():
         return None
-    from jupyter_core.paths import jupyter_runtime_dir
+    from jupyter_server.serverapp import list_running_servers
 
-    # The second folder is that of a JupyterLab for which `prepare` made a home.
-    folders = (Path(jupyter_runtime_dir()),
-               place / ".course/jupyter/home/.local/share/jupyter/runtime")
-    for file in (file for folder in folders for file in sorted(folder.glob("jpserver-*.json"))):
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            server = json.loads(file.read_text())
-            if Path(server["root_dir"]).resolve() != place.resolve():
-                continue
-            question = urllib.request.Request(
-                server["url"] + "api/status", headers={"Authorization": f"token {server['token']}"})
-            with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(
-                    question, timeout=3) as answer:
-                if "kernels" in json.load(answer):
-                    return f"{server['url']}lab?token={server['token']}"
-    return None
+    return next((f"{server['url']}lab?token={server['token']}" for server in list_running_servers()
+                 if Path(server["root_dir"]).resolve() == place.resolve()), None)
 
 
 def start(words: list[str]) -> NoReturn:
@@ -97,15 +78,6 @@ def start(words: list[str]) -> NoReturn:
 
 def _in_front(folder, variable):
     return os.pathsep.join(filter(None, [str(folder), os.environ.get(variable)]))
-
-
-def _home_takes_files():
-    """JupyterLab and IPython do not start without; a container's user may have none."""
-    try:
-        tempfile.TemporaryFile(dir=Path.home()).close()
-        return True
-    except (OSError, RuntimeError):
-        return False
 
 
 def _can_open_a_browser():

@@ -5,7 +5,6 @@ that the links between them work. In ``.course`` lies what the command keeps:
 
 - ``base``: for each file, the course's version that the reader's file was made from. What differs
   from it is the reader's.
-- ``before``: notebooks that were replaced after the reader had run them and written nothing.
 - ``jupyter``: settings, and the layout of JupyterLab's windows.
 
 A file that the reader has not touched follows the course; one that left the course stays where it
@@ -15,6 +14,7 @@ place in the file: `dplab.desk.record` has them by slug.) Each file is written w
 name and then renamed, so that a stop or a full disk leaves the old one as it was.
 """
 
+import contextlib
 import datetime
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -42,13 +42,9 @@ class WorkingCopy:
         self.place = place
         self.course = course
         self.kept = place / ".course"
-        self.unreadable = [course.root / name for name in course.unreadable]
 
-    def refresh(self, *, only_add: bool = False) -> Changes:
-        """Adds what is missing, and brings up to date what the reader has not touched.
-
-        ``only_add``: the files that are there stay, and those that are newer wait.
-        """
+    def refresh(self) -> Changes:
+        """Adds what is missing, and brings up to date what the reader has not touched."""
         changes = Changes(created=not self.kept.exists())
         self.kept.mkdir(parents=True, exist_ok=True)
         broken = self.broken()
@@ -60,25 +56,20 @@ class WorkingCopy:
             elif base is None:  # a file of the reader's, or the folder .course was deleted
                 write_whole(self.kept / "base" / name, content)
             elif base != content and name not in broken:
-                if not only_add and self._is_untouched(name):
+                if self._is_untouched(name):
                     self._put(name, self._with_answers(name))
                     changes.replaced.append(name)
                 else:
                     changes.newer.append(name)
         return changes
 
-    def update(self, name: str) -> Path | None:
-        """Brings the course's version over, with the reader's answers; where the old one is kept.
+    def update(self, name: str, *, with_answers: bool = True) -> Path | None:
+        """Brings the course's version over, with the reader's answers or bare; where the old one
+        is kept.
         """
-        content = self._with_answers(name)
+        content = self._with_answers(name) if with_answers else self.course.files[name]
         kept = self._keep(name)
         self._put(name, content)
-        return kept
-
-    def start_anew(self, name: str) -> Path | None:
-        """Brings the course's version over, without what the reader wrote; where that is kept."""
-        kept = self._keep(name)
-        self._put(name, self.course.files[name])
         return kept
 
     def broken(self) -> dict[str, str]:
@@ -92,21 +83,16 @@ class WorkingCopy:
                 found[name] = str(error)
         return found
 
-    def answers_outside(self, folder: Path | None = None) -> dict[str, bytes]:
-        """Notebooks of this copy, with answers from other notebooks in those stubs that are bare.
+    def answers_from(self, folder: Path) -> dict[str, bytes]:
+        """Notebooks of this copy, with answers from those of a folder in stubs that are bare.
 
-        ``folder``: where these lie; by default the clone's own ``chapters``, where those count
-        that differ from the last commit. Names those alone that would change.
+        The newest file wins. Names those alone that would change.
         """
-        paths = [self.course.root / name for name in self.course.edited]
-        if folder is not None:
-            paths = [*folder.glob("*.ipynb"), *folder.glob("chapters/*.ipynb")]
         outside: dict[str, str] = {}
-        for path in sorted(filter(Path.is_file, paths), key=_time_of):
-            try:
+        paths = [*folder.glob("*.ipynb"), *folder.glob("chapters/*.ipynb")]
+        for path in sorted(paths, key=lambda path: path.stat().st_mtime):
+            with contextlib.suppress(notebook.UnreadableNotebook):
                 outside |= answers_in(notebook.loads(path.read_bytes()), {})
-            except notebook.UnreadableNotebook:
-                self.unreadable += [path] if path not in self.unreadable else []
         found, broken = {}, self.broken()
         for name in self._notebooks():
             if (self.place / name).exists() and name not in broken:
@@ -118,7 +104,7 @@ class WorkingCopy:
         return found
 
     def take(self, name: str, content: bytes) -> Path | None:
-        """Puts what `answers_outside` found into the copy; where the old file is kept."""
+        """Puts what `answers_from` found into the copy; where the old file is kept."""
         kept = self._keep(name)
         write_whole(self.place / name, content)
         return kept
@@ -150,41 +136,31 @@ class WorkingCopy:
 
     def _is_untouched(self, name):
         """Whether the file is as the course had it. A notebook that ran is the reader's."""
-        if (self.place / name).read_bytes() == self._base(name):
-            return True
-        return self._is_unedited(name) and not notebook.has_outputs(self._read(name))
-
-    def _is_unedited(self, name):
-        """Whether the cells of a notebook are as the course had them, whatever they show."""
-        base = self._base(name)
-        if base is None or not name.endswith(".ipynb"):
-            return False
+        base, data = self._base(name), (self.place / name).read_bytes()
+        if data == base or base is None or not name.endswith(".ipynb"):
+            return data == base
         try:
-            return notebook.sources(self._read(name)) == notebook.sources(notebook.loads(base))
+            here = notebook.loads(data)
         except notebook.UnreadableNotebook:
             return False
+        return (notebook.sources(here) == notebook.sources(notebook.loads(base))
+                and not notebook.has_outputs(here))
 
     def _put(self, name, content):
         write_whole(self.place / name, content)
         write_whole(self.kept / "base" / name, self.course.files[name])
 
     def _keep(self, name):
-        """A second file with the same content, under a dated name; None where the reader has not
-        touched it. It lies beside the file; one that was only run lies where nobody sees it.
+        """A second file with the same content beside the file, under a dated name; None where the
+        reader has not touched it.
         """
         if self._is_untouched(name):
             return None
-        path = (self.kept / "before" if self._is_unedited(name) else self.place) / name
-        data = (self.place / name).read_bytes()
+        path = self.place / name
         stem, count = f"{path.stem}.before-{datetime.date.today().isoformat()}", 1
-        kept = path.with_name(stem + path.suffix)
-        while kept.exists() and kept.read_bytes() != data:
+        kept = path.with_stem(stem)
+        while kept.exists() and kept.read_bytes() != path.read_bytes():
             count += 1
-            kept = path.with_name(f"{stem}-{count}{path.suffix}")
-        if not kept.exists():
-            write_whole(kept, data)
+            kept = path.with_stem(f"{stem}-{count}")
+        write_whole(kept, path.read_bytes())
         return kept
-
-
-def _time_of(path):
-    return path.stat().st_mtime
