@@ -1,4 +1,4 @@
-"""Writes the pages beside the chapters: glossary and figures (glossary.md), and contents.md.
+"""Writes the pages beside the chapters: glossary.md and contents.md.
 
 The terms stand in chapters/book/glossary.toml, and the chapters have the places where they are
 introduced; the list of chapters is README's.
@@ -6,12 +6,9 @@ introduced; the list of chapters is README's.
     python tests/tools/index.py
 """
 
-import ast
-import contextlib
 import re
 import sys
 import tomllib
-import xml.etree.ElementTree as ElementTree
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,22 +21,18 @@ PAGE, CONTENTS = "chapters/glossary.md", "chapters/contents.md"
 TERMS = ROOT / "chapters/book/glossary.toml"
 HEADING = re.compile(r"^#{1,6} +(.+?)\s*$", re.MULTILINE)
 FENCE = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
-DRAWING = re.compile(r"\]\(\.\./figures/(\w+\.svg)\)")
 CHAPTER_ROW = re.compile(r"\| [\w ]+ \| \[.*?\]\(chapters/\w+\.ipynb\)")
 SHORT_WAYS = re.compile(r"<!-- short ways -->\n(.*?)\n## ", re.DOTALL)
-SVG = "{http://www.w3.org/2000/svg}"
 
 HEAD = """\
-# Glossary and index of figures
+# Glossary
 
-The terms of the course, each with the chapter that introduces it, and at the end all figures. A
-link names a section and opens its chapter.
+The terms of the course, each with the chapter that introduces it. A link names a section and opens
+its chapter.
 
 <!-- not in the book -->
 JupyterLab then goes to the very cell; where the chapter was not open before, that may take a second
 click. (`python tests/tools/index.py` makes this page.)
-
-## Terms
 
 | term | what it is | chapter |
 |:--|:--|:--|
@@ -49,19 +42,13 @@ HEAD_OF_CONTENTS = """\
 
 """
 END_OF_CONTENTS = """
-To look something up: the [glossary and index of figures](glossary.md). How the time of a step is
+To look something up: the [glossary](glossary.md). How the time of a step is
 predicted, part by part: [one step by hand](one_step_by_hand.md). How to set up, and what to do when
 something is in the way: [set-up](book/setup.md). For [teachers](book/teachers.md), and for learners
 with an [AI assistant](book/assistants.md).
 
 <!-- not in the book -->
 `python tests/tools/index.py` makes this page from the table of the [README](../README.md).
-"""
-FIGURES = """
-## Figures
-
-Drawings are the same for everyone. What a plot shows is measured or computed in its chapter, so
-yours differ from those of these titles in their numbers.
 """
 
 
@@ -131,50 +118,11 @@ def rows(terms, chapters):
         yield f"| **{term['name']}** | {escaped(term['text'])} | {place} |"
 
 
-def figures(chapter):
-    """(title, links) of its drawings and plots, in the order of the chapter."""
-    for cell in chapter.cells:
-        if cell.cell_type == "markdown":
-            for match in DRAWING.finditer(cell.source):
-                drawing = link("drawing", f"../figures/{match[1]}")
-                yield title_of(ROOT / "figures" / match[1]), (
-                    f"{drawing}, in {chapter.link(cell.id, match.start())}")
-        else:
-            for output in cell.outputs:
-                if "image/png" in output.get("data", {}):
-                    yield title_of_plot(cell.source, output.data), chapter.link(cell.id)
-
-
-def title_of(svg):
-    return ElementTree.parse(svg).getroot().findtext(f"{SVG}title")
-
-
-def title_of_plot(source, data):
-    """The title that the code gives, or else what its alt text, its plain form, begins with."""
-    with contextlib.suppress(SyntaxError):
-        given = [keyword.value for node in ast.walk(ast.parse(source))
-                 if isinstance(node, ast.Call) for keyword in node.keywords
-                 if keyword.arg == "title" and isinstance(keyword.value, ast.Constant)]
-        first = min(given, key=lambda value: value.lineno, default=None)
-        if first and "{" not in first.value:
-            return first.value
-    alt = " ".join(data["text/plain"].split()).split(". ")[0].rstrip(".")
-    return alt.split(":")[0] if len(alt) > 100 else alt
-
-
 def build(root=ROOT):
     """The page's text."""
     chapters = {key: Chapter(path) for key, path in course.notebooks(root / "chapters").items()}
     terms = tomllib.loads(TERMS.read_text(encoding="utf-8"))["term"]
-    table = rows(terms, chapters)
-    lists = ["", f"- {title_of(root / 'figures/one_step.svg')} ("
-                 f"{link('drawing', '../figures/one_step.svg')}, in "
-                 f"{link('README', '../README.md')})"]
-    for chapter in chapters.values():
-        found = [f"- {escaped(title)} ({place})" for title, place in figures(chapter)]
-        if found:
-            lists += ["", f"### {link(chapter.title, chapter.path.name)}", "", *found]
-    return HEAD + "\n".join(table) + "\n" + FIGURES + "\n".join(lists) + "\n"
+    return HEAD + "\n".join(rows(terms, chapters)) + "\n"
 
 
 def contents(root=ROOT):
