@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from two_nodes.training import KINDS
+from two_nodes import KINDS
 
 import dplab
 from dplab.bench import sharded, training_step
