@@ -407,17 +407,6 @@ def test_search_finds_a_chapter_by_what_it_says(server, browser):
         assert "straggler" in tab.locator("article").inner_text().lower() and not wrong
 
 
-def test_a_hint_and_a_folded_cell_open(server, browser):
-    with reader(browser, server, 400, "light") as (tab, _):
-        tab.goto(f"{server}03_all_reduce.html")
-        for fold in ("details.hint", "details.hide"):
-            details = tab.locator(fold).first
-            inside = details.locator("p, pre").last
-            assert not inside.is_visible()
-            details.locator("summary").click()
-            inside.wait_for()
-
-
 def test_plots_are_dark_on_a_dark_page(server, browser):
     shades = []
     for theme in ("light", "dark"):

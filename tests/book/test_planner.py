@@ -7,7 +7,6 @@ import functools
 import importlib.util
 import json
 import os
-import random
 import subprocess
 import sys
 import zipfile
@@ -15,13 +14,14 @@ from pathlib import Path
 from urllib.parse import parse_qsl, urlencode
 
 import pytest
-from jupyter import chromium, chromium_or_skip
+from jupyter import chromium
 from skips import need_program
 from web_server import served
 
 from dplab.predict import fields, plan
-from dplab.predict.catalogue import GPUS, MODELS
-from dplab.predict.choose import CHOICES, PRECISION_CHOICES
+from dplab.predict.choose import CHOICES
+
+pytestmark = pytest.mark.slow
 
 BOOK = Path(__file__).resolve().parents[2] / "chapters" / "book"
 NODE_MODULES = BOOK / "node_modules"
@@ -30,9 +30,14 @@ AROUND = """<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Pl
 <body data-theme="light"><main>{}</main></body></html>"""
 TIMEOUT = 120_000  # ms; on two busy cores Python may take long to start
 
-WRONG = "gpus=128&heads=30&model=custom&%3Ci%3Ewho=me"
+# Of each family, strategy and precision; then what an address may have wrong.
+RIGHT = ["", "gpu=A100&gpus=8&strategy=DDP&model=GPT-2", "model=Llama-3.1+405B&gpus=1024",
+         "model=custom&layers=12&d_model=1024&heads=16&d_ff=4096&sequence=1024&compile=no",
+         "gpus=1&model=GPT-2&global_batch=5e5", "strategy=HSDP&gpus=256&per_node=16&nics=1",
+         "recompute=full&sequence=1000&price=2.5", "strategy=ZeRO-1&batch=2"]
 BAD = ["model=custom&heads=30", "gpus=1000000000", "gpus=12", "gpus=", "who=me", "gpus=8&gpus=16",
        "model=GPT-2&layers=3", "model=%3Cscript%3Ealert(1)%3C%2Fscript%3E", "gpus=%FF"]
+WRONG = "gpus=128&heads=30&model=custom&%3Ci%3Ewho=me"
 
 
 @functools.cache
@@ -139,7 +144,7 @@ class Page:
 
 @pytest.fixture(scope="module")
 def browser():
-    with chromium_or_skip(), chromium() as found:
+    with chromium() as found:
         yield found
 
 
@@ -157,7 +162,6 @@ def live(loaded):
     return loaded.reset()
 
 
-@pytest.mark.slow
 def test_a_bad_address_shows_each_error_at_its_field_and_the_stored_plan_stays(loaded):
     """First of those that share the load, whose address it asks about."""
     live = loaded
@@ -177,7 +181,6 @@ def test_a_bad_address_shows_each_error_at_its_field_and_the_stored_plan_stays(l
     assert "stale" in live.tab.locator("#planner").get_attribute("class")
 
 
-@pytest.mark.slow
 def test_a_right_value_takes_the_error_away_and_gives_the_plan(live):
     live.tab.select_option("#field-model", "custom")
     live.tab.fill("#field-gpus", "128")
@@ -191,7 +194,6 @@ def test_a_right_value_takes_the_error_away_and_gives_the_plan(live):
     assert live.given() == {"model": "custom", "heads": "64", "gpus": "128"}
 
 
-@pytest.mark.slow
 def test_defaults_follow_the_field_that_they_depend_on(live):
     live.tab.select_option("#field-gpu", "A100")
     live.plan(gpu="A100")
@@ -199,17 +201,8 @@ def test_defaults_follow_the_field_that_they_depend_on(live):
         assert live.tab.locator(f"#field-{name}").input_value() == (
             fields.BY_NAME[name].text_of(value)) or value in (True, False)
     assert live.given() == {"gpu": "A100"}
-    live.reset()
-    live.tab.select_option("#field-model", "custom")
-    live.tab.select_option("#field-family", "gpt")
-    live.tab.fill("#field-context", "512")
-    live.wait("live").plan(model="custom", family="gpt", context=512)
-    live.settle()  # the title is the same as before
-    assert live.tab.locator("#field-sequence").input_value() == "512"
-    assert live.given() == {"model": "custom", "family": "gpt", "context": "512"}
 
 
-@pytest.mark.slow
 def test_the_keyboard_alone_changes_the_plan_and_copies_it(live):
     live.tab.evaluate("document.activeElement.blur(); scrollTo(0, 0)")
     live.tab_to("copy-link")
@@ -242,7 +235,6 @@ def test_the_keyboard_alone_changes_the_plan_and_copies_it(live):
     assert copied == answer(urlencode(live.given()))["plan"]["launch"]["torch"]
 
 
-@pytest.mark.slow
 def test_newer_input_overtakes_older(live):
     sent = live.tab.evaluate("""() => {
         let sent = 0;
@@ -261,7 +253,6 @@ def test_newer_input_overtakes_older(live):
     assert live.tab.evaluate("sentNow()") == 3  # the first plan, the last, and its advice
 
 
-@pytest.mark.slow
 def test_a_plan_to_which_the_engine_gives_no_answer_is_marked_as_old(live):
     live.tab.evaluate("""() => {
         const post = Worker.prototype.postMessage;
@@ -279,27 +270,9 @@ def test_a_plan_to_which_the_engine_gives_no_answer_is_marked_as_old(live):
     live.wrong.clear()
 
 
-@pytest.mark.slow
-def test_the_plan_says_where_it_does_not_fit_and_marks_its_row(live):
-    live.tab.select_option("#field-strategy", "HSDP")
-    live.tab.fill("#field-gpus", "8")
-    live.plan(strategy="HSDP", gpus=8)
-    row = live.tab.locator(".options tbody tr", has_text="planned")
-    assert row.count() == 1 and row.inner_text().startswith("HSDP")
-    live.tab.select_option("#field-model", "Llama-3.1 405B")
-    live.plan(strategy="HSDP", gpus=8, model="Llama-3.1 405B")
-    assert "This plan does not fit" in live.text("[data-section=launch] p.bad")
-    live.tab.select_option("#field-model", "GPT-2")
-    live.tab.fill("#field-gpus", "1")
-    live.tab.select_option("#field-strategy", "recommended")
-    live.plan(model="GPT-2", gpus=1)
-    assert "One GPU sends nothing." in live.text("[data-section=traffic]")
-
-
-@pytest.mark.slow
-def test_page_and_package_agree_on_thirty_addresses(live):
+def test_page_and_package_agree_on_addresses(live):
     """The answers of the page's own worker, as JSON, with each digit."""
-    queries = [*drawn(30 - len(BAD), random.Random(18)), *BAD]
+    queries = [*RIGHT, *BAD]
     live.tab.evaluate("""queries => { window.answers = Promise.all(
         queries.map(query => document.getElementById('planner').answer(query))); }""", queries)
     expected = [answer(query) for query in queries]  # while the page computes the same
@@ -307,56 +280,24 @@ def test_page_and_package_agree_on_thirty_addresses(live):
     different = [query for query, one, other in zip(queries, expected, found, strict=True)
                  if one != other]
     assert not different
-    assert [bool(one["errors"]) for one in found].count(True) >= len(BAD)
-    assert sum(one["plan"] is not None for one in found) > 10
+    assert [bool(one["errors"]) for one in found] == [query in BAD for query in queries]
 
 
-def choices(name):
-    return [*fields.BY_NAME[name].choices]
-
-
-def drawn(number, chance):
-    """Addresses of plans of many kinds, most of them without an error."""
-    for _ in range(number):
-        given = {"model": chance.choice([*MODELS, "custom", "custom"]),
-                 "gpu": chance.choice([*GPUS]),
-                 "gpus": chance.choice([1, 2, 8, 16, 64, 256, 1024]),
-                 "global_batch": chance.choice(["5e5", "4e6", "3e7"]),
-                 "compile": chance.choice(["yes", "no"]),
-                 "strategy": chance.choice(["recommended", *CHOICES]),
-                 "precision": chance.choice([*PRECISION_CHOICES]),
-                 "recompute": chance.choice(choices("recompute"))}
-        given |= {name: chance.choice(values) for name, values in {
-            "inside": choices("inside"), "between": choices("between"), "per_node": [4, 8, 16],
-            "sequence": [1000, 1024], "nics": [1, 4], "price": ["2.5"], "batch": [1, 2],
-        }.items() if chance.random() < 0.3}
-        if given["model"] == "custom":
-            given |= {"layers": chance.randint(1, 48), "d_model": 128 * chance.randint(4, 64),
-                      "heads": chance.choice([8, 16, 32]), "d_ff": chance.randint(512, 16384),
-                      "family": chance.choice(["llama", "gpt"]), "sequence": 1024}
-        yield urlencode(given)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("query", [{"model": "custom"}, {"model": "Llama-3.1 405B"}])
-def test_nothing_is_wider_than_the_page(live, query):
-    for name, value in query.items():
-        live.tab.select_option(f"#field-{name}", value)
-    live.plan(**query)
+def test_nothing_is_wider_than_the_page(live):
+    live.tab.select_option("#field-model", "custom")
+    live.plan(model="custom")
     live.tab.evaluate("for (const each of document.querySelectorAll('details')) each.open = true")
     for width in (400, 1280):
         live.tab.set_viewport_size({"width": width, "height": 900})
         assert live.tab.evaluate("document.documentElement.scrollWidth") == width
 
 
-@pytest.mark.slow
 def test_nothing_was_asked_of_others_and_nothing_went_wrong(loaded):
     """Last of those that share the load."""
     assert not loaded.foreign
     assert not loaded.wrong
 
 
-@pytest.mark.slow
 def test_a_shared_address_gives_its_plan(browser, site):
     page = Page(browser, site)
     page.open("model=Llama-3+70B&gpus=512&strategy=HSDP")
@@ -367,7 +308,6 @@ def test_a_shared_address_gives_its_plan(browser, site):
     assert not page.wrong
 
 
-@pytest.mark.slow
 def test_without_javascript_the_stored_plan_stands_and_says_what_to_do(browser, site):
     page = Page(browser, site, java_script_enabled=False)
     page.open("")
@@ -380,7 +320,6 @@ def test_without_javascript_the_stored_plan_stands_and_says_what_to_do(browser, 
     assert page.tab.locator("#field-gpus").is_disabled()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("lost", ["pyodide.asm.wasm", "predict.zip"])
 def test_where_python_cannot_start_the_stored_plan_stays_and_says_why(browser, site, lost):
     page = Page(browser, site)

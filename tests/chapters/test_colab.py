@@ -54,35 +54,33 @@ json.dump([os.getcwd(), course, known], open(os.environ["REPORT"], "w"))
 """
 
 
-@pytest.fixture
-def run_cell(tmp_path):
-    """A function that runs the cell in a new environment that has the packages and no dplab."""
-    environment, report = tmp_path / "environment", tmp_path / "report.json"
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", environment], check=True)
-    [packages] = environment.glob("lib/*/site-packages")
+def environment(tmp_path):
+    """The Python of a new environment that has the packages and no dplab."""
+    folder = tmp_path / "environment"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
+    [packages] = folder.glob("lib/*/site-packages")
     (packages / "packages.pth").write_text(str(Path(IPython.__file__).parents[1]))
-
-    def run_cell(module, source, **others):
-        work = tmp_path / "work"
-        work.mkdir(exist_ok=True)
-        variables = {name: value for name, value in os.environ.items()
-                     if name not in ("PYTHONPATH", "VIRTUAL_ENV")}  # IPython enters the latter
-        done = subprocess.run(
-            [environment / "bin/python", "-c", SHELL, module, source], cwd=work, text=True,
-            capture_output=True, timeout=300, env=variables | {
-                "REPORT": str(report), "IPYTHONDIR": str(tmp_path / "ipython"),
-                "PIP_NO_INDEX": "1", "PIP_NO_DEPS": "1", "PIP_NO_BUILD_ISOLATION": "0",
-                "PIP_DISABLE_PIP_VERSION_CHECK": "1",
-                "HOME": str(tmp_path)} | others)
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout, json.loads(report.read_text())
-    return run_cell
+    return folder / "bin/python"
 
 
-@pytest.fixture
-def repository(tmp_path):
+def run_cell(python, tmp_path, module, source, **others):
+    """What the cell says, the folder that it ends in, the course, and the names that it leaves."""
+    (tmp_path / "work").mkdir(exist_ok=True)
+    report = tmp_path / "report.json"
+    variables = {name: value for name, value in os.environ.items()
+                 if name not in ("PYTHONPATH", "VIRTUAL_ENV")}  # IPython enters the latter
+    done = subprocess.run(
+        [python, "-c", SHELL, module, source], cwd=tmp_path / "work", text=True,
+        capture_output=True, timeout=300, env=variables | {
+            "REPORT": str(report), "IPYTHONDIR": str(tmp_path / "ipython"),
+            "PIP_NO_INDEX": "1", "PIP_NO_DEPS": "1", "PIP_NO_BUILD_ISOLATION": "0",
+            "PIP_DISABLE_PIP_VERSION_CHECK": "1", "HOME": str(tmp_path)} | others)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout, *json.loads(report.read_text())
+
+
+def make_repository(folder):
     """A repository with the course as it lies here, to clone."""
-    folder = tmp_path / "repository"
     shutil.copytree(ROOT / "dplab", folder / "dplab", ignore=shutil.ignore_patterns("__pycache__"))
     (folder / "chapters").mkdir()
     shutil.copy(PATHS[0], folder / "chapters")
@@ -91,23 +89,18 @@ def repository(tmp_path):
     git = ["git", "-c", "user.name=x", "-c", "user.email=x", "-C", folder]
     for words in (["init", "-q"], ["add", "."], ["commit", "-q", "-m", "x"]):
         subprocess.run([*git, *words], check=True)
-    return folder
 
 
 @pytest.mark.slow
-def test_elsewhere_the_cell_does_nothing(run_cell, tmp_path):
-    said, (folder, course, known) = run_cell("ipykernel.zmqshell", colab.SOURCE)
-    assert (said, Path(folder), course, known) == ("", tmp_path / "work", None, [])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("module", "variables"), [
-    ("google.colab._shell", {}),
-    ("ipykernel.zmqshell", {"KAGGLE_KERNEL_RUN_TYPE": "Interactive"})], ids=["Colab", "Kaggle"])
-def test_there_it_fetches_and_installs_the_course(
-        run_cell, repository, tmp_path, module, variables):
+def test_on_colab_it_fetches_and_installs_the_course_on_kaggle_too_and_elsewhere_nothing(tmp_path):
+    python, repository = environment(tmp_path), tmp_path / "repository"
+    assert run_cell(python, tmp_path, "ipykernel.zmqshell", colab.SOURCE) == (
+        "", str(tmp_path / "work"), None, [])
+    make_repository(repository)
     source = colab.SOURCE.replace(colab.ADDRESS, repository.as_uri())
-    _, (folder, course, _) = run_cell(module, source, **variables)
-    assert Path(folder) == tmp_path / "dplab/chapters"
-    assert Path(course) == tmp_path / "dplab/dplab/__init__.py"
-    assert (Path(folder) / PATHS[0].name).exists()
+    for module, variables in (("google.colab._shell", {}), (
+            "ipykernel.zmqshell", {"KAGGLE_KERNEL_RUN_TYPE": "Interactive"})):
+        _, folder, course, _ = run_cell(python, tmp_path, module, source, **variables)
+        assert Path(folder) == tmp_path / "dplab/chapters"
+        assert Path(course) == tmp_path / "dplab/dplab/__init__.py"
+        assert (Path(folder) / PATHS[0].name).exists()
