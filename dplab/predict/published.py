@@ -1,7 +1,7 @@
 """Published training runs beside what is predicted for them, as intervals.
 
     runs = published_runs()
-    print(summary([run for run in runs if run.held_out]))
+    print(summary([run for run in runs if run.held_out]).error)
 
 The runs lie in ``runs.json``, each with its source and with what it leaves open; nothing is fitted
 to them. A run is predicted three times, at the slow, the typical and the fast pace of everything
@@ -12,17 +12,15 @@ runs that were published side by side, and `scaling` whether one scales as predi
 import itertools
 import json
 import statistics
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from importlib import resources
 
-from dplab.predict import step
 from dplab.predict.catalogue import GPUS, LINKS, MODELS, Gpu
-from dplab.predict.cluster import Job, fsdp_spans, predict
-from dplab.predict.cost import Link
-from dplab.predict.network import Cluster, collective_seconds, computing_slowdown, ring_link
+from dplab.predict.cluster import predict
+from dplab.predict.job import Cluster, Job
 from dplab.predict.pace import PACES
-from dplab.predict.step import Layer
 from dplab.predict.transformer_config import TransformerConfig
 
 TABLE = json.loads(resources.files(__package__).joinpath("runs.json").read_text("utf-8"))
@@ -94,12 +92,6 @@ class Summary:
     inside: float
     worst: PublishedRun
 
-    def __str__(self):
-        return (f"{self.count} runs: error {self.error:+.0%} in the median, "
-                f"{self.absolute_error:.0%} by size; {self.within_30_percent:.0%} within 30 %, "
-                f"{self.inside:.0%} between predictions at slow and fast rates; "
-                f"the worst {self.worst.error:+.0%}, {self.worst.what}")
-
 
 @dataclass(frozen=True)
 class Ranking:
@@ -119,8 +111,8 @@ class Ranking:
 
 
 def published_runs() -> list[PublishedRun]:
-    """Every published figure: first efficiencies, then the runs in the order of ``runs.json``."""
-    return [*map(_efficiency, TABLE["efficiencies"]), *map(_run, TABLE["runs"])]
+    """Every published run, in the order of ``runs.json``."""
+    return [*map(_run, TABLE["runs"])]
 
 
 def scaling(runs: Iterable[PublishedRun] | None = None) -> list[PublishedRun]:
@@ -128,8 +120,15 @@ def scaling(runs: Iterable[PublishedRun] | None = None) -> list[PublishedRun]:
 
     Both rates are taken at one pace, so that the computing that they share widens no interval.
     """
+    series = defaultdict(list)
+    for run in published_runs() if runs is None else runs:
+        if run.predicted is not None:
+            row = ROWS[run.id]
+            batch = row["batch"], row.get("accumulation", 1)
+            series[run.table, run.series, run.unit, *batch].append(run)
     found = []
-    for few, *many in _series(runs, same_batch=True):
+    for group in series.values():
+        few, *many = sorted(group, key=lambda run: run.ranks)
         for run in many:
             if run.ranks > few.ranks:
                 published, *paces = (
@@ -163,17 +162,6 @@ def summary(runs: Iterable[PublishedRun]) -> Summary:
                    statistics.median(sizes), sum(size <= 0.3 for size in sizes) / len(errors),
                    sum(bool(run.inside) for run, _ in errors) / len(errors),
                    max(errors, key=lambda each: abs(each[1]))[0])
-
-
-def _series(runs, same_batch=False):
-    """Lists of two runs or more of one series and unit, in rising ranks."""
-    groups: dict[tuple, list[PublishedRun]] = {}
-    for run in published_runs() if runs is None else runs:
-        if run.predicted is not None and run.id in ROWS:
-            row = ROWS[run.id]
-            batch = (row["batch"], row.get("accumulation", 1)) if same_batch else ()
-            groups.setdefault((run.table, run.series, run.unit, *batch), []).append(run)
-    return [sorted(group, key=lambda run: run.ranks) for group in groups.values() if len(group) > 1]
 
 
 def _cluster(machine):
@@ -254,74 +242,18 @@ def tokens_per_gpu(row: dict, value: float) -> float:
 
 
 def _run(row):
-    if not row["in_scope"]:
-        return _beside(row, row.get("what", row["series"]), row["ranks"], row["unit"], None)
-    cluster = CLUSTERS[row["machine"]].of(row["ranks"])
-    paces = [_in_unit(row, _seconds(row, replace(cluster, pace=pace))) for pace in PACES]
-    what = f"{row['series']}, {row['batch']} × {row['sequence']}"
-    return _beside(row, what, row["ranks"], row["unit"], paces)
-
-
-def _efficiency(row):
-    paces = None
+    low = middle = high = None
+    said = row.get("assumed")
     if row["in_scope"]:
-        kinds = {"ResNet-50": _goyal, "T5-11B": _t5, "job": _job_efficiency}
-        paces = [kinds[row["kind"]](row, pace) for pace in PACES]
-    return _beside(row, row["what"], row["many"], "efficiency", paces)
-
-
-def _beside(row, what, ranks, unit, paces):
-    table = TABLE["tables"][row["table"]]
-    said = [row.get("machine"), row.get("assumed") if paces else f"out of scope: {row['reason']}"]
-    low, middle, high = (min(paces), paces[1], max(paces)) if paces else (None, None, None)
-    machine = TABLE["machines"].get(row.get("machine"))
-    return PublishedRun(what, ranks, unit, row["published"], middle, low, high,
-                        "; ".join(each for each in said if each),
-                        "; ".join(each for each in (table["source"], row.get("at")) if each),
-                        machine["gpu"] if machine else "", row.get("series", ""), row["table"],
-                        row["id"], row["held_out"])
-
-
-def _job_efficiency(row, pace):
-    seconds = [_seconds(row, replace(CLUSTERS[row["machine"]].of(ranks), pace=pace))
-               for ranks in (row["few"], row["many"])]
-    return seconds[0] / seconds[1]
-
-
-def _goyal(row, pace):
-    """ResNet-50, 102 MB of fp32 gradients, in 16 equal layers; computing takes what was published.
-
-    Source: P. Goyal et al., "Accurate, large minibatch SGD", 2017: the step of 256 GPUs.
-    """
-    busy = 3600 / (90 * 1.281e6 / 8192)  # "in 1 hour"
-    layers = [Layer(busy / 48, busy / 24, 4 * 25.56e6 / 16)] * 16
-    # Only the links matter here: the time of computing is given.
-    machine = Cluster(GPUS["A100"], 1, Link("NVLink of a P100", 80e9, 3.4e-6),
-                      Link("50 Gb/s", 6.25e9, 14e-6), nics=1, pace=pace)
-    seconds = [step.step_seconds(step.ddp_spans(
-        layers, ranks, ring_link(machine.of(ranks), ranks, 8), bucket_bytes=1,
-        overlap=row["overlap"])) for ranks in (row["few"], row["many"])]
-    return seconds[0] / seconds[1]
-
-
-def _t5(row, pace):
-    """T5-11B: 24 encoder blocks of 201 M parameters and 24 decoder blocks of 268 M.
-
-    Source: C. Raffel et al., "Exploring the limits of transfer learning", 2020: the sizes.
-    """
-    parts = [1024 * (4 * 16384 + 2 * 65536)] * 24 + [1024 * (8 * 16384 + 2 * 65536)] * 24
-    seconds = []
-    for ranks in (row["few"], row["many"]):
-        cluster = replace(CLUSTERS["A100, 2 Tb/s a node"].of(ranks), pace=pace)
-        forward = [2 * row["tokens"] * part / (cluster.gpu.bf16_flops * cluster.matmul_share)
-                   for part in parts]
-        blocks = [Layer(time, 3 * time, 2 * part, f"block {place}")
-                  for place, (part, time) in enumerate(zip(parts, forward, strict=True))]
-        seconds.append(step.step_seconds(fsdp_spans(
-            blocks, Layer(0, 0, 2 * 33e6, "root"), gather=_on(cluster, "all-gather"),
-            scatter=_on(cluster, "reduce-scatter"), slowdown=computing_slowdown(cluster))))
-    return seconds[0] / seconds[1]
-
-
-def _on(cluster, collective):
-    return lambda nbytes: collective_seconds(cluster, collective, nbytes)
+        cluster = CLUSTERS[row["machine"]].of(row["ranks"])
+        paces = [_in_unit(row, _seconds(row, replace(cluster, pace=pace))) for pace in PACES]
+        low, middle, high = min(paces), paces[1], max(paces)
+        what = f"{row['series']}, {row['batch']} × {row['sequence']}"
+    else:
+        what, said = row.get("what", row["series"]), f"out of scope: {row['reason']}"
+    source = TABLE["tables"][row["table"]]["source"]
+    return PublishedRun(what, row["ranks"], row["unit"], row["published"], middle, low, high,
+                        "; ".join(filter(None, (row.get("machine"), said))),
+                        "; ".join(filter(None, (source, row.get("at")))),
+                        TABLE["machines"][row["machine"]]["gpu"] if "machine" in row else "",
+                        row["series"], row["table"], row["id"], row["held_out"])

@@ -23,9 +23,8 @@ def beside(published, predicted, unit="tokens/s/GPU", low=None, high=None):
 
 
 def test_every_row_is_there_and_every_row_in_scope_is_predicted(runs):
-    rows = [*published.TABLE["efficiencies"], *published.TABLE["runs"]]
-    assert [run.id for run in runs] == [row["id"] for row in rows]
-    for run, row in zip(runs, rows, strict=True):
+    assert [run.id for run in runs] == [*ROWS]
+    for run, row in zip(runs, ROWS.values(), strict=True):
         assert (run.published, run.held_out) == (row["published"], row["held_out"])
         assert run.source and (run.predicted is not None) == row["in_scope"], run.id
         if row["in_scope"]:
@@ -94,7 +93,7 @@ def test_a_summary_of_runs():
     assert (found.count, found.within_30_percent, found.inside) == (4, 0.5, 0.25)
     assert found.error == pytest.approx((0.1 + 0.5) / 2)
     assert found.absolute_error == pytest.approx((0.1 + 0.5) / 2)
-    assert found.worst.unit == "s/step" and "4 runs" in str(found)
+    assert found.worst.unit == "s/step"
     with pytest.raises(ValueError, match="in scope"):
         published.summary([outside])
 
