@@ -9,7 +9,7 @@ USAGE = """usage: dplab lab [FOLDER] [options]
        dplab progress
        dplab hint SLUG
        dplab check SLUG FILE
-       dplab plan [ADDRESS] [options]
+       dplab plan [NAME=VALUE ...] [--json]
        dplab --version
 
 commands:

@@ -3,29 +3,26 @@
     cluster = Cluster(GPUS["H100"], 8, LINKS["NVLink 4"], LINKS["400 Gb/s"])
     print(recommend(MODELS["Llama-3 8B"], cluster, global_batch=512, sequence=8192))
 
-Each strategy is taken as torch's usual settings make it (`settings` has the code). By default that
-is mixed precision: parameters, gradients and Adam's moments in fp32, 16 bytes a parameter in all;
-computing, gathers and activations in bf16; gradients reduced in fp32. `PRECISION_CHOICES` has what
-else there is. `memory` says what that holds, `cluster` how long a step takes. Micro-batch,
-accumulation and recomputation are searched. What to change is found by trying: each change is
-predicted anew.
+Each strategy is taken as torch's usual settings make it (`settings` has the code), in mixed
+precision: parameters, gradients and Adam's moments in fp32, 16 bytes a parameter in all; computing,
+gathers and activations in bf16. `memory` says what that holds, `cluster` how long a step takes.
+Micro-batch, accumulation and recomputation are searched. What to change is found by trying: each
+change is predicted anew.
 """
 
 import math
-import textwrap
 from bisect import bisect_left
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, lru_cache
-from typing import Any
 
-from dplab.predict import memory, network, shards
+from dplab.predict import memory, shards
 from dplab.predict.checks import one_of, whole
-from dplab.predict.cluster import BLOCK_RECOMPUTE, Prediction, job_spans
+from dplab.predict.cluster import Prediction, job_spans
 from dplab.predict.job import RECOMPUTE, Cluster, Job
 from dplab.predict.memory import Budget
 from dplab.predict.network import collective_seconds
-from dplab.predict.precision import PRECISIONS, Precision, States, readable
+from dplab.predict.precision import PRECISIONS, Precision, States
 from dplab.predict.step import COMMUNICATION, Span
 from dplab.predict.traffic import Transfers, collectives
 from dplab.predict.transformer_config import TransformerConfig
@@ -46,7 +43,7 @@ class Strategy:
         """Whether every rank has all parameters."""
         return self.simulated == "DDP"
 
-    def on_wire(self, stored: Precision) -> dict[str, Any]:
+    def on_wire(self, stored: Precision) -> dict[str, int]:
         """Bytes of a parameter and of a gradient as they travel, for `traffic.collectives`.
 
         What every rank has travels as it is stored: the gradients in DDP's buckets, and the
@@ -71,14 +68,12 @@ resharding after forward. On one rank DDP stands for the model without a wrapper
 PRECISION_CHOICES = {
     "mixed": "states in fp32, computing in bf16, gradients reduced in fp32",
     "mixed, bf16 reduction": "the same, gradients of FSDP and HSDP reduced in bf16",
-    "bf16": "all in bf16, Adam's moments too",
 }
-"""They compute in bf16, as the measured rates do, and are named as in `dplab.dryrun`. In "bf16"
-updates round, and the memory of the states is half. `STORED` has the bytes of each."""
+"""They compute in bf16, as the measured rates do. `STORED` has the bytes of each."""
 _MIXED = PRECISIONS["fp32 shards, bf16 gathered"]
-STORED = dict(zip(PRECISION_CHOICES, (_MIXED, replace(_MIXED, reduced=2),
-                                           PRECISIONS["pure bf16"]), strict=True))
-_MANY_NODES = [2**power for power in range(18)]
+STORED = dict(zip(PRECISION_CHOICES, (_MIXED, replace(_MIXED, reduced=2)), strict=True))
+BLOCK_RECOMPUTE = ("none", "full")
+"""Of each block all is kept, or its input alone; `job.RECOMPUTE` has a third way."""
 _FREE = 0.1  # the share of memory that is left to the allocator and the libraries
 MEMORY_ERROR = 0.03
 """Two budgets that differ by less, relatively, are not told apart. A prediction is nearer than that
@@ -91,7 +86,7 @@ of GPUs alone it is off by less."""
 
 @dataclass(frozen=True)
 class Option(Prediction):
-    """One of `CHOICES`, in a precision of `IN_BF16`: its ``job`` is what `cluster` simulates.
+    """One of `CHOICES`, in one of `PRECISION_CHOICES`: its ``job`` is what `cluster` simulates.
 
     What if? Ask an option that `dataclasses.replace` has made of it.
     """
@@ -123,8 +118,8 @@ class Option(Prediction):
 
     @property
     def limit(self) -> float:
-        """The bytes that the budget may have."""
-        return limit_of(self.cluster)
+        """The bytes that the budget may have; a share of the GPU's memory stays free."""
+        return (1 - _FREE) * self.cluster.gpu.memory_bytes
 
     @property
     def fits(self) -> bool:
@@ -182,10 +177,6 @@ class Option(Prediction):
         """Sequences in a step of all ranks."""
         return self.cluster.ranks * self.job.batch * self.job.accumulation
 
-    @property
-    def gpu_seconds_per_token(self) -> float:
-        return self.cluster.ranks / self.tokens_per_second
-
     def recomputing(self, way: str) -> "Option":
         """The same with another way to recompute."""
         return replace(self, job=replace(self.job, recompute=way))
@@ -194,26 +185,6 @@ class Option(Prediction):
         again = {"none": "", "full": ", blocks recomputed", "selective": ", partly recomputed"}[
             self.job.recompute]
         return f"{self.name}{again}"
-
-
-@dataclass(frozen=True)
-class Change:
-    """Something else to try: ``speed`` and ``gpu_time``, of a token, are relative to now."""
-
-    what: str
-    best: Option
-    speed: float
-    gpu_time: float
-
-    @property
-    def matters(self) -> bool:
-        """Whether more than the prediction may be off changes, and no loss is its price."""
-        faster, cheaper = self.speed > 1 + TIE, self.gpu_time < 1 - TIE
-        return faster or cheaper or (self.speed < 1 - TIE and self.gpu_time > 1 + TIE)
-
-    def __str__(self):
-        return (f"{self.what}: {self.speed:.2f} times the tokens/s, {_signed(self.gpu_time - 1)} "
-                "GPU-hours.")
 
 
 @dataclass(frozen=True)
@@ -314,179 +285,82 @@ class Recommendation:
         return next(option for option in self.options if option.strategy == "FSDP")
 
     @cached_property
-    def least_ranks(self) -> int | None:
-        """The fewest ranks on which FSDP fits, recomputing, in part of a node or in whole nodes.
-
-        None where it fits on no number of ranks.
+    def enough_ranks(self) -> int | None:
+        """A number of ranks on which FSDP fits with its blocks recomputed: the fewest in a node,
+        else the first of 2, 4, 8 … nodes. None where it fits on none.
         """
-        node, limit = self.wish.cluster.node_size, self._leanest.limit
-
-        def fits(ranks):
-            return self._leanest_on(ranks).total <= limit
-
-        most = next((nodes for nodes in _MANY_NODES if fits(nodes * node)), None)
-        if most is None:
-            return None
-        if most == 1:
-            return next(ranks for ranks in range(1, node + 1) if fits(ranks))
-        return node * bisect_left(range(most), True, lo=most // 2 + 1,
-                                  key=lambda nodes: fits(nodes * node))
-
-    def _leanest_on(self, ranks):
-        """What FSDP holds on so many ranks, with its blocks recomputed."""
+        node = self.wish.cluster.node_size
         job = replace(self._leanest.job, recompute="full", batch=self.wish.batch or 1)
-        return replace(self._leanest, cluster=self.wish.cluster.of(ranks), job=job).budget
+        counts = [*range(1, node + 1), *(node * 2**power for power in range(1, 18))]
+        return next((ranks for ranks in counts if replace(
+            self._leanest, cluster=self.wish.cluster.of(ranks), job=job).fits), None)
 
     @cached_property
-    def changes(self) -> list[Change]:
-        """One thing changed at a time, predicted with the best strategy, the fastest first.
+    def changes(self) -> dict[str, float]:
+        """Of one thing changed at a time, with the best strategy: how many times the tokens/s.
 
         Empty where nothing fits now; left out is what does not fit.
         """
         wish, best = self.wish, self.best
         if best is None:
-            return []
-        ranks, node, batch = wish.cluster.ranks, wish.cluster.node_size, wish.global_batch
-        more = 2 * ranks
-        if more > node:
-            more = node * math.ceil(more / node)  # whole nodes
-        tried: dict[str, dict[str, Any]] = {
-            f"{more:,} GPUs, the same global batch": {"cluster": wish.cluster.of(more)},
-            "Twice the global batch": {"global_batch": 2 * batch}}
-        tried[f"{more:,} GPUs and {more / ranks:g} times the global batch"] = {
-            "cluster": wish.cluster.of(more), "global_batch": batch * more // ranks}
+            return {}
+        tried = {"Twice the global batch": replace(
+            wish, global_batch=2 * wish.global_batch, batch=None)}
         if not wish.compiled:
-            tried["torch.compile"] = {"compiled": True}
+            tried["torch.compile"] = replace(wish, compiled=True)
         if wish.precision == "mixed" and best.job.strategy != "DDP":
-            tried["Gradients reduced in bf16"] = {"precision": "mixed, bf16 reduction"}
+            tried["Gradients reduced in bf16"] = replace(wish, precision="mixed, bf16 reduction")
         if wish.cluster.nodes > 1:
-            fewer = max(node, ranks // 2 // node * node)
-            tried[f"{fewer:,} GPUs, the same global batch"] = {"cluster": wish.cluster.of(fewer)}
-            tried["A network twice as fast"] = {"cluster": replace(
-                wish.cluster, between=replace(wish.cluster.between,
-                                              bandwidth=2 * wish.cluster.between.bandwidth))}
-        found = []
-        for what, changed in tried.items():
-            grows = changed.get("global_batch", batch) > batch
-            again = replace(wish, **changed)
-            if grows:
-                again = replace(again, batch=None)
-            if again.starved:
-                continue
-            strategy = "FSDP" if best.strategy == "HSDP" and again.cluster.nodes == 1 else (
-                best.strategy)
-            option = again.option(strategy)
-            if option.fits:
-                found.append(Change(
-                    what, option, option.tokens_per_second / best.tokens_per_second,
-                    option.gpu_seconds_per_token / best.gpu_seconds_per_token))
-        return sorted(found, key=lambda change: -change.speed)
+            faster = replace(wish.cluster.between, bandwidth=2 * wish.cluster.between.bandwidth)
+            tried["A network twice as fast"] = replace(
+                wish, cluster=replace(wish.cluster, between=faster))
+        options = {what: changed.option(best.strategy) for what, changed in tried.items()}
+        return {what: option.tokens_per_second / best.tokens_per_second
+                for what, option in options.items() if option.fits}
 
     @property
     def advice(self) -> list[str]:
-        """What to change, in sentences: first of the best option, then what is near of others."""
-        others = [option for option in self.options if option is not self.best]
-        return [*self._about_memory(), *self._about_margins(self.ties[:1]), *self._about_ties(),
-                *self._about_the_bound(), *self._about_the_batch(), *self._about_margins(others)]
-
-    @property
-    def unknown(self) -> tuple[str, ...]:
-        """The links that nobody measured, and what stands in for each, in sentences."""
-        return network.basis(self.wish.cluster, stand_ins=True)
+        """Why it is the best, and what to change, in sentences."""
+        best = self.best
+        if best is None:
+            return [*self._about_memory(), *self._about_the_batch()]
+        return [self._why(best), *(
+            f"{what}: {speed:.2f} times the tokens/s." for what, speed in self.changes.items()
+            if speed > 1 + TIE)]
 
     def _about_memory(self):
         if any(option.fits for option in self.options):
             return []
-        leanest, ranks, least = self._leanest, self.wish.cluster.ranks, self.least_ranks
-        if leanest.job.recompute != "full" and leanest.recomputing("full").fits:
+        if "full" not in self.wish.recompute and self._leanest.recomputing("full").fits:
             return ["With its blocks recomputed, FSDP fits: allow that."]
-        if least is None:
+        if self.enough_ranks is None:
             return ["No number of GPUs is enough for FSDP, with its blocks recomputed. What is "
                     "left asks for tensor or context parallelism, or offloading; none of these is "
                     "simulated here."]
-        if least > ranks:
-            return [f"The states need more GPUs: FSDP, with its blocks recomputed, needs at least "
-                    f"{least:,}."]
-        return [f"These are too many GPUs: the rows of each tensor are filled up to whole shards. "
-                f"FSDP, with its blocks recomputed, fits on {least:,}."]
-
-    def _about_margins(self, options):
-        """Which of these fit or not by less than the predicted memory may be off."""
-        close = [option for option in options
-                 if abs(option.margin) <= MEMORY_ERROR * option.budget.total]
-        return [f"{option} is {readable(abs(option.margin))} "
-                f"{'below' if option.fits else 'over'} the limit. The prediction is within "
-                f"{MEMORY_ERROR:.0%} of dry runs, and the one step measured on a GPU, with DDP, "
-                "held 13 % more than its dry run: try it."
-                for option in close]
-
-    def _about_ties(self):
-        if self.best is not None and self.wish.cluster.ranks == 1:
-            if self.best.is_plain:
-                return ["One GPU has nothing to share: train the model as it is, without DDP or "
-                        "FSDP."]
-            return ["Without a wrapper it does not fit. FSDP on one GPU shares nothing, but it "
-                    "frees each block's parameters in bf16 after use."]
-        others = [str(option) for option in self.ties if option is not self.best]
-        if not others:
-            return []
-        also = others[0] if len(others) == 1 else f"{', '.join(others[:-1])} and {others[-1]}"
-        return [f"{self.best} is as fast as {also}, within the {TIE:.0%} by which the ratio of two "
-                "predictions is off in the median. It is the simplest; measure to tell them apart."]
-
-    def _about_the_bound(self):
-        best = self.best
-        if best is None:
-            return []
-        shares = sorted(((saved / best.seconds, name) for name, saved in best.savings.items()
-                         if saved > TIE * best.seconds), reverse=True)
-        bounds = " and ".join(f"{name}, without whose time it would be {share:.0%} shorter"
-                              for share, name in shares[:2])
-        said = [f"What the step takes longest for: {bounds}."] if bounds else []
-        if best.job.recompute == "full" and self.wish.recompute != ("full",):
-            kept = best.recomputing("none")
-            more = best.compute_seconds / kept.compute_seconds - 1
-            said.append(f"Blocks are recomputed, which costs {more:.0%} more computing"
-                        + (", and makes room for the larger micro-batch." if kept.job.batch > 1
-                           else " and fits where keeping all does not."))
-        said += [f"Tried: {change}" for change in self.changes if change.matters]
-        others = [change.what for change in self.changes if not change.matters]
-        return said + ([f"Tried, and no gain beyond what the prediction may be off by: "
-                        f"{'; '.join(others)}."] if others else [])
+        return [f"FSDP, with its blocks recomputed, fits on {self.enough_ranks:,} GPUs."]
 
     def _about_the_batch(self):
         wish = self.wish
-        if wish.starved:
-            return [f"The global batch has {wish.global_batch:,} sequences of {wish.sequence:,} "
-                    f"tokens, so {wish.cluster.ranks - wish.global_batch:,} of "
-                    f"{wish.cluster.ranks:,} GPUs have none. At most {wish.global_batch:,} GPUs "
-                    "can be data parallel. More GPUs have to share a sequence or a layer: tensor, "
-                    "context or pipeline parallelism, which is not simulated here."]
-        return []
+        if not wish.starved:
+            return []
+        return [f"The global batch has {wish.global_batch:,} sequences, so "
+                f"{wish.cluster.ranks - wish.global_batch:,} of {wish.cluster.ranks:,} GPUs have "
+                "none. More GPUs have to share a sequence or a layer: tensor, context or pipeline "
+                "parallelism, which is not simulated here."]
 
-    def __str__(self):
-        best, wish = self.best, self.wish
-        lines = [f"{wish.model.name} on {wish.cluster.ranks:,} × {wish.cluster.gpu.name}, "
-                 f"{wish.sequences} × {wish.sequence:,} tokens each (prediction)", ""]
-        for option in self.options:
-            mark = "→" if option is best else "=" if option in self.ties else " "
-            if option.fits:
-                fast, slow = option.interval
-                time = (f"{option.seconds:8.3f} s ({fast:.3f} to {slow:.3f}) {option.mfu:6.1%} MFU"
-                        f"  bound by {option.bound}")
-            else:
-                time = f"  {readable(-option.margin)} over the limit of {readable(option.limit)}"
-            lines.append(f"{mark} {option!s:31}{readable(option.budget.total):>9}{time}")
-        advice = (textwrap.fill(line, 96, initial_indent="- ", subsequent_indent="  ")
-                  for line in self.advice)
-        unknown = (textwrap.fill(f"{line}.", 96, initial_indent="- ", subsequent_indent="  ")
-                   for line in self.unknown)
-        return "\n".join([*lines, "", *advice, *unknown])
-
-
-def _signed(share):
-    percents = round(100 * share, 1)
-    return f"{'+' if percents > 0 else '−' if percents < 0 else ''}{abs(percents):.1f}%"
+    def _why(self, best):
+        if best.is_plain:
+            return ("One GPU has nothing to share: train the model as it is, without DDP or "
+                    "FSDP.")
+        if self.wish.cluster.ranks == 1:
+            return ("Without a wrapper it does not fit. FSDP on one GPU shares nothing, but it "
+                    "frees each block's parameters in bf16 after use.")
+        others = [str(option) for option in self.ties if option is not best]
+        if not others:
+            return f"{best} is the fastest that fits, by more than {TIE:.0%}."
+        return (f"{best} is as fast as {' and '.join(others)}, within the {TIE:.0%} by which the "
+                "ratio of two predictions is off in the median. It is the simplest; measure to "
+                "tell them apart.")
 
 
 @cache
@@ -497,15 +371,15 @@ def _divisors(number):
 
 def recommend(model: TransformerConfig, cluster: Cluster, *, global_batch: int | None = None,
               batch: int | None = None, sequence: int = 4096, precision: str = "mixed",
-              recompute: str | Collection[str] = BLOCK_RECOMPUTE,
+              recompute: Collection[str] = BLOCK_RECOMPUTE,
               compiled: bool = False) -> Recommendation:
     """Which strategy trains ``model`` fastest, with ``global_batch`` sequences in a step.
 
     ``batch``: sequences of a micro-batch, by default the largest that fits; without a global batch,
     all of a rank's sequences, by default one. ``precision``: one of `PRECISION_CHOICES`.
-    ``recompute``: the way or ways allowed, of `job.RECOMPUTE`. ``compiled``: see `Job`. A tenth of
-    the memory is left to the allocator and the libraries. Tensor, context and pipeline parallelism
-    are not considered. Raises like `checks.whole` for batches and sequence.
+    ``recompute``: the ways allowed, of `job.RECOMPUTE`. ``compiled``: see `Job`. A tenth of the
+    memory is left to the allocator and the libraries. Tensor, context and pipeline parallelism are
+    not considered. Raises like `checks.whole` for batches and sequence.
     """
     if global_batch is None:
         batch = 1 if batch is None else batch
@@ -514,12 +388,10 @@ def recommend(model: TransformerConfig, cluster: Cluster, *, global_batch: int |
     if batch is not None:
         whole(batch, "batch")
     one_of(precision, PRECISION_CHOICES, "precision")
-    recompute = (recompute,) if isinstance(recompute, str) else tuple(recompute)
-    if not recompute:
-        raise ValueError(f"recompute allows nothing: give some of {tuple(RECOMPUTE)}")
     for way in recompute:
         one_of(way, RECOMPUTE, "recompute")
-    wish = Wish(model, cluster, sequence, global_batch, batch, precision, recompute, compiled)
+    wish = Wish(model, cluster, sequence, global_batch, batch, precision, tuple(recompute),
+                compiled)
     return Recommendation(wish.options, wish)
 
 
@@ -529,33 +401,24 @@ def option_of(strategy: str, model: TransformerConfig, cluster: Cluster, *, batc
               compiled: bool = False) -> Option:
     """One strategy, with the first way to ``recompute`` that fits, or else the last.
 
-    In mixed precision DDP and ZeRO-1 compute under autocast; their gradients are views of buckets.
-    Raises ValueError for an unknown strategy, and for a precision that is none of
-    `PRECISION_CHOICES`.
+    DDP and ZeRO-1 compute under autocast; their gradients are views of buckets. Raises ValueError
+    for an unknown strategy, and for a precision that is none of `PRECISION_CHOICES`.
     """
     chosen = CHOICES[one_of(strategy, CHOICES, "strategy")]
     stored = STORED[one_of(precision, PRECISION_CHOICES, "precision")]
     first, *others = (recompute,) if isinstance(recompute, str) else recompute
-    casts = stored.gathered < stored.parameters
-    job = Job(
-        model, batch, sequence, chosen.simulated, recompute=first, reshard=chosen.reshard,
-        parameter_bytes=stored.gathered, compiled=compiled, accumulation=accumulation,
-        gradient_bytes=chosen.on_wire(stored)["gradient_bytes"],
-        optimizer_bytes=stored.optimizer + (4 if casts else 0),
-        cast_weights=casts and chosen.replicated,
-        # The optimizer reads and writes parameters and moments, and reads gradients.
-        update_bytes=2 * (stored.parameters + stored.optimizer) + stored.gradients)
+    # The optimizer's 12 bytes of a parameter are fp32 parameters and both moments.
+    job = Job(model, batch, sequence, chosen.simulated, recompute=first, reshard=chosen.reshard,
+              parameter_bytes=stored.gathered, compiled=compiled, accumulation=accumulation,
+              gradient_bytes=chosen.on_wire(stored)["gradient_bytes"],
+              optimizer_bytes=stored.parameters + stored.optimizer,
+              cast_weights=chosen.replicated)
     option = Option(job, cluster, strategy, precision)
     for way in others:
         if option.fits:
             break
         option = option.recomputing(way)
     return option
-
-
-def limit_of(cluster: Cluster) -> float:
-    """The bytes that a rank may hold; a share of the GPU's memory stays free."""
-    return (1 - _FREE) * cluster.gpu.memory_bytes
 
 
 def fullest_rank(model: TransformerConfig, ranks: int, precision: Precision | str) -> States:

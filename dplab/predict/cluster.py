@@ -2,7 +2,7 @@
 
     job = Job(MODELS["Llama-3 8B"], batch=1, sequence=8192)
     node = Cluster(GPUS["H100"], 1, LINKS["NVLink 4"], LINKS["400 Gb/s"])
-    print(predict(job, node.of(1024)))
+    print(predict(job, node.of(1024)).seconds)
 
 `network` has the time of each collective. Here are one rank's spans: DDP, FSDP, HSDP. All ranks do
 the same at the same time, so one rank stands for all, and 100,000 ranks take no longer to simulate
@@ -26,17 +26,12 @@ from dataclasses import dataclass, replace
 from typing import Self
 
 from dplab.predict import network, step
-from dplab.predict.catalogue import nearest_gpu
 from dplab.predict.checks import one_of
 from dplab.predict.cost import Link
 from dplab.predict.job import Cluster, Job
 from dplab.predict.kernels import optimizer_seconds, rates_of, unit_costs
 from dplab.predict.network import collective_seconds, computing_slowdown
-from dplab.predict.rates import PUBLISHED
 from dplab.predict.step import COMMUNICATION, COMPUTE, Layer, Span, end_beside
-
-BLOCK_RECOMPUTE = ("none", "full")
-"""Of each block all is kept, or its input alone; `job.RECOMPUTE` has a third way."""
 
 
 def fsdp_spans(blocks: Sequence[Layer], root: Layer, *, gather: Callable[[float], float],
@@ -118,9 +113,8 @@ def job_spans(job: Job, cluster: Cluster) -> list[Span]:
                          f"{cluster.per_node}: give shard_ranks that do")
     # The states are read and written, and 4 bytes more: a gradient in fp32 is read, or one in bf16
     # is read and a parameter in bf16 written.
-    states = 2 * job.optimizer_bytes + 4 if job.update_bytes is None else job.update_bytes
-    optimizer = optimizer_seconds(job.model.parameters / size, cluster.gpu, nbytes=states,
-                                  pace=cluster.pace)
+    optimizer = optimizer_seconds(job.model.parameters / size, cluster.gpu,
+                                  nbytes=2 * job.optimizer_bytes + 4, pace=cluster.pace)
 
     def seconds(collective, ranks, local):
         return functools.cache(lambda nbytes: collective_seconds(
@@ -244,18 +238,6 @@ class Prediction:
     def mfu(self) -> float:
         """Model FLOPs utilisation: `Job.model_flops` over what the GPU could do in that time."""
         return self.job.model_flops / (self.seconds * self.cluster.gpu.bf16_flops)
-
-    def __str__(self):
-        fast, slow = self.interval
-        gpu = self.cluster.gpu
-        like = "" if gpu.name in PUBLISHED.gpus else (
-            f"; {gpu.name} was not measured, so its kernels reach what those of "
-            f"{nearest_gpu(gpu, PUBLISHED.gpus)} reach of the peak")
-        return (f"{self.job.strategy} on {self.cluster.ranks} × {self.cluster.gpu.name}: "
-                f"{self.seconds:.3g} s a step ({fast:.3g} to {slow:.3g}), "
-                f"{self.exposed_seconds:.2g} s of it only sending; "
-                f"{self.tokens_per_second:.4g} tokens/s, MFU {self.mfu:.1%}; "
-                f"bound by {self.bound}{like}")
 
 
 def predict(job: Job, cluster: Cluster) -> Prediction:

@@ -2,37 +2,30 @@
 
     values, errors = read("model=Llama-3+8B&gpus=64")
 
-`FIELDS` says once what there is: the web page builds its form from it, the command line its options
-and its help. An address's query holds only what differs from the defaults (`query_of`), so that it
-can be shared.
+`FIELDS` says once what there is: the web page builds its form from it, the command line its help.
+An address's query holds only what differs from the defaults (`query_of`), so that it can be shared.
 """
 
-import difflib
 import json
 import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import parse_qsl, urlencode
 
 from dplab.predict.catalogue import GPUS, LINKS, MODELS, VARIANTS
-from dplab.predict.choose import CHOICES, PRECISION_CHOICES
+from dplab.predict.choose import BLOCK_RECOMPUTE, CHOICES, PRECISION_CHOICES
 from dplab.predict.job import RECOMPUTE, Cluster
-from dplab.predict.rent import RESTART_SECONDS, SAVE_RATE
 from dplab.predict.transformer_config import TransformerConfig
 
 Value = str | int | float | bool | None
 CUSTOM = "custom"
 RECOMMENDED = "recommended"
 AS_NEEDED = "as needed"
-MOST_GPUS = 131_072
-_FLAGS = {"yes": True, "true": True, "on": True, "1": True,
-          "no": False, "false": False, "off": False, "0": False}
-_NUMBERS = {"whole": r"[+-]?[0-9]+", "number": r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)(e[+-]?[0-9]+)?"}
-
-
-_LEFT_OUT = {"V100": "computes nothing in bf16, for which all rates here were measured"}
+MOST_GPUS = 131_072  # eight times the largest published run that predictions were compared with
+_FLAGS = {"yes": True, "no": False}
+_NUMBERS = {"whole": r"[0-9]+", "number": r"([0-9]+\.?[0-9]*|\.[0-9]+)(e[+-]?[0-9]+)?"}
 
 
 @dataclass(frozen=True)
@@ -40,9 +33,9 @@ class Field:
     """One thing that the planner asks for.
 
     ``kind``: "choice" (one of ``choices``: value and label), "whole" (number), "number" or "flag".
-    ``least`` and ``most`` bound a number, and ``why_most`` says why there is a bound. ``default``
-    None: it may be left out; a function: of the values of the fields before it, which may be
-    missing. ``needs``: the values of other fields with which there is this one at all.
+    ``least`` and ``most`` bound a number. ``default`` None: it may be left out; a function: of the
+    values of the fields before it, which may be missing. ``needs``: the values of other fields with
+    which there is this one at all.
     """
 
     name: str
@@ -54,7 +47,6 @@ class Field:
     choices: Mapping[str, str] = field(default_factory=dict)
     least: float = 1
     most: float = math.inf
-    why_most: str = ""
     unit: str = ""
     needs: Mapping[str, str] = field(default_factory=dict)
 
@@ -72,34 +64,23 @@ class Field:
         if self.kind in _NUMBERS:
             return self._number(text)
         known: Mapping[str, Value] = _FLAGS if self.kind == "flag" else {
-            value.lower(): value for value in self.choices}
-        if text.lower() in known:
-            return known[text.lower()]
-        if self.kind == "flag":
-            raise ValueError(f"{_shown(text)} is neither yes nor no: write one of them")
-        if text.upper() in _LEFT_OUT:
-            raise ValueError(f"{text.upper()} {_LEFT_OUT[text.upper()]}: take another")
-        raise ValueError(f"{_shown(text)} is none of the choices{_meant(text, self.choices)} There "
-                         f"are: {', '.join(map(repr, self.choices))}")
+            value: value for value in self.choices}
+        if text not in known:
+            raise ValueError(f"{_shown(text)} is none of the choices. There are: "
+                             f"{', '.join(map(repr, known))}")
+        return known[text]
 
     def _number(self, text):
-        whole, such_as = self.kind == "whole", self.text_of(self.default_for({}) or self.least)
-        if not text:
-            raise ValueError(f"is empty: write a number, such as {such_as}")
-        digits = text
-        if re.fullmatch(r"-?[0-9]{1,3}(,[0-9]{3})+", text):
-            digits = text.replace(",", "")
-        if not re.fullmatch(_NUMBERS[self.kind], digits, re.IGNORECASE):
-            raise ValueError(f"{_shown(text)} is not a whole number: write it in digits, such as "
-                             f"{such_as}" if whole else
-                             f"{_shown(text)} is not a number: write one such as {such_as} or 4e6")
-        value = float(digits)
+        if not re.fullmatch(_NUMBERS[self.kind], text, re.IGNORECASE):
+            kind = "a whole number" if self.kind == "whole" else "a number"
+            raise ValueError(f"{_shown(text)} is not {kind}: write one in digits, such as "
+                             f"{self.text_of(self.default_for({}) or self.least)}")
+        value = float(text)
         if value < self.least:
             raise ValueError(f"{_shown(text)} is too small: take at least {self.least:,g}")
         if value > self.most:
-            why = f" ({self.why_most})" if self.why_most else ""
-            raise ValueError(f"{_shown(text)} is too large: take at most {self.most:,.0f}{why}")
-        return int(value) if whole else value
+            raise ValueError(f"{_shown(text)} is too large: take at most {self.most:,.0f}")
+        return int(value) if self.kind == "whole" else value
 
     def text_of(self, value: Value) -> str:
         """The value as it stands in an address."""
@@ -110,12 +91,11 @@ class Field:
         return "" if value is None else str(value)
 
 
-class Wrong(ValueError):
+class Wrong(NamedTuple):
     """What is wrong with one field."""
 
-    def __init__(self, name: str, why: str):
-        super().__init__(why)
-        self.name, self.why = name, why
+    name: str
+    why: str
 
 
 def _shown(text):
@@ -124,16 +104,7 @@ def _shown(text):
     return f"'{text}'" if len(text) <= 40 else f"'{text[:37]}...'"
 
 
-def _meant(text, names):
-    """The end of the sentence, which asks about one of the names where it is near."""
-    lower = {name.lower(): name for name in names}
-    near = difflib.get_close_matches(text.lower()[:80], lower, n=1, cutoff=0.5)
-    return f"; did you mean {lower[near[0]]!r}?" if near else "."
-
-
-_TYPED = {"model": CUSTOM}
-_SIZE = "that is beyond every model that these predictions were compared with"
-_RUN = "that is beyond every run that these predictions were compared with"
+_OWN = {"model": CUSTOM}
 _NVLINKS = {"A100": "NVLink 3", "A100 40 GB": "NVLink 3", "B200": "NVLink 5"}
 
 
@@ -143,41 +114,26 @@ def _link(link):
 
 def _usual_length(values):
     model = MODELS.get(str(values.get("model")))
-    positions = model.context if model else values.get("context")
-    return min(positions, 8192) if isinstance(positions, int) else 8192
+    return min(model.context, 8192) if model else 8192
 
 
 FIELDS: tuple[Field, ...] = (
     Field("model", "Model", "model", "choice", "Llama-3 8B",
           "A published model, with its number of parameters, or one of your own.",
           {**{name: f"{name}, {model.parameters / 1e9:.3g} billion"
-              for name, model in MODELS.items()}, CUSTOM: "layers and sizes of your own"}),
-    Field("family", "Family", "model", "choice", "llama",
-          "Llama's blocks with rotary positions, or GPT-2's with learned ones.",
-          {"llama": "Llama: RMSNorm, no biases", "gpt": "GPT-2: LayerNorm, biases"}, needs=_TYPED),
+              for name, model in MODELS.items()}, CUSTOM: "sizes of your own, in Llama's blocks"}),
     Field("layers", "Layers", "model", "whole", 32, "Transformer blocks.", most=1000,
-          why_most="each block is simulated", unit="blocks", needs=_TYPED),
+          unit="blocks", needs=_OWN),
     Field("d_model", "Width", "model", "whole", 4096,
-          "The width of the model, which the heads divide.", most=131_072, needs=_TYPED,
-          why_most=_SIZE),
-    Field("heads", "Heads", "model", "whole", 32, "Attention heads.", most=1024, needs=_TYPED,
-          why_most=_SIZE),
+          "The width of the model, which the heads divide.", most=131_072, needs=_OWN),
+    Field("heads", "Heads", "model", "whole", 32, "Attention heads.", most=1024, needs=_OWN),
     Field("kv_heads", "Heads of keys and values", "model", "whole", None,
           "Heads that have keys and values of their own, which divide the heads; left out, all.",
-          most=1024, needs=_TYPED, why_most=_SIZE),
+          most=1024, needs=_OWN),
     Field("d_ff", "Width inside feed-forward", "model", "whole", 14_336,
-          "The width inside the feed-forward part.", most=1_048_576, needs=_TYPED, why_most=_SIZE),
+          "The width inside the feed-forward part.", most=1_048_576, needs=_OWN),
     Field("vocabulary", "Vocabulary", "model", "whole", 128_256, "Different tokens.",
-          most=10_000_000, unit="tokens", needs=_TYPED, why_most=_SIZE),
-    Field("context", "Learned positions", "model", "whole", 1024,
-          "Positions that the model has a vector for: no sequence is longer.", most=1_048_576,
-          unit="tokens", needs={**_TYPED, "family": "gpt"}, why_most=_SIZE),
-    Field("gated", "Gated", "model", "flag", lambda values: values.get("family") != "gpt",
-          "Whether the feed-forward part has a third matrix, the gate; by default the family's.",
-          needs=_TYPED),
-    Field("tied", "Tied", "model", "flag", lambda values: values.get("family") == "gpt",
-          "Whether the head is the embedding, so that both count once; by default the family's.",
-          needs=_TYPED),
+          most=10_000_000, unit="tokens", needs=_OWN),
     Field("gpu", "GPU", "hardware", "choice", "H100",
           "What each rank runs on: its memory, and its peak in bf16.",
           {name: f"{name}, {gpu.memory_bytes / 1e9:.3g} GB, {gpu.bf16_flops / 1e12:g} TFLOP/s"
@@ -191,25 +147,20 @@ FIELDS: tuple[Field, ...] = (
           "One of a node's links to the network; by default as usual with the GPU.",
           {name: _link(link) for name, link in LINKS.items() if name.endswith("Gb/s")}),
     Field("gpus", "GPUs", "hardware", "whole", 64,
-          "GPUs in all: part of one node, or whole nodes.", most=MOST_GPUS,
-          why_most="eight times the 16,384 of the largest published run that these predictions "
-                   "were compared with", unit="GPUs"),
+          "GPUs in all: part of one node, or whole nodes.", most=MOST_GPUS, unit="GPUs"),
     Field("per_node", "GPUs in a node", "hardware", "whole", 8, "GPUs that a node has.", most=72,
-          why_most="the largest node whose collectives were measured", unit="GPUs"),
+          unit="GPUs"),
     Field("nics", "Links of a node to the network", "hardware", "whole", None,
           "How many links to the network a node has; left out, one for each of its GPUs.", most=72,
-          why_most="as many as GPUs in the largest node", unit="links"),
+          unit="links"),
     Field("sequence", "Length of a sequence", "training", "whole", _usual_length,
           "Tokens in a sequence; by default what the model has positions for, up to 8,192.",
-          most=1_048_576, unit="tokens", why_most=_RUN),
+          most=1_048_576, unit="tokens"),
     Field("global_batch", "Global batch", "training", "number", 4_194_304.0,
           "What all GPUs take into one step together. Micro-batch and accumulation follow.",
-          most=1e12, why_most=_RUN),
-    Field("batch_in", "Global batch in", "training", "choice", "tokens",
-          "What the global batch counts.", {"tokens": "tokens", "sequences": "sequences"}),
+          most=1e12, unit="tokens"),
     Field("tokens", "Tokens to train on", "training", "number", 1e12,
-          "In the whole run: days, GPU-hours and money follow.", most=1e18, unit="tokens",
-          why_most=_RUN),
+          "In the whole run: days, GPU-hours and money follow.", most=1e18, unit="tokens"),
     Field("strategy", "Strategy", "settings", "choice", RECOMMENDED,
           "What is copied and what is sharded; by default the fastest of them that fits.",
           {RECOMMENDED: "recommended: the fastest that fits",
@@ -220,21 +171,15 @@ FIELDS: tuple[Field, ...] = (
     Field("recompute", "Recomputation", "settings", "choice", AS_NEEDED,
           "Whether backward computes activations of a block again instead of keeping them.",
           {AS_NEEDED: "as needed: what is fastest and fits",
-           **{name: f"{name}: {what}" for name, what in RECOMPUTE.items()}}),
+           **{name: f"{name}: {RECOMPUTE[name]}" for name in BLOCK_RECOMPUTE}}),
     Field("compile", "torch.compile", "settings", "flag", False,
           "Whether blocks and loss are compiled. Memory is predicted as without."),
     Field("batch", "Micro-batch", "settings", "whole", None,
           "Sequences that a GPU computes at a time; left out, the largest that fits.",
-          most=65_536, unit="sequences", why_most=_RUN),
+          most=65_536, unit="sequences"),
     Field("price", "Price of a GPU-hour", "money", "number", None,
           "What you pay for one GPU for one hour, in any currency; left out, no cost is given.",
           least=0, most=1e6),
-    Field("save_rate", "Saved by a GPU", "money", "number", round(SAVE_RATE / 1e9, 3),
-          "GB of a checkpoint for each second that training waits; by default as 360 H200s did.",
-          least=0.001, most=1000, unit="GB/s"),
-    Field("restart", "Restart after a failure", "money", "number", RESTART_SECONDS / 60,
-          "Until training goes on from the last checkpoint; the default is an assumption.",
-          least=0, most=10_000, unit="minutes"),
 )
 BY_NAME: dict[str, Field] = {each.name: each for each in FIELDS}
 
@@ -256,9 +201,8 @@ def read(query: str) -> tuple[dict[str, Value], list[Wrong]]:
     for each in FIELDS:
         text = given.get(each.name)
         if not each.is_asked(values):
-            if text is not None and not {error.name for error in errors} & set(each.needs):
-                family = " of GPT-2's family" if "family" in each.needs else ""
-                errors.append(Wrong(each.name, f"only for a model of your own{family}"))
+            if text is not None and "model" not in {error.name for error in errors}:
+                errors.append(Wrong(each.name, "only for a model of your own"))
             continue
         values[each.name] = each.default_for(values)
         if text is None or (not text.strip() and each.kind in _NUMBERS and each.default is None):
@@ -276,9 +220,8 @@ def _given(query):
     given: dict[str, str] = {}
     for name, text in parse_qsl(query.removeprefix("?").partition("#")[0], keep_blank_values=True):
         if name not in BY_NAME:
-            errors.append(Wrong(name, f"there is no field {_shown(name)}"
-                                      f"{_meant(name, BY_NAME)} Leave it out, or take one of: "
-                                      f"{', '.join(BY_NAME)}"))
+            errors.append(Wrong(name, f"there is no field {_shown(name)}. Leave it out, or take "
+                                      f"one of: {', '.join(BY_NAME)}"))
         elif name in given:
             errors.append(Wrong(name, f"given twice, as {_shown(given[name])} and as "
                                       f"{_shown(text)}: leave one out"))
@@ -294,23 +237,19 @@ def _between(values, wrong):
 
     for part, whole in (("heads", "d_model"), ("kv_heads", "heads")):
         if right(part, whole) and values[whole] % values[part]:
-            of = f"{values[whole]} heads" if whole == "heads" else f"{whole} = {values[whole]}"
-            yield Wrong(part, f"{values[part]} {part} do not divide {of}: take a number that does")
+            yield Wrong(part, f"{values[part]} {part} do not divide {whole} = {values[whole]}: "
+                              "take a number that does")
     if right("gpus", "per_node"):
         gpus, per_node = values["gpus"], values["per_node"]
         if gpus > per_node and gpus % per_node:
-            below = gpus // per_node * per_node
-            take = " or ".join(f"{count:,}" for count in (below, below + per_node)
-                               if count <= MOST_GPUS)
-            yield Wrong("gpus", f"{gpus:,} GPUs do not fill nodes of {per_node}: take {take}")
+            yield Wrong("gpus", f"{gpus:,} GPUs do not fill nodes of {per_node}: take "
+                                f"{gpus // per_node * per_node:,}")
     if right("model", "sequence"):
         model = MODELS.get(values["model"])
-        most = values["context"] if right("context") else (
-            model.context if model and model.learned_positions else math.inf)
-        if values["sequence"] > most:
-            yield Wrong("sequence", f"the model has positions for {most:,} tokens, not for "
-                                    f"{values['sequence']:,}: take at most {most:,}")
-    if right("global_batch", "batch_in", "sequence") and sequences_of(values) < 1:
+        if model and model.learned_positions and values["sequence"] > model.context:
+            yield Wrong("sequence", f"the model has positions for {model.context:,} tokens, not "
+                                    f"for {values['sequence']:,}: take at most {model.context:,}")
+    if right("global_batch", "sequence") and sequences_of(values) < 1:
         yield Wrong("global_batch", f"{values['global_batch']:,g} tokens are less than a sequence "
                                     f"of {values['sequence']:,}: take more, or shorter sequences")
 
@@ -323,21 +262,18 @@ def query_of(values: Mapping[str, Value]) -> str:
 
 def sequences_of(values: Mapping[str, Any]) -> int:
     """Of a global batch; what is left of the last one is dropped."""
-    tokens = values["batch_in"] == "tokens"
-    return int(values["global_batch"] // (values["sequence"] if tokens else 1))
+    return int(values["global_batch"] // values["sequence"])
 
 
 def model_of(values: Mapping[str, Any]) -> TransformerConfig:
-    """The model that the values name, or that is typed in."""
+    """The model that the values name, or one of Llama's blocks in the sizes that they give."""
     if values["model"] != CUSTOM:
         return MODELS[values["model"]]
-    gpt = values["family"] == "gpt"
     return TransformerConfig(
         layers=values["layers"], d_model=values["d_model"], heads=values["heads"],
         kv_heads=values["kv_heads"], d_ff=values["d_ff"], vocabulary=values["vocabulary"],
-        context=values["context"] if gpt else values["sequence"], gated=values["gated"],
-        tied=values["tied"], biases=gpt, norm="layernorm" if gpt else "rmsnorm",
-        learned_positions=gpt, name="a model of your own")
+        context=values["sequence"], gated=True, tied=False, biases=False, norm="rmsnorm",
+        learned_positions=False, name="a model of your own")
 
 
 def cluster_of(values: Mapping[str, Any]) -> Cluster:

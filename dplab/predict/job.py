@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from dplab.predict.catalogue import Gpu, matmul_share
+from dplab.predict.catalogue import Gpu
 from dplab.predict.checks import DERIVED, one_of, whole
 from dplab.predict.cost import Link
 from dplab.predict.pace import PACES
@@ -26,11 +26,9 @@ class Cluster:
 
     ``inside``: each GPU's link within its node; ``between``: one of the node's ``nics`` links to
     the network (by default as many as GPUs), which takes all of them at full speed.
-    ``matmul_share``: of the GPU's peak, what its best matrix products reach; by default as measured
-    (`catalogue.matmul_share`), and all products are by so much faster or slower than measured.
     ``pace``: one of `PACES`, for all measured rates. ``node_size``: GPUs that a node has, of which
-    ``per_node`` are in use; by default all. Raises ValueError for another pace, a share that is not
-    above 0 and at most 1, and like `checks.whole` for counts.
+    ``per_node`` are in use; by default all. Raises ValueError for another pace, and like
+    `checks.whole` for counts.
     """
 
     gpu: Gpu
@@ -39,7 +37,6 @@ class Cluster:
     between: Link
     per_node: int = 8
     nics: int = DERIVED
-    matmul_share: float = DERIVED
     pace: str = "typical"
     node_size: int = DERIVED
 
@@ -50,11 +47,6 @@ class Cluster:
         for count in ("nodes", "per_node", "nics", "node_size"):
             whole(getattr(self, count), count)
         one_of(self.pace, PACES, "pace")
-        if self.matmul_share is None:
-            object.__setattr__(self, "matmul_share", matmul_share(self.gpu))
-        if not 0 < self.matmul_share <= 1:
-            raise ValueError(f"matmul_share is a share of the peak, above 0 and at most 1, not "
-                             f"{self.matmul_share}")
 
     @property
     def ranks(self) -> int:
@@ -81,9 +73,8 @@ class Job:
     (K). ``reshard`` after forward, so that backward gathers again. ``bucket_bytes``: DDP's.
     ``compiled``: whether torch.compile made the blocks and the loss; ``attention``: one of
     `rates.ATTENTION_KERNELS`; ``cast_weights``: weights that are fp32 where they are used are cast
-    to bf16 each time, as under autocast, and their gradients back; ``update_bytes``: that fused
-    AdamW reads and writes for a parameter, by default 2K + 4. Raises ValueError for what is none of
-    these, and like `checks.whole` for batch, sequence and accumulation.
+    to bf16 each time, as under autocast, and their gradients back. Raises ValueError for what is
+    none of these, and like `checks.whole` for batch, sequence and accumulation.
     """
 
     model: TransformerConfig
@@ -100,7 +91,6 @@ class Job:
     compiled: bool = False
     attention: str = ATTENTION_KERNELS[0]
     cast_weights: bool = False
-    update_bytes: int | None = None
     accumulation: int = 1
 
     def __post_init__(self):
@@ -108,8 +98,6 @@ class Job:
         whole(self.accumulation, "accumulation")
         whole(self.parameter_bytes, "parameter_bytes"), whole(self.gradient_bytes, "gradient_bytes")
         whole(self.optimizer_bytes, "optimizer_bytes", least=0)
-        if self.update_bytes is not None:
-            whole(self.update_bytes, "update_bytes")
         if not self.bucket_bytes > 0:
             raise ValueError(f"a bucket holds more than 0 bytes, not {self.bucket_bytes}")
         if self.shard_ranks is not None:

@@ -30,7 +30,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from dplab.predict.catalogue import Gpu, matmul_share
+from dplab.predict.catalogue import Gpu
 from dplab.predict.checks import one_of, whole
 from dplab.predict.job import RECOMPUTE, Cluster, Job
 from dplab.predict.pace import PACES
@@ -207,13 +207,11 @@ def rate(kernel: Kernel, gpu: Gpu, *, compiled: bool = False, pace: str = "typic
 
 
 def seconds(kernels: Iterable[Kernel], gpu: Gpu, *, compiled: bool = False, pace: str = "typical",
-            attention: str = ATTENTION_KERNELS[0], matmul_factor: float = 1.0,
-            rates: Rates = PUBLISHED) -> float:
+            attention: str = ATTENTION_KERNELS[0], rates: Rates = PUBLISHED) -> float:
     """Seconds of the kernels, one after the other.
 
     ``compiled``: whether the code between the products was compiled; ``attention``: one of
-    `rates.ATTENTION_KERNELS`; ``matmul_factor``: by which all products are faster than measured.
-    Raises ValueError for another pace or attention.
+    `rates.ATTENTION_KERNELS`. Raises ValueError for another pace or attention.
     """
     one_of(pace, PACES, "pace"), one_of(attention, ATTENTION_KERNELS, "attention")
     launch = rates.launch_seconds("compiled" if compiled else "eager", pace)
@@ -222,8 +220,6 @@ def seconds(kernels: Iterable[Kernel], gpu: Gpu, *, compiled: bool = False, pace
         speed = rate(kernel, gpu, compiled=compiled, pace=pace, attention=attention,
                      rates=rates).value
         work = kernel.flops / kernel.count if kernel.shape else kernel.nbytes
-        if kernel.what == "matmul":
-            speed *= matmul_factor
         total += kernel.count * max(work / speed, launch)
     return total
 
@@ -243,26 +239,22 @@ def optimizer_seconds(parameters: float, gpu: Gpu, *, nbytes: float = 28, fused:
     return parameters * nbytes / rates.memory(gpu, "optimizer", kind, pace).value
 
 
-def unit_costs(job: Job, cluster: Cluster,
-               rates: Rates = PUBLISHED) -> tuple[list[Layer], Layer]:
+def unit_costs(job: Job, cluster: Cluster) -> tuple[list[Layer], Layer]:
     """What each block costs on one rank, and the root: all ends' kernels, their gradients' bytes.
 
     A block's backward includes what is computed again. FSDP's copies are in it: a gathered unit is
     copied into its parameters, a unit's gradients into the buffer that is reduced. All at the
-    cluster's pace; products scaled by `Cluster.matmul_share` over `catalogue.MATMUL_SHARE`.
+    cluster's pace.
     """
-    factor = cluster.matmul_share / matmul_share(cluster.gpu)
-
-    blocks, root = _blocks_and_root(job, cluster.gpu, cluster.pace, factor, rates)
+    blocks, root = _blocks_and_root(job, cluster.gpu, cluster.pace)
     return [*blocks], root
 
 
 @functools.lru_cache(maxsize=256)  # on more ranks of the same kind they cost the same
-def _blocks_and_root(job, gpu, pace, factor, rates):
+def _blocks_and_root(job, gpu, pace):
     def layer(name, pair, tensors):
         forward, backward = (
-            seconds(kernels, gpu, compiled=job.compiled, pace=pace, attention=job.attention,
-                    matmul_factor=factor, rates=rates)
+            seconds(kernels, gpu, compiled=job.compiled, pace=pace, attention=job.attention)
             for kernels in pair)
         return Layer(forward, backward, numel(tensors.values()) * job.gradient_bytes, name)
 
@@ -272,10 +264,10 @@ def _blocks_and_root(job, gpu, pace, factor, rates):
             layer("root", root, job.model.ends))
 
 
-def rates_of(job: Job, cluster: Cluster, rates: Rates = PUBLISHED) -> list[Rate]:
+def rates_of(job: Job, cluster: Cluster) -> list[Rate]:
     """The different rates that the job's computing is predicted from, each with its basis."""
     found = [rate(kernel, cluster.gpu, compiled=job.compiled, pace=cluster.pace,
-                  attention=job.attention, rates=rates)
+                  attention=job.attention)
              for pair in _unit_kernels(job) for kernels in pair for kernel in kernels]
     return list(dict.fromkeys(found))
 

@@ -131,23 +131,14 @@ def basis(cluster: Cluster, *, stand_ins: bool = False) -> tuple[str, ...]:
         rows = [row for row in _training() if (row["nodes"] > 1) == bool(place)
                 and measured in _families_of(row) and not (place and row["per_node"] > 8)]
         gpus = ", ".join(sorted({row["gpu"] for row in rows}))
-        if measured == _ETHERNET:
-            shares = _network_shares(measured, "all-reduce")
-            rates = ", ".join(dict.fromkeys(row["between"] for row in rows))
-            said.append(
-                f"{link.name} is taken for {measured}: all-reduces of {gpus} reached "
-                f"{min(shares):.0%} to {max(shares):.0%} of the line rate ({rates}). Nobody "
-                "measured gathers or small tensors there: the same share, and the overhead of "
-                f"{_CLOUD}, stand in. What RoCE reaches at this speed is not known "
-                "(collectives.json)")
-            continue
-        is_known = link.name.endswith(tuple({row["between" if place else "inside"]
-                                             for row in rows}))
-        if is_known and stand_ins:
-            continue
-        said.append(f"{link.name}: what {gpus} reached over {measured} (collectives.json)"
-                    if is_known else f"Nobody measured {link.name}: what {gpus} reached over "
-                    f"{measured} stands in (collectives.json)")
+        reached = f"what {gpus} reached over {measured} (collectives.json)"
+        if family == _ETHERNET:
+            said.append(f"{link.name}: {reached} in large all-reduces is taken, with the overhead "
+                        f"of {_CLOUD}")
+        elif not link.name.endswith(tuple(row["between" if place else "inside"] for row in rows)):
+            said.append(f"Nobody measured {link.name}: {reached} is taken")
+        elif not stand_ins:
+            said.append(f"{link.name}: {reached}")
     return tuple(said)
 
 
@@ -281,7 +272,7 @@ def table_cluster(row: dict, pace: str = "typical") -> Cluster:
     if network.startswith(("EFA", "TCPX")):
         between = replace(between, name=f"{network} {between.name}")
     return Cluster(gpu, row["nodes"], LINKS[row["inside"]], between, row["per_node"],
-                   row["nics"] or DERIVED, 1.0, pace)
+                   row["nics"] or DERIVED, pace)
 
 
 def table_rows(table: dict) -> Iterator[tuple[float, float]]:

@@ -14,9 +14,8 @@ from typing import Any
 
 from dplab.predict import choose, cluster, fields, reached, settings
 from dplab.predict.checks import one_of
-from dplab.predict.choose import MEMORY_ERROR, Option, Recommendation, Wish
+from dplab.predict.choose import BLOCK_RECOMPUTE, MEMORY_ERROR, Option, Recommendation
 from dplab.predict.fields import AS_NEEDED, MOST_GPUS, RECOMMENDED
-from dplab.predict.job import RECOMPUTE
 from dplab.predict.published import ROWS, model_of
 from dplab.predict.reached import LARGE, Range
 from dplab.predict.rent import Rent
@@ -30,27 +29,22 @@ LOW_MFU = 0.05
 """Below this share of what the GPUs could do, a plan is called a waste."""
 
 ASSUMED = (
-    "FlashAttention-2, or the measured kernel nearest to it. Without torch.compile, torch runs "
-    "eagerly.",
+    "FlashAttention-2, or the measured kernel nearest to it; AdamW, fused.",
     "Of several micro-batches DDP all-reduces the sum (no_sync), FSDP gathers and reduces for "
     "each, and HSDP all-reduces between nodes for the last alone (set_requires_all_reduce).",
-    "The optimizer is AdamW, fused.",
     "MFU (model FLOPs utilisation) is the FLOPs of the model over what the GPUs could do in bf16 "
     "in that time. Recomputing does not count; attention counts in full, without its mask.",
     "What kernels allow leaves out loading data, the CPU's work beyond launches, slow ranks, and "
     "other jobs on the network. What runs like yours reached has them, as far as theirs had.",
-    "Failures come as often per GPU as in Llama 3's run on 16,384 H100s. Training waits while a "
-    "checkpoint is staged; checkpoints are as far apart as loses least (Daly).",
+    "Failures come as often per GPU as in Llama 3's run on 16,384 H100s, and ten minutes go by "
+    "before training goes on. It waits while a checkpoint is staged, as long as 360 H200s did; "
+    "checkpoints are as far apart as loses least (Daly).",
 )
 """What each plan takes for granted, in sentences."""
 RANGE_NOTE = (
     "The range is made of {runs} published runs from {sources} sources, each source counting the "
     "same, on GPUs of this generation and {size} of them: what they reached over what is predicted "
     "for them. With each source left out in turn, {held_out:.0%} of its runs lie in the range.")
-SETTINGS_NOTE = (
-    "Settings, as published only: torchtitan's Llama-3.1 8B on 8 H100s reached 5,762 tokens/s of a "
-    "GPU without torch.compile, 6,667 with it, and 8,532 with fp8 too; on 128 it reached 5,605, "
-    "6,514 and 8,380. fp8 is not predicted here.")
 NO_RANGE = "No runs like yours: fewer than three sources published runs on such GPUs."
 
 
@@ -70,7 +64,7 @@ def answer(query: str, part: str = "all") -> str:
         "errors": [{"field": error.name, "why": error.why} for error in errors],
         "plan": None, "recommendation": None}
     if not errors:
-        recommendation, option = predicted(values)
+        recommendation, option = _predicted(tuple(values.items()))
         if part != "recommendation":
             found["plan"] = _plan(option, recommendation, values)
         if part != "plan":
@@ -86,26 +80,18 @@ def _rounded(value):
     return [_rounded(each) for each in value] if isinstance(value, list) else value
 
 
-def predicted(values: dict) -> tuple[Recommendation, Option]:
-    """The recommendation; and the strategy asked for, or else the best."""
-    return _predicted(tuple(values.items()))
-
-
 @lru_cache(maxsize=16)
 def _predicted(items):
+    """The recommendation; and the strategy asked for, or else the best."""
     values = dict(items)
     found = choose.recommend(
         fields.model_of(values), fields.cluster_of(values), batch=values["batch"],
         global_batch=fields.sequences_of(values), sequence=values["sequence"],
-        precision=values["precision"], compiled=values["compile"],
-        recompute=tuple(RECOMPUTE) if values["recompute"] == AS_NEEDED else values["recompute"])
-    option = found.best
-    if option is None or values["strategy"] != RECOMMENDED:
-        # FSDP needs least where nothing fits.
-        name = "FSDP" if values["strategy"] == RECOMMENDED else values["strategy"]
-        option = next((each for each in found.options if each.strategy == name), None) or (
-            found.wish.option(name))
-    return found, option
+        precision=values["precision"], compiled=values["compile"], recompute=(
+            BLOCK_RECOMPUTE if values["recompute"] == AS_NEEDED else (values["recompute"],)))
+    if values["strategy"] != RECOMMENDED:
+        return found, found.wish.option(values["strategy"])
+    return found, found.best or found.wish.option("FSDP")  # which needs least
 
 
 def _plan(option: Option, recommendation: Recommendation, values: dict) -> dict:
@@ -118,19 +104,16 @@ def _plan(option: Option, recommendation: Recommendation, values: dict) -> dict:
         "title": f"{job.model.name} on {on.ranks:,} × {values['gpu']}, "
                  f"{(wish.global_batch if wish.starved else option.global_batch) * job.sequence:,} "
                  "tokens in a step",
-        "model": {"name": job.model.name, "parameters": job.model.parameters},
         "strategy": option.strategy, "name": option.name, "recompute": job.recompute,
         "runs": runs, "starved": wish.starved,
-        "batch": {"micro": job.batch, "accumulation": job.accumulation, "gpus": on.ranks,
-                  "sequences": option.global_batch, "asked": wish.global_batch,
-                  "sequence": job.sequence},
-        "speeds": speeds, "range": _said(like, on.ranks), "outside": outside,
-        "settings": SETTINGS_NOTE,
+        "batch": {"micro": job.batch, "accumulation": job.accumulation},
+        "speeds": speeds, "range": outside or _said(like, on.ranks),
         "warnings": _warnings(option, values) if runs else [],
         "rent": _rents(option, speeds, values) if runs else None,
         "nearest": [asdict(each) for each in reached.nearest(
             on.gpu.name, on.ranks, job.model.parameters, job.compiled)],
-        "other_ways": _other_ways(option, runs, wish),
+        "other_ways": [asdict(each) for each in reached.other_ways(
+            on.gpu.name, on.ranks, job.model.parameters)],
         "memory": {
             "parts": [{"name": name, "bytes": size} for name, size in budget.parts.items()],
             "total": budget.total, "limit": option.limit, "gpu": budget.memory_bytes,
@@ -183,10 +166,6 @@ def _warnings(option, values):
     if option.global_batch != asked:
         said.append(f"{option.cluster.ranks:,} GPUs cannot share {asked:,} sequences evenly: the "
                     f"plan takes {option.global_batch:,}.")
-    if values["precision"] == "bf16":
-        said.append("AdamW over weights in bf16 loses small updates: one below about 1/512 of its "
-                    "weight rounds away, which happens at small learning rates (chapter 08 shows "
-                    "it). Keep the weights in fp32 unless you round stochastically.")
     return said
 
 
@@ -206,25 +185,7 @@ def _rent(option, speed, values):
     stored = option.budget.step.precision
     return Rent(values["tokens"], speed, option.cluster.ranks,
                 (stored.parameters + stored.optimizer) * option.job.model.parameters,
-                values["price"], 1e9 * values["save_rate"], 60 * values["restart"])
-
-
-def _other_ways(option, runs, wish):
-    """Published runs of such a model that FSDP alone did not make, and why one would."""
-    rows = reached.other_ways(option.cluster.gpu.name, option.cluster.ranks,
-                              option.job.model.parameters)
-    if not rows:
-        return None
-    if wish.starved:
-        why = ("The global batch has fewer sequences than there are GPUs: several GPUs have to "
-               "share one.")
-    elif not runs:
-        why = "FSDP alone does not fit into memory here."
-    elif "between" in option.bound:
-        why = "The network bounds this plan; tensor parallelism keeps its traffic inside nodes."
-    else:
-        why = "For comparison, since these split layers or sequences too."
-    return {"why": why, "rows": [asdict(each) for each in rows]}
+                values["price"])
 
 
 def _traffic(option):
@@ -249,7 +210,6 @@ def _step(option):
     return {
         "seconds": option.seconds, "mfu": option.mfu, "bound": option.bound,
         "compute_seconds": option.compute_seconds, "exposed_seconds": option.exposed_seconds,
-        "tokens_per_second": option.tokens_per_second,
         "global_tokens": option.global_batch * option.job.sequence,
         "savings": [{"resource": name, "seconds": saved}
                     for name, saved in option.savings.items()],
@@ -274,12 +234,12 @@ def _drawn(option):
     return drawn
 
 
-def _scaling(option: Option, wish: Wish, values: dict, advised: int | None) -> dict:
+def _scaling(option: Option, recommendation: Recommendation, values: dict) -> dict:
     """The same global batch at each number of GPUs that it has sequences for."""
-    on = option.cluster
+    on, wish = option.cluster, recommendation.wish
     points: list[dict[str, Any]] = []
     curve = []
-    for ranks in _counts(on, wish.global_batch, advised):
+    for ranks in _counts(on, recommendation):
         there = option if ranks == on.ranks else replace(
             wish, cluster=on.of(ranks)).option(option.strategy)
         runs = there.fits and ranks <= wish.global_batch
@@ -296,14 +256,16 @@ def _scaling(option: Option, wish: Wish, values: dict, advised: int | None) -> d
             "stops_paying": cluster.stops_paying(curve) if curve else None}
 
 
-def _counts(on, sequences, advised):
+def _counts(on, recommendation):
     """Numbers of GPUs: doubled from 1 to a node, then whole nodes, to 8 times as many as asked.
 
     With them the number asked for, and the one that the advice names where nothing fits; but none
     for which the global batch has no sequence.
     """
-    node, most = on.node_size, min(MOST_GPUS, 8 * on.ranks, max(sequences, on.ranks))
+    sequences, node = recommendation.wish.global_batch, on.node_size
+    most = min(MOST_GPUS, 8 * on.ranks, max(sequences, on.ranks))
     powers = [2**power for power in range(18)]
+    advised = None if recommendation.best else recommendation.enough_ranks
     return sorted({on.ranks, *([advised] if advised else []),
                    *(count for count in powers if count <= min(node, most)),
                    *(node * count for count in powers if node * count <= most)})
@@ -311,33 +273,23 @@ def _counts(on, sequences, advised):
 
 def _launch(option, runs):
     job, on, strategy = option.job, option.cluster, option.strategy
-    deepspeed = None
     notes = ["The numbers here are those of torch with these settings." if runs else
              "This plan does not fit: it would run out of memory." if not option.fits else
              "This plan cannot run: some GPUs have no sequence."]
     if on.nodes > 1:
         notes.append(f"Run the torchrun line on each of the {on.nodes:,} nodes; FIRST_HOST is the "
                      "name of one of them.")
-    if option.is_plain:
-        pass  # nothing is distributed
-    elif option.precision != "bf16":
-        near = "ZeRO-2" if strategy == "FSDP, kept" else strategy
-        deepspeed = settings.in_deepspeed(
-            near, job.batch, on.per_node, accumulation=job.accumulation)
-        notes.append("DeepSpeed's file comes nearest to torch's settings; it holds and sends "
-                     "other bytes.")
-        if job.recompute != "none":
-            notes.append("With DeepSpeed too, the blocks are wrapped with checkpoint_wrapper.")
-    else:
-        notes.append("There is no file for DeepSpeed: this planner does not know its switches for "
-                     "bf16 alone.")
-    return {
-        "torchrun": "python train.py" if option.is_plain else settings.torchrun(
-            on.nodes, on.per_node),
-        "torch": settings.in_torch(strategy, on.ranks, on.per_node, recompute=job.recompute,
-                                   precision=option.precision, compiled=job.compiled,
-                                   accumulation=job.accumulation),
-        "deepspeed": deepspeed, "notes": notes}
+    torch = settings.in_torch(strategy, on.ranks, on.per_node, recompute=job.recompute,
+                              precision=option.precision, compiled=job.compiled,
+                              accumulation=job.accumulation)
+    if option.is_plain:  # nothing is distributed
+        return {"torchrun": "python train.py", "torch": torch, "deepspeed": None, "notes": notes}
+    notes.append("DeepSpeed's file comes nearest to torch's settings; it holds and sends other "
+                 "bytes, and recomputes where blocks are wrapped with checkpoint_wrapper.")
+    return {"torchrun": settings.torchrun(on.nodes, on.per_node), "torch": torch,
+            "deepspeed": settings.in_deepspeed(strategy, job.batch, on.per_node,
+                                               accumulation=job.accumulation),
+            "notes": notes}
 
 
 def _advice(recommendation: Recommendation, planned: Option, values: dict) -> dict:
@@ -346,12 +298,9 @@ def _advice(recommendation: Recommendation, planned: Option, values: dict) -> di
         options.append(planned)
     whose = [] if best is None or best.strategy == planned.strategy else [
         f"You chose {planned}. What follows is about {best}, which is recommended."]
-    return {
-        "options": [_row(each, recommendation, planned) for each in options],
-        "advice": [*whose, *recommendation.advice],
-        "scaling": _scaling(planned, recommendation.wish, values, None if best else (
-            recommendation.least_ranks)),
-        "unknown": recommendation.unknown}
+    return {"options": [_row(each, recommendation, planned) for each in options],
+            "advice": [*whose, *recommendation.advice],
+            "scaling": _scaling(planned, recommendation, values)}
 
 
 def _row(option, recommendation, planned):
@@ -360,7 +309,7 @@ def _row(option, recommendation, planned):
         "strategy": option.strategy, "name": option.name, "recompute": option.job.recompute,
         "what": choose.CHOICES[option.strategy].what,
         "micro": option.job.batch, "accumulation": option.job.accumulation,
-        "bytes": option.budget.total, "fits": option.fits, "margin": option.margin,
+        "bytes": option.budget.total, "fits": option.fits,
         "best": option is recommendation.best, "planned": option.strategy == planned.strategy,
         "mark": _mark(option, recommendation),
         "tokens_per_second": option.tokens_per_second if runs else None,

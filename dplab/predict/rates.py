@@ -127,10 +127,9 @@ class Rates:
                                 if rank < NEAREST or away < ranked[0][0] + 1], ranked[0][0], lent)
         return self._near[key]
 
-    def attention(self, gpu: Gpu, head_dim: int, sequence: int, *, causal: bool = True,
-                  direction: str = "forward", kernel: str = ATTENTION_KERNELS[0],
-                  pace: str = "typical") -> Rate:
-        """FLOP/s of attention, of the half that a causal mask leaves where it is ``causal``.
+    def attention(self, gpu: Gpu, head_dim: int, sequence: int, *, direction: str = "forward",
+                  kernel: str = ATTENTION_KERNELS[0], pace: str = "typical") -> Rate:
+        """FLOP/s of causal attention, of the half that the mask leaves.
 
         ``direction`` one of `DIRECTIONS`, ``kernel`` of `ATTENTION_KERNELS`. Raises ValueError for
         another, and for sizes below 1.
@@ -138,8 +137,7 @@ class Rates:
         one_of(pace, PACES, "pace")
         one_of(direction, DIRECTIONS, "direction"), one_of(kernel, ATTENTION_KERNELS, "kernel")
         whole(head_dim, "head_dim"), whole(sequence, "sequence")
-        key = ("attention", gpu.name, gpu.bf16_flops, head_dim, sequence, causal, direction,
-               kernel, pace)
+        key = ("attention", gpu.name, gpu.bf16_flops, head_dim, sequence, direction, kernel, pace)
         if key not in self._found:
             rows, lent = self._of(gpu, "attention", 1)
             notes = [lent] if lent else []
@@ -147,13 +145,13 @@ class Rates:
                          if row.columns["kernel"] == kernel}
             if elsewhere and kernel not in {row.columns["kernel"] for row in rows}:
                 self._found[key] = self._beside_the_usual(
-                    gpu, GPUS[nearest_gpu(gpu, elsewhere)], head_dim, sequence, causal=causal,
+                    gpu, GPUS[nearest_gpu(gpu, elsewhere)], head_dim, sequence,
                     direction=direction, kernel=kernel, pace=pace)
                 return self._found[key]
 
             def unlike(row):  # another kernel is worst, then the other direction, then the mask
                 have = row.columns
-                return (100 * (have["kernel"] != kernel) + 3 * (have["causal"] != causal)
+                return (100 * (have["kernel"] != kernel) + 3 * (not have["causal"])
                         + {direction: 0, "both": 1}.get(have["direction"], 10))
 
             least = min(map(unlike, rows))

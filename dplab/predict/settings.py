@@ -8,11 +8,10 @@ Sources: torch 2.13, distributed/fsdp, nn/parallel/distributed.py and distribute
 import json
 
 from dplab.predict.checks import one_of, whole
-from dplab.predict.choose import CHOICES, PRECISION_CHOICES
-from dplab.predict.job import RECOMPUTE
+from dplab.predict.choose import BLOCK_RECOMPUTE, CHOICES, PRECISION_CHOICES
 
-DEEPSPEED_STAGES = {"DDP": 0, "ZeRO-1": 1, "ZeRO-2": 2, "FSDP": 3, "HSDP": 3}
-"""What comes nearest to each in DeepSpeed. ZeRO-2 has no setting in torch; "FSDP, kept" is near it.
+DEEPSPEED_STAGES = {"DDP": 0, "ZeRO-1": 1, "FSDP, kept": 2, "FSDP": 3, "HSDP": 3}
+"""What comes nearest to each in DeepSpeed; its ZeRO-2, which torch has not, is near "FSDP, kept".
 Hybrid sharding was MiCS (``mics_shard_size``), which DeepSpeed 0.19.8 refuses. What comes nearest
 there is a second copy of the parameters, sharded in each node (``zero_hpz_partition_size``)."""
 
@@ -28,55 +27,25 @@ _YOURS = "# build_model() is yours; model.blocks must be the list of its transfo
 _WHOLE = """\
 model = build_model().cuda()
 {first}{wrapped}optimizer = {optimizer}
-"""
-_DDP = "model = DDP(model, gradient_as_bucket_view=True)\n"
-_AUTOCAST = """\
 
 # In each step:
 # with torch.autocast("cuda", torch.bfloat16):
 #     loss = ...
 """
+_DDP = "model = DDP(model, gradient_as_bucket_view=True)\n"
 _SHARDED = """\
 with torch.device("meta"):  # without memory: no rank holds the whole model
     model = build_model()
 {first}mesh = init_device_mesh("cuda", {shape})
-{policy}for block in model.blocks:
-    fully_shard(block, mesh=mesh{options})
-fully_shard(model, mesh=mesh{options})
+policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.{reduced})
+for block in model.blocks:
+    fully_shard(block, mesh=mesh, mp_policy=policy{kept})
+fully_shard(model, mesh=mesh, mp_policy=policy{kept})
 model.to_empty(device="cuda")
 init_weights(model)  # yours: it sets all parameters and buffers, or loads a checkpoint
 optimizer = {optimizer}
 """
-_POLICY = ("policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, "
-           "reduce_dtype=torch.{})\n")
-_TO_BF16 = "model.to(torch.bfloat16)\n"
 _CHECKPOINT = "model.blocks = nn.ModuleList(checkpoint_wrapper(block) for block in model.blocks)\n"
-_SELECTIVE = """\
-model.blocks = nn.ModuleList(
-    checkpoint_wrapper(block, context_fn=every_second_product) for block in model.blocks)
-"""
-_EVERY_SECOND = """\
-PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default}
-ATTENTION = {
-    torch.ops.aten._scaled_dot_product_flash_attention.default,
-    torch.ops.aten._scaled_dot_product_efficient_attention.default,
-    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
-}
-
-
-def every_second_product():
-    count = Counter()  # forward and recomputation count for themselves
-
-    def policy(context, operation, *args, **kwargs):
-        count[context.is_recompute] += operation in PRODUCTS
-        second = operation in PRODUCTS and count[context.is_recompute] % 2
-        keep = second or operation in ATTENTION
-        return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
-
-    return create_selective_checkpoint_contexts(policy)
-
-
-"""
 _COMPILE = "for block in model.blocks:\n    block.compile()\n"
 _ACCUMULATE = {
     "DDP": "\n# Of each step's {n} micro-batches all but the last run under model.no_sync();\n"
@@ -87,7 +56,6 @@ _ACCUMULATE = {
 }
 _IMPORTS = {
     "os.": "import os\n",
-    "Counter(": "from collections import Counter\n",
     "": "import torch",
     "dist.": "import torch.distributed as dist",
     "nn.": "from torch import nn",
@@ -95,10 +63,7 @@ _IMPORTS = {
                            "import (\n    checkpoint_wrapper,\n)",
     "init_device_mesh(": "from torch.distributed.device_mesh import init_device_mesh",
     "MixedPrecisionPolicy(": "from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard",
-    "fully_shard(": "from torch.distributed.fsdp import fully_shard",
     "ZeroRedundancyOptimizer(": "from torch.distributed.optim import ZeroRedundancyOptimizer",
-    "create_selective_checkpoint_contexts(": "from torch.utils.checkpoint import (\n"
-        "    CheckpointPolicy,\n    create_selective_checkpoint_contexts,\n)",
     "DDP(": "from torch.nn.parallel import DistributedDataParallel as DDP",
 }
 
@@ -109,51 +74,38 @@ def in_torch(strategy: str, ranks: int, per_node: int = 8, *, recompute: str = "
 
     It runs as it is under `torchrun`'s line; ``build_model`` and ``init_weights`` are the reader's.
     ``strategy``: one of `choose.CHOICES`; on one rank DDP is a model without a wrapper.
-    ``recompute``: one of `job.RECOMPUTE`; ``precision``: one of `choose.PRECISION_CHOICES`;
-    ``accumulation``: micro-batches in a step, which a comment explains. No line is longer than
-    88 columns. Raises ValueError for another, and under HSDP for ranks that do not fill nodes of
-    ``per_node``.
+    ``recompute``: one of `choose.BLOCK_RECOMPUTE`; ``precision``: one of
+    `choose.PRECISION_CHOICES`; ``accumulation``: micro-batches in a step, which a comment explains.
+    No line is longer than 88 columns. Raises ValueError for another, and under HSDP for ranks that
+    do not fill nodes of ``per_node``.
     """
     one_of(strategy, CHOICES, "strategy")
-    one_of(recompute, RECOMPUTE, "recompute")
-    mixed = one_of(precision, PRECISION_CHOICES, "precision") != "bf16"
-    whole(accumulation, "accumulation")
+    one_of(precision, PRECISION_CHOICES, "precision")
+    full = one_of(recompute, BLOCK_RECOMPUTE, "recompute") == "full"
     alone = whole(ranks, "ranks") == 1 and strategy == "DDP"
-    first = ("" if mixed else _TO_BF16) + {
-        "none": "", "selective": _SELECTIVE, "full": _CHECKPOINT}[recompute] + (
-        _COMPILE if compiled else "")
+    first = (_CHECKPOINT if full else "") + (_COMPILE if compiled else "")
     # Without `fused` torch updates all tensors at once on a GPU, which needs as much room again.
     adamw = ", ".join(f"{name}={value}" for name, value in (ADAMW | {"fused": True}).items())
     optimizer = f"torch.optim.AdamW(\n    model.parameters(), {adamw})"
     if strategy == "ZeRO-1":
         optimizer = ("ZeroRedundancyOptimizer(\n    model.parameters(), torch.optim.AdamW,\n    "
                      f"{adamw})")
-    if strategy in ("DDP", "ZeRO-1"):
+    if CHOICES[strategy].replicated:
         body = _WHOLE.format(first=first, wrapped="" if alone else _DDP, optimizer=optimizer)
-        if mixed:
-            body += _AUTOCAST
     else:
         shape = f"({ranks},)"
-        policy = _POLICY.format("bfloat16" if "bf16" in precision else "float32")
         if strategy == "HSDP":
             if ranks % whole(per_node, "per_node"):
                 raise ValueError(f"{ranks} ranks do not fill nodes of {per_node}: give per_node")
             shape = (f"({ranks // per_node}, {per_node}), "
                      'mesh_dim_names=("replicate", "shard")')
-        options = ", mp_policy=policy" if mixed else ""
-        if strategy == "FSDP, kept":
-            options += ", reshard_after_forward=False"
-        body = _SHARDED.format(first=first, shape=shape, options=options,
-                               policy=policy if mixed else "", optimizer=optimizer)
-    if accumulation > 1:
+        kept = "" if CHOICES[strategy].reshard else ", reshard_after_forward=False"
+        body = _SHARDED.format(first=first, shape=shape, optimizer=optimizer, kept=kept,
+                               reduced="bfloat16" if "bf16" in precision else "float32")
+    if whole(accumulation, "accumulation") > 1:
         body += _ACCUMULATE["FSDP" if alone else CHOICES[strategy].simulated].format(n=accumulation)
     body = ("" if alone else _START) + _YOURS + body
-    if recompute == "selective":
-        body = _EVERY_SECOND + body
-    imports = {name: line for name, line in _IMPORTS.items() if name in body}
-    if "MixedPrecisionPolicy(" in imports:
-        del imports["fully_shard("]
-    return "\n".join([*imports.values(), "", body])
+    return "\n".join([*(line for name, line in _IMPORTS.items() if name in body), "", body])
 
 
 def torchrun(nodes: int, per_node: int, script: str = "train.py") -> str:

@@ -8,7 +8,7 @@ from importlib import resources
 import pytest
 
 from dplab.predict import kernels, rates
-from dplab.predict.catalogue import GPUS, LINKS, MATMUL_SHARE, MODELS
+from dplab.predict.catalogue import GPUS, LINKS, MODELS
 from dplab.predict.cluster import Cluster, Job, predict
 from dplab.predict.pace import PACES, at_pace
 from dplab.predict.rates import PUBLISHED
@@ -18,23 +18,15 @@ TABLES = json.loads(resources.files("dplab.predict").joinpath("kernels.json").re
 UNITS = {"matmul": "TFLOP/s", "attention": "TFLOP/s", "memory": "GB/s", "launch": "microseconds"}
 
 
-def test_every_table_names_its_source_and_unit_and_stays_below_the_peak():
-    for table in TABLES["tables"]:
-        below_the_peak(table)
-
-
-def below_the_peak(table):
-    assert len(table["source"]) > 15
+@pytest.mark.parametrize("table", TABLES["tables"], ids=lambda table: table["source"][:20])
+def test_every_table_names_its_source_and_unit_and_stays_below_the_peak(table):
+    assert len(table["source"]) > 15 and table["rows"]
     assert table["columns"][-1] == UNITS[table["what"]]
-    assert table["rows"]
     gpu = GPUS[table["gpu"]]
-    peak = {"TFLOP/s": gpu.bf16_flops / 1e12, "GB/s": gpu.memory_bandwidth / 1e9,
-            "microseconds": float("inf")}[table["columns"][-1]]
+    peak = table.get("peak", {"TFLOP/s": gpu.bf16_flops / 1e12, "GB/s": gpu.memory_bandwidth / 1e9,
+                              "microseconds": math.inf}[table["columns"][-1]])
     for row in table["rows"]:
-        assert len(row) == len(table["columns"])
-        assert all(value > 0 for value in row if isinstance(value, int | float)
-                   and not isinstance(value, bool))
-        assert row[-1] <= table.get("peak", peak)
+        assert len(row) == len(table["columns"]) and 0 < row[-1] <= peak
 
 
 def test_bandwidths_follow_from_the_bytes_and_the_time_where_both_are_published():
@@ -108,20 +100,14 @@ def test_attention_is_interpolated_between_the_lengths_and_takes_what_is_like_it
     assert PUBLISHED.attention(H100, 128, 8192, direction="backward").value == pytest.approx(308e12)
     assert PUBLISHED.attention(H100, 128, 8192, direction="backward", kernel="cuDNN"
                                ).value == pytest.approx(518e12)
-    assert PUBLISHED.attention(H100, 128, 8192, causal=False).value == pytest.approx(370e12)
     assert "FlashAttention-2" in PUBLISHED.attention(
         GPUS["A100"], 128, 8192, kernel="FlashAttention-3").basis
 
 
 @pytest.mark.parametrize(("call", "match"), [
     (lambda: PUBLISHED.matmul(H100, 0, 1, 1), "m is at least 1"),
-    (lambda: PUBLISHED.matmul(H100, 1, 1, 1, "usual"), "no pace 'usual'"),
-    (lambda: PUBLISHED.attention(H100, 0, 1), "head_dim is at least 1"),
-    (lambda: PUBLISHED.attention(H100, 64, 128, kernel="flash"), "no kernel 'flash'"),
     (lambda: PUBLISHED.memory(H100, "norm", "fast"), "no kind 'fast'"),
-    (lambda: kernels.block_forward(MODELS["GPT-2"], 0, 128), "batch is at least 1"),
     (lambda: kernels.block_backward(MODELS["GPT-2"], 1, 128, recompute="some"), "no recompute"),
-    (lambda: kernels.optimizer_seconds(-1, H100), "at least 0"),
     (lambda: kernels.seconds([], H100, attention="flash"), "no attention"),
 ])
 def test_what_cannot_be_asked_is_refused(call, match):
@@ -129,20 +115,14 @@ def test_what_cannot_be_asked_is_refused(call, match):
         call()
 
 
-def test_own_rates_replace_the_published_ones_only_where_they_are_handed_on(tmp_path):
-    path = tmp_path / "gpu_mine.json"
-    path.write_text(json.dumps({"tables": [
-        {"what": "matmul", "gpu": "H100", "source": "this card",
-         "columns": ["m", "n", "k", "TFLOP/s"], "rows": [[64, 64, 64, 98.9]]}]}))
-    own = rates.load(path)
+def test_own_rates_replace_the_published_ones_only_where_they_are_handed_on():
+    own = rates.Rates([{"what": "matmul", "gpu": "H100", "source": "this card",
+                        "columns": ["m", "n", "k", "TFLOP/s"], "rows": [[64, 64, 64, 98.9]]}])
     product = [kernels.Kernel("up", "matmul", (8192, 8192, 8192))]
     assert kernels.seconds(product, H100, rates=own) == pytest.approx(2 * 8192**3 / 98.9e12)
     assert kernels.seconds(product, H100) < 2 * 8192**3 / 600e12
     with pytest.raises(ValueError, match="no rates for attention"):
         own.attention(H100, 64, 128)
-    path.write_text("{}")
-    with pytest.raises(ValueError, match="no tables of rates"):
-        rates.load(path)
 
 
 # A block
@@ -235,7 +215,6 @@ def test_a_block_takes_the_sum_of_its_kernels():
     up = 2 * 8192 * 14336 * 4096 / PUBLISHED.matmul(H100, 8192, 14336, 4096).value
     norms = 2 * norm.nbytes / PUBLISHED.memory(H100, "norm").value
     assert kernels.seconds([one, norm], H100) == pytest.approx(up + norms)
-    assert kernels.seconds([one], H100, matmul_factor=2) == pytest.approx(up / 2)
     shape = (1, 32, 8192, 128)
     half = 2 * 32 * 8192**2 * 128
     for what, flops_done, rate in (("attention", half, 333e12),
@@ -282,17 +261,6 @@ def test_a_jobs_switches_cost_what_they_do():
     # cast once more in backward; gradients cast to fp32 (6), and copied from fp32 (2 more)
     assert cast[1] - base[1] == pytest.approx((6 + 6 + 2) * parameters / copy)
     assert base[0] - compute(strategy="DDP")[0] == pytest.approx(4 * parameters / copy)
-
-
-def test_own_matmul_share_scales_the_products_alone():
-    share = MATMUL_SHARE["H100"]
-    half, whole = (kernels.unit_costs(LLAMA, replace(NODE, matmul_share=each))[0][0]
-                   for each in (share / 2, share))
-    products = sum(kernel.flops / PUBLISHED.matmul(H100, *kernel.shape).value
-                   for kernel in kernels.block_forward(LLAMA.model, 1, 8192)
-                   if kernel.what == "matmul")
-    assert half.forward_seconds - whole.forward_seconds == pytest.approx(products)
-    assert replace(NODE, gpu=MINE, matmul_share=None).matmul_share == share
 
 
 def test_the_optimizer_moves_its_bytes_and_fused_is_faster():

@@ -228,22 +228,22 @@ def test_a_tree_sends_to_the_network_once_on_two_nodes_and_nearly_twice_on_many(
 
 def test_a_link_of_no_known_family_is_ideal_and_one_of_a_near_family_says_so():
     own = replace(H100, between=Link("mine", 5e10, 1e-5)).of(16)
-    assert "ideal" in network.basis(own)[1] and "ideal" not in network.basis(own)[0]
-    assert len(network.basis(own.of(8))) == 1
+    inside, between = network.basis(own)
+    assert "ideal" in between and inside == (
+        "NVLink 4: what H100, H200 reached over NVLink 4 (collectives.json)")
+    assert network.basis(own, stand_ins=True) == (between,)
+    assert network.basis(own.of(8)) == (inside,) and not network.basis(H100.of(16), stand_ins=True)
     old = replace(H100, inside=LINKS["NVLink 2"])
-    assert "what A100 reached over NVLink 3 stands in" in network.basis(old)[0]
-    for change in ({"inside": LINKS["PCIe 5"]}, {"between": LINKS["800 Gb/s"]}):
-        said = network.basis(replace(H100, **change).of(16))
-        assert any("Nobody measured" in each for each in said)
+    for machine, said in ((old, "NVLink 2: what A100 reached over NVLink 3"),
+                          (replace(H100, inside=LINKS["PCIe 5"]), "PCIe 5: what A100 reached"),
+                          (replace(H100, between=LINKS["800 Gb/s"]).of(16), "800 Gb/s: what")):
+        [taken] = network.basis(machine, stand_ins=True)
+        assert taken.startswith(f"Nobody measured {said}")
     assert collective_seconds(old, "all-gather", GB) > collective_seconds(H100, "all-gather", GB)
     cloud = replace(H100, between=replace(H100.between, name="EFA 400 Gb/s")).of(16)
     assert collective_seconds(cloud, "all-gather", 1e7) > 2 * collective_seconds(
         H100.of(16), "all-gather", 1e7)
     assert "over EFA or TCPX" in network.basis(cloud)[1]
-    assert "H200 reached over InfiniBand or RoCE" in network.basis(H100.of(16))[1]
-    assert all("nearest" not in said for said in network.basis(H100.of(16)))
-    assert network.basis(H100.of(16), stand_ins=True) == ()
-    assert len(network.basis(own, stand_ins=True)) == 1
 
 
 @pytest.mark.parametrize("collective", network.COLLECTIVES)
@@ -257,8 +257,7 @@ def test_ethernet_reaches_what_was_reported_of_tcp_and_says_what_is_taken(collec
         bus = cost.bus_bandwidth(collective.replace("-", "_"), 64, 1e12, seconds)
         assert min(reported) < bus / line < max(reported)
     [said] = network.basis(nodes, stand_ins=True)
-    assert "Ethernet with TCP" in said and "the overhead of EFA or TCPX, stand in" in said
-    assert f"{min(reported):.0%} to {max(reported):.0%} of the line rate" in said
+    assert "Ethernet with TCP" in said and "the overhead of EFA or TCPX" in said
 
 
 # Computing beside a collective

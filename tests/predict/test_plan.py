@@ -4,7 +4,6 @@
 import itertools
 import json
 import random
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,17 +13,16 @@ from test_fields import random_query
 
 from dplab.predict import cluster, plan, reached, settings
 from dplab.predict.catalogue import GPUS, LINKS, MODELS
-from dplab.predict.choose import CHOICES, recommend
+from dplab.predict.choose import BLOCK_RECOMPUTE, CHOICES, recommend
 from dplab.predict.cluster import Cluster, predict
 from dplab.predict.fields import MOST_GPUS, query_of
-from dplab.predict.job import RECOMPUTE
 
 ROOT = Path(__file__).resolve().parents[2]
 NODE = Cluster(GPUS["H100"], 1, LINKS["NVLink 4"], LINKS["400 Gb/s"])
 LLAMA = MODELS["Llama-3 8B"]
 Ψ = 8_030_261_248  # Llama-3 8B's parameters
 LIMIT = 0.9 * 81_559 * 2**20  # of the bytes that nvidia-smi shows of an H100
-ONCE = {"global_batch": 64.0, "batch_in": "sequences"}  # one sequence for each of 64 GPUs
+ONCE = {"global_batch": 64.0 * 8192}  # one sequence for each of 64 GPUs
 
 
 def near(value):
@@ -36,10 +34,6 @@ def asked(part="all", **values):
     found = json.loads(plan.answer(query_of(values), part))
     assert not found["errors"], found["errors"]
     return found
-
-
-def scaling_of(**values):
-    return asked("recommendation", **values)["recommendation"]["scaling"]
 
 
 def named(parts, key="bytes"):
@@ -66,16 +60,14 @@ def test_what_fsdp_holds_and_sends_by_hand():
     assert found["step"]["global_tokens"] == 64 * 8192
 
 
-def test_what_ddp_holds_and_sends_by_hand_in_each_precision():
+def test_what_ddp_holds_and_sends_by_hand():
     gpt = MODELS["GPT-2"].parameters
-    for precision, states, travels in (("mixed", (4, 4, 8), 4), ("bf16", (2, 2, 4), 2)):
-        found = asked(model="GPT-2", gpus=8, strategy="DDP", precision=precision,
-                      sequence=1024)["plan"]  # in micro-batches or not: the sum goes once
-        parts = named(found["memory"]["parts"])
-        assert parts["parameters"] == near(states[0] * gpt)
-        assert parts["gradients"] == near(states[1] * gpt)
-        assert parts["optimizer"] == near(states[2] * gpt)
-        assert found["traffic"]["sent_bytes"] == near(2 * travels * gpt * 7 / 8)
+    found = asked(model="GPT-2", gpus=8, strategy="DDP", sequence=1024)["plan"]
+    parts = named(found["memory"]["parts"])
+    assert [parts[name] for name in ("parameters", "gradients", "optimizer")] == near(
+        [4 * gpt, 4 * gpt, 8 * gpt])
+    # in micro-batches or not: the sum goes once
+    assert found["traffic"]["sent_bytes"] == near(2 * 4 * gpt * 7 / 8)
 
 
 def test_hybrid_sharding_sends_within_and_between_nodes():
@@ -97,12 +89,12 @@ def test_hybrid_sharding_sends_within_and_between_nodes():
 
 @pytest.mark.parametrize(("what", "strategy", "precision", "recompute"), [*itertools.product(
     (("GPT-2", 8, 1024), ("Llama-3 8B", 64, 8192)), ("recommended", *CHOICES),
-    ("mixed", "bf16"), ("as needed", "full"))][::3])
+    ("mixed", "mixed, bf16 reduction"), ("as needed", "full"))][::7])
 def test_a_plan_says_what_the_predictions_say(what, strategy, precision, recompute):
     name, gpus, sequence = what
     shown = asked("plan", model=name, gpus=gpus, sequence=sequence, strategy=strategy,
                   precision=precision, recompute=recompute)["plan"]
-    ways = tuple(RECOMPUTE) if recompute == "as needed" else (recompute,)
+    ways = BLOCK_RECOMPUTE if recompute == "as needed" else (recompute,)
     found = recommend(MODELS[name], NODE.of(gpus), global_batch=4_194_304 // sequence,
                       sequence=sequence, precision=precision, recompute=ways)
     option = found.best if strategy == "recommended" else found.wish.option(strategy)
@@ -122,11 +114,10 @@ def test_a_plan_says_what_the_predictions_say(what, strategy, precision, recompu
     assert shown["launch"]["torch"] == settings.in_torch(
         option.strategy, gpus, 8, recompute=option.job.recompute, precision=precision,
         accumulation=option.job.accumulation)
-    assert (shown["launch"]["deepspeed"] is None) is (precision == "bf16")
 
 
 @pytest.mark.parametrize("values", [
-    {"gpus": 8, "precision": "bf16", "recompute": "full"},
+    {"gpus": 8, "precision": "mixed, bf16 reduction", "recompute": "full", "compile": True},
     {"model": "Llama-3.1 405B", "gpus": 256}, {"gpus": 1024, "batch": 1}])
 def test_the_recommendation_is_the_one_that_recommend_gives(values):
     found = asked("recommendation", **values)
@@ -134,10 +125,10 @@ def test_the_recommendation_is_the_one_that_recommend_gives(values):
     expected = recommend(
         MODELS[values.get("model", "Llama-3 8B")], NODE.of(values["gpus"]), global_batch=512,
         sequence=8192, batch=values.get("batch"), precision=values.get("precision", "mixed"),
-        recompute=values.get("recompute", tuple(RECOMPUTE)))
+        recompute=("full",) if "recompute" in values else BLOCK_RECOMPUTE,
+        compiled=values.get("compile", False))
     shown = found["recommendation"]
     assert shown["advice"] == expected.advice
-    assert shown["unknown"] == list(expected.unknown)
     for row, option in zip(shown["options"], expected.options, strict=True):
         assert row["strategy"] == option.strategy and row["bytes"] == near(option.budget.total)
         assert row["best"] is (option is expected.best) and row["fits"] is option.fits
@@ -155,12 +146,11 @@ def test_the_global_batch_is_shared_by_micro_batches_that_fit():
     for gpus, sequences in ((64, 512), (48, 528)):
         found = asked("plan", gpus=gpus, strategy="FSDP")["plan"]
         batch = found["batch"]
-        assert batch["micro"] * batch["accumulation"] * gpus == batch["sequences"] == sequences
+        assert batch["micro"] * batch["accumulation"] * gpus == sequences
+        assert found["step"]["global_tokens"] == 8192 * sequences
         assert any("evenly" in line for line in found["warnings"]) is (sequences != 512)
-    in_sequences = asked("plan", global_batch=512.0, batch_in="sequences")["plan"]
-    assert in_sequences == asked("plan")["plan"]
     fixed = asked("plan", batch=2, strategy="FSDP")["plan"]["batch"]
-    assert (fixed["micro"], fixed["accumulation"]) == (2, 4)
+    assert fixed == {"micro": 2, "accumulation": 4}
 
 
 def test_more_gpus_than_sequences_do_not_run_and_say_how_others_did():
@@ -168,24 +158,22 @@ def test_more_gpus_than_sequences_do_not_run_and_say_how_others_did():
     shown = found["plan"]
     assert not shown["runs"] and shown["rent"] is shown["step"] is None
     assert "1,953 sequences" in " ".join(found["recommendation"]["advice"])
-    rows = shown["other_ways"]["rows"]
-    assert rows[0]["rate"] == pytest.approx(422_175 / 2048, rel=1e-3)
-    assert "dgxc-benchmarking" in rows[0]["source"] and "TP 8" in rows[0]["how"]
+    first, *_ = shown["other_ways"]
+    assert first["rate"] == pytest.approx(422_175 / 2048, rel=1e-3)
+    assert "dgxc-benchmarking" in first["source"] and "TP 8" in first["how"]
 
 
 def test_days_and_money_by_hand():
-    shown = asked("plan", tokens=2e12, price=3.0, save_rate=1.0, restart=20.0)["plan"]
+    shown = asked("plan", tokens=2e12, price=3.0)["plan"]
     rent, speed = shown["rent"], shown["speeds"]["middle"]
     assert rent["checkpoint_bytes"] == near(12 * Ψ)  # fp32 weights and both moments
-    assert rent["save_seconds"] == near(12 * Ψ / 64 / 1e9)
+    assert rent["save_seconds"] == near(12 * Ψ / 64 / (2.45e12 / 360 / 60))
     assert rent["failures_a_day"] == pytest.approx(419 / 54 * 64 / 16_384, rel=1e-5)
     middle = rent["middle"]
     assert middle["days"] == near(2e12 / speed / 86_400 / rent["goodput"])
     assert middle["gpu_hours"] == near(64 * 24 * middle["days"])
     assert middle["money"] == near(3 * middle["gpu_hours"])
     assert 0.99 < rent["goodput"] < 1 and asked("plan")["plan"]["rent"]["middle"]["money"] is None
-    many = asked("plan", gpus=65_536, global_batch=1e9)["plan"]["rent"]
-    assert many["goodput"] < rent["goodput"] and many["save_every"] < rent["save_every"]
 
 
 def test_the_range_is_that_of_runs_like_it_or_there_is_none():
@@ -195,22 +183,18 @@ def test_the_range_is_that_of_runs_like_it_or_there_is_none():
         assert speeds[end] == near(getattr(found, end) * speeds["allowed"])
     assert str(found.runs) in shown["range"] and f"{found.held_out:.0%}" in shown["range"]
     assert len(shown["nearest"]) == 3 and all(each["source"] for each in shown["nearest"])
-    for values in ({"gpu": "B200"}, {"gpus": 4096, "global_batch": 1e9}, {
-            "model": "custom", "layers": 1, "d_model": 4, "heads": 1, "d_ff": 4, "vocabulary": 4}):
+    for values, said in (({"gpu": "B200"}, "No runs like yours"),
+                         ({"gpus": 4096, "global_batch": 1e9}, "Outside what was compared")):
         none = asked("plan", **values)["plan"]
         assert none["speeds"]["middle"] is None and none["rent"]["allowed"]["days"] > 0
-        assert "gpu" in values or "Outside what was compared" in none["outside"]
+        assert none["range"].startswith(said)
 
 
-@pytest.mark.parametrize(("values", "words"), [
-    ({"gpus": 1024, "global_batch": 16e6, "between": "1 Gb/s", "nics": 1}, "wastes the GPUs"),
-    ({"precision": "bf16"}, "small learning rates"),
-    ({"gpus": 48}, "evenly")])
-def test_a_newcomer_is_warned(values, words):
-    """And what wastes the GPUs is recommended to nobody."""
-    marks = [row["mark"] for row in asked(**values)["recommendation"]["options"]]
-    assert ("recommended" in marks) is (words != "wastes the GPUs")
-    assert any(words in line for line in asked("plan", **values)["plan"]["warnings"])
+def test_who_wastes_the_gpus_is_warned_and_nobody_is_recommended_to():
+    found = asked(gpus=1024, global_batch=16e6, between="1 Gb/s", nics=1)
+    assert any("wastes the GPUs" in line for line in found["plan"]["warnings"])
+    marks = [row["mark"] for row in found["recommendation"]["options"]]
+    assert "fastest, and a waste" in marks and "recommended" not in marks
 
 
 def test_one_gpu_has_no_wrapper_no_traffic_and_no_advice_to_share():
@@ -218,18 +202,18 @@ def test_one_gpu_has_no_wrapper_no_traffic_and_no_advice_to_share():
     shown, advice = found["plan"], " ".join(found["recommendation"]["advice"])
     assert (shown["strategy"], shown["name"]) == ("DDP", "no wrapper")
     assert not shown["traffic"]["parts"] and not shown["traffic"]["sent_bytes"]
-    assert "distributed" not in shown["launch"]["torch"]
+    assert "distributed" not in shown["launch"]["torch"] and shown["launch"]["deepspeed"] is None
     assert shown["launch"]["torchrun"] == "python train.py"
-    assert "among the ranks" not in advice and "One GPU has nothing to share" in advice
+    assert "One GPU has nothing to share" in advice
 
 
 def test_the_curve_keeps_the_global_batch_and_stops_where_cluster_says():
     values = {"model": "GPT-2", "gpus": 8, "strategy": "FSDP", "global_batch": 65536.0}
-    scaling = scaling_of(**values)
+    scaling = asked("recommendation", **values)["recommendation"]["scaling"]
     counts = [point["gpus"] for point in scaling["points"]]
     assert counts == [1, 2, 4, 8, 16, 32, 64]
-    expected = [recommend(MODELS["GPT-2"], NODE.of(count), global_batch=64, sequence=1024,
-                          recompute=tuple(RECOMPUTE)).wish.option("FSDP") for count in counts]
+    expected = [recommend(MODELS["GPT-2"], NODE.of(count), global_batch=64, sequence=1024
+                          ).wish.option("FSDP") for count in counts]
     assert {option.global_batch for option in expected} == {64}
     assert [point["allowed"] for point in scaling["points"]] == near(
         [option.tokens_per_second for option in expected])
@@ -239,11 +223,13 @@ def test_the_curve_keeps_the_global_batch_and_stops_where_cluster_says():
 
 
 def test_the_curve_begins_where_it_fits_and_holds_what_was_asked_for():
-    points = scaling_of(gpus=48, strategy="FSDP")["points"]
-    runs = {point["gpus"]: point["runs"] for point in points}
+    def points(**values):
+        return asked("recommendation", **values)["recommendation"]["scaling"]["points"]
+
+    runs = {point["gpus"]: point["runs"] for point in points(gpus=48, strategy="FSDP")}
     assert runs[2] is False and runs[8] is True and 48 in runs
     assert max(runs) == 256  # 8 times as many, in powers of two, and no more than 512 sequences
-    most = scaling_of(gpus=MOST_GPUS)["points"]
+    most = points(gpus=MOST_GPUS)
     assert most[-1]["gpus"] == MOST_GPUS and not most[-1]["runs"]
 
 
@@ -263,33 +249,18 @@ def test_the_drawn_spans_are_those_of_the_step_put_together(values):
 # Against itself
 
 
-MODELS_ASKED = ({"model": "GPT-2 XL"}, {"model": "Llama-2 7B"}, {"model": "Llama-3 8B"},
-                {"model": "Llama-3 70B", "batch": 2, "global_batch": 16e6},
-                {"model": "Llama-3.1 405B"})
-CLUSTERS = ({"gpus": 1}, {"gpus": 2, "gpu": "A100"}, {"gpus": 8, "gpu": "H200"}, {"gpus": 64},
-            {"gpus": 4, "per_node": 1, "between": "25 Gb/s"}, {"gpus": 1024, "gpu": "A100"})
-WISHES = ({}, {"recompute": "full"}, {"recompute": "none", "strategy": "FSDP"}, {"sequence": 1024},
-          {"strategy": "DDP", "global_batch": 1e6}, {"precision": "bf16", "nics": 1},
-          {"strategy": "FSDP, kept"})
-JOBS: list[dict] = [model | on | wish for model, on, wish in itertools.product(
-    MODELS_ASKED, CLUSTERS, WISHES)][::11]  # each model on each cluster, with other wishes
-NAMES = r"(no wrapper|DDP|ZeRO-1|FSDP, kept|FSDP|HSDP)\b"
+JOBS: list[dict] = [
+    {"model": "GPT-2 XL", "gpus": 2, "gpu": "A100", "strategy": "DDP", "global_batch": 1e6},
+    {"gpus": 4, "per_node": 1, "between": "25 Gb/s", "recompute": "full"},
+    {"model": "Llama-3 70B", "batch": 2, "global_batch": 16e6, "gpus": 1024, "gpu": "A100"},
+    {"model": "Llama-2 7B", "gpus": 8, "gpu": "H200", "strategy": "FSDP, kept", "sequence": 1024},
+    {"model": "Llama-3.1 405B", "gpus": 1}]
 
 
-def number(text):
-    """What a number stands for, with a comma for thousands, or with its unit of bytes."""
-    size, _, unit = text.replace(",", "").partition(" ")
-    return float(size) * {"": 1, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}[unit]
-
-
-def test_every_plan_agrees_with_itself():
-    for job in JOBS:
-        found = asked(**job)
-        agrees_in_numbers(found["fields"], found["plan"], found["recommendation"])
-        agrees_in_advice(found["plan"], found["recommendation"])
-
-
-def agrees_in_numbers(values, shown, recommendation):
+@pytest.mark.parametrize("job", JOBS)
+def test_every_plan_agrees_with_itself(job):
+    found = asked(**job)
+    shown, recommendation = found["plan"], found["recommendation"]
     memory, step, traffic = shown["memory"], shown["step"], shown["traffic"]
     assert memory["total"] == near(sum(part["bytes"] for part in memory["parts"]))
     assert memory["margin"] == pytest.approx(memory["limit"] - memory["total"],
@@ -297,34 +268,20 @@ def agrees_in_numbers(values, shown, recommendation):
     assert traffic["sent_bytes"] == near(sum(part["bytes"] for part in traffic["parts"]))
     [row] = [row for row in recommendation["options"] if row["planned"]]
     assert (row["name"], row["recompute"]) == (shown["name"], shown["recompute"])
-    assert (row["bytes"], row["margin"], row["fits"]) == (
-        memory["total"], memory["margin"], memory["fits"])
+    assert (row["bytes"], row["fits"]) == (memory["total"], memory["fits"])
     points = recommendation["scaling"]["points"]
-    [point] = [point for point in points if point["gpus"] == values["gpus"]]
+    [point] = [point for point in points if point["gpus"] == job["gpus"]]
     assert point["runs"] is shown["runs"] is (step is not None)
     assert shown["runs"] is (memory["fits"] and not shown["starved"])
     if step:
         for name in ("seconds", "mfu", "bound"):
             assert row[name] == step[name]
-        assert point["allowed"] == shown["speeds"]["allowed"] == step["tokens_per_second"]
+        assert point["allowed"] == shown["speeds"]["allowed"] == row["tokens_per_second"]
         assert step["seconds"] == pytest.approx(step["compute_seconds"] + step["exposed_seconds"],
                                                 rel=1e-4)
         savings = named(step["savings"], "seconds")
         assert savings[step["bound"]] == max(savings.values()) < step["seconds"]
-        assert step["global_tokens"] == near(step["seconds"] * step["tokens_per_second"])
-        assert step["global_tokens"] == shown["batch"]["sequences"] * shown["batch"]["sequence"]
-
-
-def agrees_in_advice(shown, recommendation):
-    """Every sentence that names something to do, against what the engine says of it."""
-    rows = {row["name"]: row for row in recommendation["options"]}
-    best = next((name for name, row in rows.items() if row["best"]), None)
-    for line in recommendation["advice"]:
-        if said := re.search(rf"{NAMES}.* is (\S+ \S+) (below|over) the limit", line):
-            assert abs(rows[said[1]]["margin"]) == pytest.approx(number(said[2]), rel=1e-3)
-            assert rows[said[1]]["fits"] is (said[3] == "below")
-    about = [said[1] for line in recommendation["advice"] if (said := re.match(NAMES, line))]
-    assert about == sorted(about, key=lambda name: name != best), "what is of others comes last"
+        assert step["global_tokens"] == near(step["seconds"] * row["tokens_per_second"])
 
 
 # Anything at all
@@ -347,19 +304,17 @@ def test_any_address_is_answered_in_json():
 @pytest.mark.parametrize("query", [
     "model=custom&layers=1&d_model=1&heads=1&d_ff=1&vocabulary=1&sequence=1&gpus=131072&strategy=DDP",
     "model=custom&layers=1000&d_model=131072&d_ff=1048576&vocabulary=10000000&gpus=131072",
-    "global_batch=1e12&sequence=1048576&gpus=1", "per_node=1&gpus=131072", "gpus=1&strategy=HSDP",
+    "global_batch=1e12&sequence=1048576&gpus=1", "gpus=1&strategy=HSDP",
     "inside=PCIe+4&between=1+Gb/s&nics=1&strategy=HSDP", "global_batch=8192", "tokens=1&price=0"])
 def test_the_ends_of_what_may_be_asked_are_answered(query):
     found = json.loads(plan.answer(query), parse_constant=pytest.fail)
     assert not found["errors"] and found["recommendation"]
 
 
-def test_errors_leave_no_plan_and_another_part_is_refused():
+def test_errors_leave_no_plan():
     found = json.loads(plan.answer("gpus=0"))
     assert [error["field"] for error in found["errors"]] == ["gpus"]
     assert found["plan"] is found["recommendation"] is None and found["query"] == ""
-    with pytest.raises(ValueError, match="no part"):
-        plan.answer("", "half")
 
 
 def test_a_browser_can_import_it():

@@ -190,9 +190,6 @@ def test_ddp_pieces_neither_lose_time_nor_bytes():
 
 
 def test_what_is_no_job_or_cluster_is_refused_and_a_part_of_a_node_grows_within_it():
-    for share in (0, 1.5, math.nan):
-        with pytest.raises(ValueError, match="matmul_share"):
-            replace(H100, matmul_share=share)
     for change in ({"parameter_bytes": 0}, {"bucket_bytes": 0}, {"strategy": "ZeRO-9"},
                    {"shard_ranks": 8}, {"attention": "flash"}):
         with pytest.raises(ValueError, match=[*change][-1].split("_")[0]):
@@ -234,7 +231,6 @@ def test_a_step_that_only_computes_has_the_mfu_of_its_kernels():
 def test_the_bound_is_what_was_made_slow(change, ranks, bound):
     prediction = predict(Job(MODELS["Llama-3 8B"], 2, 8192), replace(H100, **change).of(ranks))
     assert prediction.bound == bound
-    assert f"bound by {bound}" in str(prediction)
 
 
 # Scaling
@@ -276,10 +272,7 @@ def test_what_was_not_measured_is_said():
     node = Cluster(GPUS["H100"], 2, LINKS["NVLink 4"], LINKS["400 Gb/s"])
     job = Job(MODELS["Llama-3 8B"], 1, 8192)
     known = predict(job, node)
-    assert "not measured" not in str(known) and set(known.stand_ins) < set(known.basis)
-    mine = replace(node, gpu=replace(GPUS["A100"], name="mine", bf16_flops=300e12))
-    assert "mine was not measured, so its kernels reach what those of A100" in str(
-        predict(job, mine))
+    assert set(known.stand_ins) < set(known.basis)
     slow = predict(job, replace(node, between=Link("a cable", 1e9)))
     assert any(line.startswith("Nobody measured a cable") for line in slow.stand_ins)
 

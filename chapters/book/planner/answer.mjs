@@ -80,7 +80,7 @@ function head(plan) {
     </dl>
     ${speeds && html`<p class="speeds">${speeds.middle ? html`Runs like yours reached
       <strong>${short(speeds.middle)}</strong> tokens/s (${short(speeds.low)} to ${short(speeds.high)}).`
-      : plan.outside || plan.range} What kernels allow: ${short(speeds.allowed)} tokens/s.</p>`}
+      : plan.range} What kernels allow: ${short(speeds.allowed)} tokens/s.</p>`}
     ${plan.warnings.length > 0 && html`<ul class="warnings">${
       plan.warnings.map((line) => html`<li>${line}</li>`)}</ul>`}`;
 }
@@ -114,8 +114,7 @@ function recommendation(found) {
             : html`<td class="number">–</td><td class="number">–</td>`}
         </tr>`)}</tbody></table></div>
     ${best ? "" : html`<p class="bad">No strategy runs.</p>`}
-    <ul class="advice">${found.advice.map((line) => html`<li>${line}</li>`)}</ul>
-    ${found.unknown.map((line) => html`<p class="unknown">${line}.</p>`)}`;
+    <ul class="advice">${found.advice.map((line) => html`<li>${line}</li>`)}</ul>`;
 }
 
 function mark(option) {
@@ -204,10 +203,10 @@ function scaling(found, { gpus, price }) {
         </tbody></table></div></details>`;
 }
 
-function published({ nearest, other_ways: others, range, settings }) {
-  return html`<p>${range}</p>${runs(nearest)}<p>${settings}</p>
-    ${others && html`<h4>Without FSDP alone</h4><p>${others.why} Tensor (TP), pipeline (PP) and context
-      (CP) parallelism are not simulated here.</p>${runs(others.rows)}`}`;
+function published({ nearest, other_ways: others, range }) {
+  return html`<p>${range}</p>${runs(nearest)}
+    ${others.length > 0 && html`<h4>Without FSDP alone</h4><p>Tensor (TP), pipeline (PP) and context
+      (CP) parallelism split layers or sequences too; they are not simulated here.</p>${runs(others)}`}`;
 }
 
 function runs(rows) {
