@@ -92,15 +92,14 @@ class BytesPerParameter(Calculation):
              {STATE: "[]"}),
         Slip("The tensors in `others` are missing.", {"tensors += others": "pass"}),
         Slip("You count memory twice where tensors share it: a gradient that is a piece of a "
-             "bucket, or a tensor that is listed twice. Ask each tensor for its storage, and count "
-             "each storage once, by its `data_ptr()`.",
+             "bucket, or a tensor that is listed twice. Does a tensor say in which memory it lies?",
              {"memory.data_ptr()": "len(sizes)", "memory.nbytes()": "tensor.nbytes"},
              {"memory.data_ptr()": "id(tensor)", "memory.nbytes()": "tensor.nbytes"},
              {"memory.data_ptr()": "len(sizes)"},
              {"memory.data_ptr()": "tensor.data_ptr(), tensor.nbytes",
               "memory.nbytes()": "tensor.nbytes"}),
-        Slip("You count numbers and not bytes. A number has 2 or 4 bytes, or more: take the bytes "
-             "of the storages, `storage.nbytes()`.", {"memory.nbytes()": "tensor.numel()"},
+        Slip("You count numbers and not bytes. A number has 2 or 4 bytes, or more.",
+             {"memory.nbytes()": "tensor.numel()"},
              {"memory.data_ptr()": "len(sizes)", "memory.nbytes()": "tensor.numel()"}),
         Slip("You compare the addresses of the *tensors*. A piece of a bucket begins somewhere "
              "inside it, so its own address is another; the address of the storage is the same: "
@@ -116,8 +115,8 @@ class BytesPerParameter(Calculation):
              {"memory.nbytes()": "tensor.nbytes"},
              {"sizes[memory.data_ptr()] = memory.nbytes()":
               "sizes.setdefault(memory.data_ptr(), tensor.nbytes)"}),
-        Slip("You took 4 bytes for every number. In bf16 it is 2: take the bytes of the storages, "
-             "`storage.nbytes()`, each storage once.", {"memory.nbytes()": "4 * tensor.numel()"},
+        Slip("You took 4 bytes for every number. In bf16 it is 2.",
+             {"memory.nbytes()": "4 * tensor.numel()"},
              {"memory.data_ptr()": "len(sizes)", "memory.nbytes()": "4 * tensor.numel()"}),
         Slip("You return four times the parameters' bytes, whatever there is. SGD holds less than "
              "Adam, a frozen parameter has no gradient, and `others` count too: add up the "

@@ -86,10 +86,10 @@ class RowsToHide(Calculation):
              "would be a reduce-scatter alone. (Or did you count four products in backward?)",
              {"2 * (ranks - 1)": "(ranks - 1)"}),
         # The same as the tensor sent once beside one product, so the sentence is true of both.
-        Slip("Your rows do not depend on the number of ranks. A rank sends 2(N−1)/N times the "
+        Slip("You need as many rows with 2 ranks as with 32. A rank sends 2(N−1)/N times the "
              "gradient: nearly 2 times with many ranks, once with 2, and nothing with 1. If you "
              "took 1 for this factor, count backward's products again too.",
-             {"2 * (ranks - 1) / ranks": "2"}),
+             {"2 * (ranks - 1) / ranks": "2"}, {"2 * (ranks - 1) / ranks": "2 * (ranks > 1)"}),
         Slip("You let each rank send its whole gradient to every other rank. An all-reduce sends "
              "less: 2(N−1)/N times the tensor.", {"2 * (ranks - 1) / ranks": "(ranks - 1)"}),
         Slip("That is what all ranks send together. They send at the same time, each over its own "

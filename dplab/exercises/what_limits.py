@@ -29,6 +29,7 @@ CASES = (
     (64, 3_840_000, 4e8, 18, 3e6, 40e9, 3e14, 1e10),
     (5, 300_000, 2e9, 8, 3e6, 24e9, 1e14, 5e10),
     (256, 2**20, 2.5e9, 18, 4e6, 80e9, 1e15, 4e11),  # too many ranks for this batch
+    (8, 2**18, 2.7e9, 18, 1e6, 80e9, 9e14, 6e10),  # enough rows fit, and equal slices have fewer
 )
 BLAME = '"memory" if local >= needed else "link"'
 FACTOR = "2 * (ranks - 1) / ranks * flops"
@@ -81,6 +82,10 @@ class WhatLimits(Calculation):
         Slip("You let the whole local batch hide the message. The gradient is complete only in the "
              "last slice's backward, so only the rows of one slice count.",
              {"local / slices >= needed": "local >= needed"}),
+        Slip("You compare the rows that *fit* with the rows needed. A slice can have fewer than "
+             "fit: where 10 fit, a local batch of 12 is cut into two slices of 6.",
+             {"local / slices >= needed": "min(local, room / row) >= needed"},
+             {"local / slices >= needed": "room / row >= needed"}),
         Slip("You counted forward's product too, or compared with the whole step. Before backward "
              "there is no gradient to send.", {FACTOR: f"{FACTOR} * 2 / 3"}),
         Slip("Your rows that hide the message are half of the right ones. Did you take 2 bytes for "

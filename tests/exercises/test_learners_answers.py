@@ -675,13 +675,32 @@ def really_gathered(queries, keys, temperature):
     return F.cross_entropy(queries @ torch.cat(parts).T / temperature, labels)
 
 
+def by_the_rows_that_fit(ranks, batch, parameters, states, row, memory, flops, bandwidth):
+    """1.5"""
+    local, fit = batch / ranks, (memory - states * parameters) / row
+    if fit <= 0:
+        return None, "memory"
+    needed = find("rows-to-hide").solution(parameters, 1, ranks, flops, bandwidth, 4)
+    slices = max(1, math.ceil(local / fit))
+    if local < needed:
+        return slices, "link"
+    return slices, "memory" if fit < needed else "nothing"
+
+
+def twice_on_several_ranks(d, f, ranks, flops, bandwidth, element):
+    """1.3"""
+    return (ranks > 1) * element / 2 * flops / bandwidth
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "answer", "said"), [
     ("0.2", keeps_what_the_call_returns, "`dist.all_reduce` returns None"),
     ("0.3", assigns_the_name_on_odd_ranks, "only gives the name"),
     ("0.3", with_a_barrier, "oth ranks of a pair still begin with a send"),
     ("0.3", waits_for_nothing, "a call returns at once"),
+    ("1.3", twice_on_several_ranks, "as many rows with 2 ranks as with 32"),
     ("bytes-per-parameter", counts("state", "others"), "The gradients are missing"),
+    ("1.5", by_the_rows_that_fit, "A slice can have fewer than fit"),
     ("2.4", really_gathered, "gathered without their gradients"),
     ("3.2", ends_with_the_next_chunk, "it is a neighbour's"),
     ("4.3", averages_before_backward, "own gradients. Average them between"),

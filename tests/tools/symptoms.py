@@ -30,8 +30,10 @@ def of_failing(readings):
 
 
 def of_sliced_step(ranks):
-    right = all(share == 1 for rank in ranks for share in rank.shares)
-    return {"right": right, "wrong": not right}
+    wrong = (any(share != 1 for rank in ranks for share in rank.shares),
+             any(rank.held == len(rank.rows) for rank in ranks),
+             any(len(rank.sent) > 1 for rank in ranks))
+    return {"one of three": wrong.count(True) == 1}
 
 
 def of_silent(readings):
