@@ -113,11 +113,11 @@ def test_a_figure_says_what_it_finds_and_is_the_same_svg_each_time(name):
 
 @pytest.mark.slow
 def test_a_browser_shows_the_colors_of_the_theme():
-    from jupyter import chromium, chromium_or_skip
+    from jupyter import chromium
 
     shown = drawn("timeline").display_data()[0]["text/html"]
     ground = {}
-    with chromium_or_skip(), chromium() as browser:
+    with chromium() as browser:
         for theme in ("true", "false"):  # against that of the system
             with browser.new_context(color_scheme="dark" if theme == "true" else "light") as one:
                 tab = one.new_page()

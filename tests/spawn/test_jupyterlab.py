@@ -1,7 +1,7 @@
 """What the ranks show, as a reader of JupyterLab sees it, in a real browser."""
 
 import pytest
-from jupyter import chromium_or_skip, jupyter_lab, write_cells
+from jupyter import jupyter_lab, write_cells
 
 pytestmark = pytest.mark.slow
 
@@ -27,7 +27,7 @@ display(Markdown(f"**strong** words of {dist.get_rank()}"))""",
 def notebook(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
     write_cells(folder / "ranks.ipynb", CELLS)
-    with chromium_or_skip(), jupyter_lab(folder) as lab, lab.open("ranks.ipynb") as notebook:
+    with jupyter_lab(folder) as lab, lab.open("ranks.ipynb") as notebook:
         notebook.run_cell("load")
         yield notebook
 

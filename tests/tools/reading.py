@@ -61,19 +61,6 @@ def clipped_controls(notebook, cell):
     }""")
 
 
-def heading_levels(notebook):
-    """Of the headings of the prose, in order: 1 for the title."""
-    return notebook.page.evaluate("""() => [...panel.node.querySelectorAll(
-        '.jp-MarkdownOutput :is(h1, h2, h3, h4, h5, h6)')].map(node => +node.tagName[1])""")
-
-
-def output_pictures(notebook):
-    """The alternative texts of all pictures, those of the prose included; null where none."""
-    return notebook.page.evaluate(
-        "() => [...panel.node.querySelectorAll('.jp-Cell img')]"
-        ".map(image => image.getAttribute('alt'))")
-
-
 def controls_without_name(notebook, cell):
     """The HTML of each control of a widget that tells a screen reader no name."""
     return notebook.output(cell).locator(".jupyter-widgets").first.evaluate("""node =>
