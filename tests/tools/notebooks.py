@@ -111,13 +111,11 @@ def merge_streams(outputs):
     return merged
 
 
-def execute(notebook, folder, cell_timeout=CELL_TIMEOUT,
-            watch=lambda pid: contextlib.nullcontext()):
+def execute(notebook, folder):
     """Returns a copy that ran, in `folder`, in a fresh kernel of this interpreter.
 
-    The cells run inside `watch(the kernel's process id)`. Raises nbclient's CellExecutionError,
-    CellTimeoutError or DeadKernelError. Neither the reader's progress nor an IPython profile has
-    a part in it.
+    Raises nbclient's CellExecutionError, CellTimeoutError or DeadKernelError. Neither the reader's
+    progress nor an IPython profile has a part in it.
     """
     notebook = copy.deepcopy(notebook)
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as private:
@@ -128,9 +126,8 @@ def execute(notebook, folder, cell_timeout=CELL_TIMEOUT,
             transport="ipc", connection_file=f"{private}/kernel.json")
         environment = os.environ | {"DPLAB_HOME": f"{private}/dplab", "DPLAB_LIVE": "0",
                                     "IPYTHONDIR": f"{private}/ipython"}
-        client = NotebookClient(notebook, km=manager, timeout=cell_timeout)
-        with (client.setup_kernel(cwd=str(folder), env=environment, cleanup_kc=True),
-              watch(manager.provisioner.pid)):
+        client = NotebookClient(notebook, km=manager, timeout=CELL_TIMEOUT)
+        with client.setup_kernel(cwd=str(folder), env=environment, cleanup_kc=True):
             for index, cell in enumerate(notebook.cells):
                 client.execute_cell(cell, index)
     return notebook
