@@ -116,19 +116,6 @@ USUAL: dict[str, str] = {
 
 _NAME_ONE_PART = {"all_gather", "reduce_scatter", "gather", "scatter"}
 
-_BUS_FACTORS: dict[str, Callable[[int], float]] = {
-    "all_reduce": lambda n: 2 * (n - 1) / n,
-    "reduce_scatter": lambda n: (n - 1) / n,
-    "all_gather": lambda n: (n - 1) / n,
-    "all_to_all": lambda n: (n - 1) / n,
-    "gather": lambda n: (n - 1) / n,
-    "scatter": lambda n: (n - 1) / n,
-    "broadcast": lambda n: 1,
-    "reduce": lambda n: 1,
-    "send": lambda n: 1,
-}
-
-
 def bytes_sent(algorithm: str, world_size: int, tensor_bytes: float) -> float:
     """Bytes that a rank sends, on average over the ranks; ``algorithm`` is one of `ALGORITHMS`."""
     return _find(algorithm).sent(whole(world_size, "the world size")) * _size(tensor_bytes)
@@ -158,11 +145,11 @@ def seconds(algorithm: str, world_size: int, tensor_bytes: float, link: Link) ->
 def bus_factor(collective: str, world_size: int) -> float:
     """By what size over time is multiplied to be comparable with a link's bandwidth.
 
-    ``collective`` is "all_reduce", "reduce_scatter", "all_gather", "all_to_all", "gather",
-    "scatter", "broadcast", "reduce" or "send". Source: nccl-tests, doc/PERFORMANCE.md.
+    ``collective``: one of `USUAL`; it is what the longest chain of the usual algorithm carries, in
+    units of M. Source: nccl-tests, doc/PERFORMANCE.md.
     """
-    factor = _BUS_FACTORS[one_of(collective, _BUS_FACTORS, "collective")]
-    return factor(whole(world_size, "the world size"))
+    usual = USUAL[one_of(collective, USUAL, "collective")]
+    return ALGORITHMS[usual].chain(whole(world_size, "the world size"))
 
 
 def bus_bandwidth(collective: str, world_size: int, tensor_bytes: float, seconds: float) -> float:

@@ -107,7 +107,7 @@ def test_no_algorithm_of_ranks_that_add_beats_the_bound(world_size):
 @pytest.mark.parametrize(("collective", "ranks", "factor"), [
     ("all_reduce", 8, 1.75), ("reduce_scatter", 8, 0.875), ("all_reduce", 64, 1.96875),
     ("all_gather", 8, 0.875), ("all_to_all", 4, 0.75),
-    ("broadcast", 8, 1), ("reduce", 3, 1), ("send", 2, 1), ("gather", 4, 0.75),
+    ("broadcast", 8, 1), ("reduce", 3, 1), ("gather", 4, 0.75),
     ("scatter", 4, 0.75),
 ])
 def test_bus_factors_are_those_of_nccl_tests(collective, ranks, factor):
