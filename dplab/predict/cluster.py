@@ -35,15 +35,14 @@ from dplab.predict.step import COMMUNICATION, COMPUTE, Layer, Span, end_beside
 
 
 def fsdp_spans(blocks: Sequence[Layer], root: Layer, *, gather: Callable[[float], float],
-               scatter: Callable[[float], float],
-               reduce: Callable[[float], float] | None = None, own_lane: bool = True,
+               scatter: Callable[[float], float], reduce: Callable[[float], float] | None = None,
                shard_ranks: int = 1, parameter_ratio: float = 1.0, reshard: bool = True,
                slowdown: float = 1.0, optimizer_seconds: float = 0.0) -> list[Span]:
     """One rank's step with `fully_shard` on each block and the root.
 
     ``gather``, ``scatter``: seconds for the bytes of a whole unit; ``reduce``, for HSDP: for those
     of one of ``shard_ranks`` shards, whose all-reduce follows each reduce-scatter, beside the next
-    gathers if it has its ``own_lane``. Collectives of a lane go one by one in order of launch. A
+    gathers. Collectives of a lane go one by one in order of launch. A
     block is gathered when the second block before it is done; in backward the reduce-scatter of a
     block comes before the gather that its end permits. The root is gathered once and reduced last.
     ``parameter_ratio``: bytes of parameters over those of gradients. What is computed beside a
@@ -74,8 +73,7 @@ def fsdp_spans(blocks: Sequence[Layer], root: Layer, *, gather: Callable[[float]
     def give(layer):
         end = send("reduce-scatter", layer, scatter, now)
         if reduce is not None:
-            send("all-reduce", layer, reduce, end, "copies" if own_lane else "shards",
-                 layer.gradient_bytes / shard_ranks)
+            send("all-reduce", layer, reduce, end, "copies", layer.gradient_bytes / shard_ranks)
 
     def through(what, order, ends, gathers, arrived=()):
         """``ends``: of what was computed before, the latest last; ``arrived``: of gathers."""
@@ -101,22 +99,15 @@ def fsdp_spans(blocks: Sequence[Layer], root: Layer, *, gather: Callable[[float]
 
 
 def job_spans(job: Job, cluster: Cluster) -> list[Span]:
-    """One rank's step of the job. DDP's gradients come ready evenly over a block's backward.
-
-    Raises ValueError where ``shard_ranks`` and the cluster's nodes do not divide one another.
-    """
+    """One rank's step of the job. DDP's gradients come ready evenly over a block's backward."""
     blocks, root = unit_costs(job, cluster)
-    size = {"DDP": 1, "FSDP": cluster.ranks,
-            "HSDP": job.shard_ranks or cluster.per_node}[job.strategy]
-    if cluster.ranks % size or max(size, cluster.per_node) % min(size, cluster.per_node):
-        raise ValueError(f"{size} ranks to a copy do not divide {cluster.ranks} ranks in nodes of "
-                         f"{cluster.per_node}: give shard_ranks that do")
+    size = {"DDP": 1, "FSDP": cluster.ranks, "HSDP": cluster.per_node}[job.strategy]
     # The states are read and written, and 4 bytes more: a gradient in fp32 is read, or one in bf16
     # is read and a parameter in bf16 written.
     optimizer = optimizer_seconds(job.model.parameters / size, cluster.gpu,
                                   nbytes=2 * job.optimizer_bytes + 4, pace=cluster.pace)
 
-    def seconds(collective, ranks, local):
+    def seconds(collective, ranks, local=None):
         return functools.cache(lambda nbytes: collective_seconds(
             cluster, collective, nbytes, ranks=ranks, local=local))
 
@@ -128,19 +119,13 @@ def job_spans(job: Job, cluster: Cluster) -> list[Span]:
         layers = [piece for layer in (first, *blocks, replace(root, gradient_bytes=head))
                   for piece in _pieces(layer, job.bucket_bytes)]
         return step.ddp_spans(
-            layers, cluster.ranks, seconds("all-reduce", cluster.ranks, None),
-            bucket_bytes=job.bucket_bytes, slowdown=slowdown,
-            optimizer_seconds=optimizer)
-    local, copies = min(size, cluster.per_node), cluster.ranks // size
-    reduce = None
-    if copies > 1:
-        mates = max(1, cluster.per_node // size)  # members of an all-reduce in the same node
-        reduce = seconds("all-reduce", copies, mates)
+            layers, cluster.ranks, seconds("all-reduce", cluster.ranks),
+            bucket_bytes=job.bucket_bytes, slowdown=slowdown, optimizer_seconds=optimizer)
+    copies = cluster.ranks // size
     return fsdp_spans(
-        blocks, root, gather=seconds("all-gather", size, local),
-        scatter=seconds("reduce-scatter", size, local), reduce=reduce,
-        own_lane=size == cluster.per_node, shard_ranks=size, reshard=job.reshard,
-        slowdown=slowdown, optimizer_seconds=optimizer,
+        blocks, root, gather=seconds("all-gather", size), scatter=seconds("reduce-scatter", size),
+        reduce=seconds("all-reduce", copies, 1) if copies > 1 else None, shard_ranks=size,
+        reshard=job.reshard, slowdown=slowdown, optimizer_seconds=optimizer,
         parameter_ratio=job.parameter_bytes / job.gradient_bytes)
 
 
@@ -171,12 +156,10 @@ class Prediction:
         """Of the micro-batches before the last: their seconds, and how long they compute."""
         if self.job.accumulation == 1:
             return 0.0, 0.0
-        job, size = replace(self.job, accumulation=1), self.cluster.per_node
+        job = replace(self.job, accumulation=1)
         one = Prediction(job, self.cluster)
         if job.strategy == "HSDP":
-            size = job.shard_ranks or size
-            one = Prediction(replace(job, strategy="FSDP", shard_ranks=None),
-                             self.cluster.of(size))
+            one = Prediction(replace(job, strategy="FSDP"), self.cluster.of(self.cluster.per_node))
         update = one.spans[-1].seconds
         computing = one.compute_seconds - update
         seconds = computing if job.strategy == "DDP" else one.seconds - update
@@ -243,12 +226,9 @@ class Prediction:
 def predict(job: Job, cluster: Cluster) -> Prediction:
     """One step of ``job``, of which each rank of ``cluster`` does its part.
 
-    Whether that fits in memory is another question, which `memory.budget` answers. Raises like
-    `job_spans`.
+    Whether that fits in memory is another question, which `memory.budget` answers.
     """
-    prediction = Prediction(job, cluster)
-    _ = prediction.spans  # so that what cannot be is refused here
-    return prediction
+    return Prediction(job, cluster)
 
 
 def _no_bandwidth_limit(link: Link) -> Link:

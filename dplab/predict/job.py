@@ -67,8 +67,8 @@ class Job:
     """A model trained with ``accumulation`` micro-batches a step on each rank, each of ``batch``
     sequences of ``sequence`` tokens.
 
-    ``strategy``: one of `SIMULATED_STRATEGIES`; HSDP shards among ``shard_ranks`` (by default a
-    node) and all-reduces shards among the copies. ``recompute``: one of `RECOMPUTE`. Bytes:
+    ``strategy``: one of `SIMULATED_STRATEGIES`; HSDP shards in a node and all-reduces shards among
+    the nodes. ``recompute``: one of `RECOMPUTE`. Bytes:
     of a parameter and of a gradient as they travel, and of the optimizer's states per parameter
     (K). ``reshard`` after forward, so that backward gathers again. ``bucket_bytes``: DDP's.
     ``compiled``: whether torch.compile made the blocks and the loss; ``attention``: one of
@@ -81,7 +81,6 @@ class Job:
     batch: int
     sequence: int
     strategy: str = "FSDP"
-    shard_ranks: int | None = None
     recompute: str = "none"
     parameter_bytes: int = 2
     gradient_bytes: int = 2
@@ -100,13 +99,9 @@ class Job:
         whole(self.optimizer_bytes, "optimizer_bytes", least=0)
         if not self.bucket_bytes > 0:
             raise ValueError(f"a bucket holds more than 0 bytes, not {self.bucket_bytes}")
-        if self.shard_ranks is not None:
-            whole(self.shard_ranks, "shard_ranks")
         one_of(self.strategy, SIMULATED_STRATEGIES, "strategy")
         one_of(self.recompute, RECOMPUTE, "recompute")
         one_of(self.attention, ATTENTION_KERNELS, "attention")
-        if self.shard_ranks is not None and self.strategy != "HSDP":
-            raise ValueError(f"shard_ranks is for HSDP, not for {self.strategy}: leave it out")
 
     @property
     def tokens(self) -> int:

@@ -38,6 +38,8 @@ from dplab.predict.rates import ATTENTION_KERNELS, PUBLISHED, Rate, Rates
 from dplab.predict.step import Layer
 from dplab.predict.transformer_config import TransformerConfig, numel
 
+BF16 = 2  # bytes of a number
+
 
 @dataclass(frozen=True)
 class Kernel:
@@ -66,14 +68,14 @@ class Kernel:
         return half * (2.5 if self.what == "attention backward" else 1) * self.count
 
 
-def block_forward(model: TransformerConfig, batch: int, sequence: int, *,
-                  compiled: bool = False, element: int = 2) -> list[Kernel]:
-    """The kernels of one block's forward on ``batch`` sequences; ``element``: bytes of a number.
+def block_forward(model: TransformerConfig, batch: int, sequence: int, *, compiled: bool = False
+                  ) -> list[Kernel]:
+    """The kernels of one block's forward on ``batch`` sequences, in bf16.
 
     Raises ValueError and TypeError for sizes that are no whole numbers from 1 up.
     """
-    tokens, width, inside = _sizes(model, batch, sequence, element)
-    turned = width + tokens * element * model.d_kv  # queries and keys
+    tokens, width, inside = _sizes(model, batch, sequence)
+    turned = width + tokens * BF16 * model.d_kv  # queries and keys
     kernels = [Kernel(f"{name} product", "matmul", (tokens, out, into))
                for name, (out, into) in _matrices(model)]
     kernels.append(Kernel("attention", "attention", (
@@ -99,16 +101,15 @@ def block_forward(model: TransformerConfig, batch: int, sequence: int, *,
 
 
 def block_backward(model: TransformerConfig, batch: int, sequence: int, *, compiled: bool = False,
-                   element: int = 2, recompute: str = "none") -> list[Kernel]:
+                   recompute: str = "none") -> list[Kernel]:
     """The kernels of one block's backward, with what ``recompute`` runs again; see `RECOMPUTE`.
 
     Raises as `block_forward`, and ValueError for another ``recompute``.
     """
     one_of(recompute, RECOMPUTE, "recompute")
-    tokens, width, inside = _sizes(model, batch, sequence, element)
-    keys = tokens * element * model.d_kv
-    kernels = again(block_forward(model, batch, sequence, compiled=compiled, element=element),
-                    recompute)
+    tokens, width, inside = _sizes(model, batch, sequence)
+    keys = tokens * BF16 * model.d_kv
+    kernels = again(block_forward(model, batch, sequence, compiled=compiled), recompute)
     for name, (out, into) in _matrices(model):
         kernels += [Kernel(f"{name} input's gradient", "matmul", (tokens, into, out)),
                     Kernel(f"{name} weight's gradient", "matmul", (out, into, tokens))]
@@ -151,29 +152,29 @@ def again(forward: Iterable[Kernel], recompute: str) -> list[Kernel]:
             for kernel in forward if kernel.what != "attention"]
 
 
-def ends_forward(model: TransformerConfig, batch: int, sequence: int, *, compiled: bool = False,
-                 element: int = 2) -> list[Kernel]:
+def ends_forward(model: TransformerConfig, batch: int, sequence: int, *, compiled: bool = False
+                 ) -> list[Kernel]:
     """The kernels outside the blocks: embedding, last norm, head and the loss.
 
     The loss is cross-entropy in fp32. Eagerly the logits are cast, read three times for their
     maximum, their sum and the result, and written as logarithmic probabilities; compiled they are
     read twice, of which the measured rates count one.
     """
-    tokens, width, _ = _sizes(model, batch, sequence, element)
+    tokens, width, _ = _sizes(model, batch, sequence)
     logits = tokens * model.vocabulary
     kernels = [Kernel("embedding", "embedding", nbytes=2 * width),
                Kernel("last norm", "norm", nbytes=2 * width),
                Kernel("head", "matmul", (tokens, model.vocabulary, model.d_model))]
     if compiled:
-        return [*kernels, Kernel("loss", "loss", nbytes=element * logits)]
-    return [*kernels, Kernel("logits in fp32", "elementwise", nbytes=(element + 4) * logits),
+        return [*kernels, Kernel("loss", "loss", nbytes=BF16 * logits)]
+    return [*kernels, Kernel("logits in fp32", "elementwise", nbytes=(BF16 + 4) * logits),
             Kernel("loss", "loss", nbytes=16 * logits)]
 
 
-def ends_backward(model: TransformerConfig, batch: int, sequence: int, *, compiled: bool = False,
-                  element: int = 2) -> list[Kernel]:
+def ends_backward(model: TransformerConfig, batch: int, sequence: int, *, compiled: bool = False
+                  ) -> list[Kernel]:
     """The backward of `ends_forward`; the embedding's gradient is as large as the embedding."""
-    tokens, width, _ = _sizes(model, batch, sequence, element)
+    tokens, width, _ = _sizes(model, batch, sequence)
     logits = tokens * model.vocabulary
     kernels = [Kernel("head input's gradient", "matmul",
                       (tokens, model.d_model, model.vocabulary)),
@@ -181,11 +182,11 @@ def ends_backward(model: TransformerConfig, batch: int, sequence: int, *, compil
                       (model.vocabulary, model.d_model, tokens)),
                Kernel("last norm backward", "norm backward", nbytes=5 * width),
                Kernel("embedding backward", "embedding",
-                      nbytes=2 * width + element * model.vocabulary * model.d_model)]
+                      nbytes=2 * width + BF16 * model.vocabulary * model.d_model)]
     if compiled:
-        return [*kernels, Kernel("loss backward", "loss backward", nbytes=2 * element * logits)]
+        return [*kernels, Kernel("loss backward", "loss backward", nbytes=2 * BF16 * logits)]
     return [*kernels, Kernel("loss backward", "loss backward", nbytes=20 * logits),
-            Kernel("logits' gradient in bf16", "elementwise", nbytes=(element + 4) * logits)]
+            Kernel("logits' gradient in bf16", "elementwise", nbytes=(BF16 + 4) * logits)]
 
 
 def rate(kernel: Kernel, gpu: Gpu, *, compiled: bool = False, pace: str = "typical",
@@ -306,8 +307,7 @@ def _matrices(model):
             if len(shape) == 2]
 
 
-def _sizes(model, batch, sequence, element):
+def _sizes(model, batch, sequence):
     """Tokens; bytes of the stream; bytes inside the feed-forward part."""
     tokens = whole(batch, "batch") * whole(sequence, "sequence")
-    whole(element, "element")
-    return tokens, tokens * element * model.d_model, tokens * element * model.d_ff
+    return tokens, tokens * BF16 * model.d_model, tokens * BF16 * model.d_ff

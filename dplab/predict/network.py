@@ -1,13 +1,10 @@
-"""How long a collective takes on a cluster: an ideal ring, and NCCL as it was measured.
+"""How long a collective takes on a cluster, by NCCL as it was measured.
 
     node = Cluster(GPUS["H100"], 1, LINKS["NVLink 4"], LINKS["400 Gb/s"])
     collective_seconds(node.of(1024), "all-gather", 436e6)
 
 A group has two kinds of link: inside a node each GPU has a fast one, between nodes each node has
-some slower ones. `ring_link` gives the one link over which a plain ring would take as long, at the
-makers' latency and bandwidth.
-
-NCCL reaches less. It has several algorithms, each with protocols for small and for large
+some slower ones. NCCL has several algorithms, each with protocols for small and for large
 tensors; it predicts the time of every pair and takes the shortest. So does `nccl_candidates`:
 
     seconds = overhead + NCCL's latency for the pair + bytes / (share · bandwidth of the links)
@@ -27,7 +24,7 @@ overhead; at 10 Gb/s, TCP fills the link as well (google/nccl-fastsocket, issue 
 Left out: SHARP in InfiniBand's switches, PAT, congestion by other jobs, and that computing slows
 sending (only the reverse was measured often enough: `computing_slowdown`).
 
-Sources: `cost` has those of the rings; NCCL 2.30.7, src/graph/tuning.cc (algorithms, protocols,
+Sources: NCCL 2.30.7, src/graph/tuning.cc (algorithms, protocols,
 latencies); stas00/ml-engineering 744d01e, network/README.md (when a switch adds).
 """
 
@@ -42,7 +39,6 @@ from typing import Any
 from dplab.predict import cost
 from dplab.predict.catalogue import LINKS, Gpu
 from dplab.predict.checks import DERIVED, one_of, whole
-from dplab.predict.cost import Link
 from dplab.predict.job import Cluster
 from dplab.predict.pace import at_pace
 
@@ -50,43 +46,14 @@ COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter")
 PROTOCOLS = ("LL", "LL128", "Simple")
 
 
-# The ideal ring
-
-def ring_link(cluster: Cluster, ranks: int, local: int) -> Link:
-    """The link with which a plain ring takes as long as as many rings as NICs do on the cluster.
-
-    Each goes through all ranks, so that the node's links to the network work together, up to what a
-    GPU's link inside carries. Each message waits for the one before it, over the network once per
-    node. A group of ``ranks`` has ``local`` members in each of its nodes; where that is not all of
-    a node's GPUs, like groups work at once and share its NICs. Raises ValueError for a group that
-    fits no nodes.
-    """
-    nodes = _nodes(cluster, ranks, local)
-    if nodes == 1:
-        return cluster.inside
-    slow = min(nodes, ranks - 1)
-    latency = slow * cluster.between.latency + (ranks - 1 - slow) * cluster.inside.latency
-    share = cluster.nics / cluster.per_node * cluster.between.bandwidth
-    bandwidth = min(share * local, cluster.inside.bandwidth) if local > 1 else share
-    return Link("ring", bandwidth, latency / (ranks - 1))
-
-
-def _nodes(cluster, ranks, local):
-    whole(ranks, "ranks")
-    if local > cluster.per_node or ranks % whole(local, "local") or ranks > cluster.ranks:
-        raise ValueError(f"{ranks} ranks, {local} to a node, do not fit this cluster of "
-                         f"{cluster.nodes} × {cluster.per_node} GPUs")
-    return ranks // local
-
-
-# NCCL as it was measured
-
 def collective_seconds(cluster: Cluster, collective: str, nbytes: float, *,
                        ranks: int | None = None, local: int | None = None) -> float:
     """Seconds of one of `COLLECTIVES`, of ``nbytes``, the whole tensor: of the fastest candidate.
 
-    By default among all ranks; see `ring_link` for a group. Raises ValueError for another
-    collective, and for a group that fits no nodes.
+    By default among all ranks. A group of ``ranks`` has ``local`` members in each of its nodes;
+    where that is not all of a node's GPUs, like groups work at once and share its NICs. Raises
+    ValueError for another collective, for a group that fits no nodes, and for a link that is none
+    of `LINKS` by its name.
     """
     return min(nccl_candidates(cluster, collective, nbytes, ranks=ranks, local=local).values())
 
@@ -95,8 +62,7 @@ def nccl_candidates(cluster: Cluster, collective: str, nbytes: float, *,
                     ranks: int | None = None, local: int | None = None) -> dict[str, float]:
     """Seconds by each algorithm and protocol among which NCCL chooses, such as "ring LL128".
 
-    Arguments and errors are those of `collective_seconds`. Of one rank: 0 s. Over a link of no
-    known family: the ideal ring.
+    Arguments and errors are those of `collective_seconds`. Of one rank: 0 s.
     """
     one_of(collective, COLLECTIVES, "collective")
     ranks, local = _group(cluster, ranks, local)
@@ -104,9 +70,6 @@ def nccl_candidates(cluster: Cluster, collective: str, nbytes: float, *,
     if ranks == 1:
         return {"none": 0.0}
     families = _families(cluster, nodes)
-    if families is None:
-        link = ring_link(cluster, ranks, local)
-        return {"ideal ring": cost.seconds(f"ring {collective}", ranks, nbytes, link)}
     tuned = _tuned(cluster, collective, nbytes, nodes, local, families)
     if not _has_latency(cluster):
         return tuned
@@ -123,10 +86,6 @@ def basis(cluster: Cluster, *, stand_ins: bool = False) -> tuple[str, ...]:
     said = []
     for place, link in enumerate((cluster.inside, cluster.between)[:min(cluster.nodes, 2)]):
         family = _family(link)
-        if family is None:
-            said.append(f"Nobody measured {link.name} or a link like it: its own latency and "
-                        "bandwidth stand in, in an ideal ring")
-            continue
         measured = "NVLink 3" if family == "PCIe" else family
         rows = [row for row in _training() if (row["nodes"] > 1) == bool(place)
                 and measured in _families_of(row) and not (place and row["per_node"] > 8)]
@@ -146,17 +105,22 @@ def computing_slowdown(cluster: Cluster) -> float:
     """By what factor computing takes longer while a collective runs beside it on the GPU.
 
     NCCL's kernels hold some SMs, and both use the GPU's memory and power: 1.2 in the middle of the
-    published studies. 1 for links of no known family and for one rank.
+    published studies. 1 for one rank.
     """
-    families = _families(cluster, cluster.nodes)
-    if families is None or cluster.ranks == 1:
-        return 1.0
-    return 1 / _at(_left_beside_nccl, pace=cluster.pace)
+    return 1.0 if cluster.ranks == 1 else 1 / _at(_left_beside_nccl, pace=cluster.pace)
 
 
 def _group(cluster, ranks, local):
     ranks = cluster.ranks if ranks is None else whole(ranks, "ranks")
     return ranks, min(ranks, cluster.per_node) if local is None else local
+
+
+def _nodes(cluster, ranks, local):
+    whole(ranks, "ranks")
+    if local > cluster.per_node or ranks % whole(local, "local") or ranks > cluster.ranks:
+        raise ValueError(f"{ranks} ranks, {local} to a node, do not fit this cluster of "
+                         f"{cluster.nodes} × {cluster.per_node} GPUs")
+    return ranks // local
 
 
 def _has_latency(cluster):
@@ -225,25 +189,21 @@ _FABRIC = "InfiniBand or RoCE"
 _ON_ETHERNET = ("25 Gb/s", "40 Gb/s")
 
 
-def _named(link):
-    """The family that a link's name says it belongs to, measured or not."""
+def _family(link):
+    """The measured family that a link belongs to by its name, or the nearest."""
     if link.name in _ON_ETHERNET:
         return _ETHERNET
     if link.name.endswith("Gb/s"):
         return _CLOUD if link.name.startswith(("EFA", "TCPX")) else _FABRIC
-    return link.name
-
-
-def _family(link):
-    """The measured family nearest to a link, or None."""
-    named = _named(link)
-    return named if named in (_CLOUD, _ETHERNET, _FABRIC) else _NEAREST.get(named)
+    if link.name not in _NEAREST:
+        raise ValueError(f"no link like {link.name!r} was measured: take one of LINKS, with "
+                         "another bandwidth where yours differs")
+    return _NEAREST[link.name]
 
 
 def _families(cluster, nodes):
-    """Of the links that a group over so many nodes uses; None if one of them has none."""
-    families = [_family(cluster.inside), *([_family(cluster.between)] if nodes > 1 else [])]
-    return None if None in families else families
+    """Of the links that a group over so many nodes uses."""
+    return [_family(cluster.inside), *([_family(cluster.between)] if nodes > 1 else [])]
 
 
 # Rates, from the tables that are not held out
