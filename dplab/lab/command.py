@@ -104,7 +104,11 @@ def _bring_up_to_date(copy, options):
               f"  `dplab lab --update {_word_for(waiting[0])}` brings one over with your answers, "
               "`--update all` all of them.")
     if options.source:
-        _import(copy, options.source.expanduser().absolute())
+        found = copy.answers_from(options.source.expanduser().absolute())
+        for name, content in found.items():
+            print(f"{name}: your answers are in{_kept_as(copy.take(name, content), copy)}")
+        if not found:
+            print(f"No answers in {options.source} that your copy lacks.")
     return changes.created
 
 
@@ -128,13 +132,10 @@ def _tell(changes):
 
 
 def _tell_broken(copy):
-    for name in copy.course.unreadable:
-        print(f"{copy.course.root / name} is no notebook, as after a conflict of git. It was left "
-              "out; mend it, or bring it back with `git checkout`.")
     for name, why in copy.broken().items():
-        print(f"{copy.place / name} is broken, so JupyterLab cannot open it ({why}). "
-              f"`dplab lab --fresh {_word_for(name)}` brings a new one, and keeps this file beside "
-              "it, where you can still read it as text.")
+        print(f"{why}. So it is broken, and JupyterLab cannot open it. `dplab lab --fresh "
+              f"{_word_for(name)}` brings a new one, and keeps this file beside it, where you can "
+              "still read it as text.")
 
 
 def _chosen(words, names):
@@ -171,15 +172,6 @@ def _is_meant(word, name):
 def _word_for(name):
     key = key_of(Path(name).stem) if name.endswith(".ipynb") else None
     return name.removeprefix("chapters/") if key is None else label(key)
-
-
-def _import(copy, folder):
-    """Takes answers over from the notebooks of another folder."""
-    found = copy.answers_from(folder)
-    for name, content in found.items():
-        print(f"{name}: your answers are in{_kept_as(copy.take(name, content), copy)}")
-    if not found:
-        print(f"No answers in {folder} that your copy lacks.")
 
 
 def _kept_as(kept, copy):

@@ -22,13 +22,11 @@ class Course:
     """``files``: the content by the path in the clone; notebooks come without outputs.
 
     A file of ``chapters/`` that differs from the last commit is there as committed, so that a
-    reader's answers in it are not taken for the course's text. ``unreadable``: notebooks that are
-    none, as after a conflict of git; ``files`` lacks them.
+    reader's answers in it are not taken for the course's text.
     """
 
     root: Path
     files: dict[str, bytes]
-    unreadable: list[str]
 
 
 def read_course(root: Path) -> Course:
@@ -44,21 +42,18 @@ def read_course(root: Path) -> Course:
     names = _names_of_chapters(root)
     changed = _git(root, "diff", "--name-only", "-z", "--relative", "HEAD", "--", "chapters")
     edited = set((changed or "").split("\0"))
-    waiting, files, unreadable = ["README.md", *names], {}, set()
+    waiting, files = ["README.md", *names], {}
     while waiting:
         name = waiting.pop()
         if name in files or (data := _content(root, name, committed=name in edited)) is None:
             continue
         if name.endswith(".ipynb"):
-            data = _cleared(data) or _cleared(_content(root, name, committed=False) or b"")
-            if data is None:
-                unreadable.add(name)
-                continue
+            data = notebook.dumps(notebook.cleared(notebook.read(root / name, data)))
         files[name] = data
         waiting += _linked(name, data)
     if RULES in files:
         files["AGENTS.md"] = files[RULES].replace(b"](../", b"](chapters/")
-    return Course(root, dict(sorted(files.items())), sorted(unreadable))
+    return Course(root, dict(sorted(files.items())))
 
 
 def _names_of_chapters(root):
@@ -79,19 +74,11 @@ def _content(root, name, *, committed):
     return path.read_bytes() if data is None and path.is_file() else data
 
 
-def _cleared(data):
-    """The notebook without outputs; None where there is no notebook in the file."""
-    try:
-        return notebook.dumps(notebook.cleared(notebook.loads(data)))
-    except notebook.UnreadableNotebook:
-        return None
-
-
 def _linked(name, data):
     """The paths in the clone that a page or a notebook links to."""
     if name.endswith(".ipynb"):
-        text = "\n".join(source for kind, source in notebook.sources(notebook.loads(data))
-                         if kind == "markdown")
+        cells = notebook.sources(notebook.read(Path(name), data))
+        text = "\n".join(source for kind, source in cells if kind == "markdown")
     elif name.endswith(".md"):
         text = data.decode()
     else:

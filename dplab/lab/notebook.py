@@ -2,22 +2,26 @@
 
 import json
 import uuid
+from pathlib import Path
 
 
 class UnreadableNotebook(ValueError):
     """The file is no notebook of format 4."""
 
 
-def loads(data: bytes) -> dict:
-    """The notebook; each cell has an ``id`` and ``metadata``, and its ``source`` is one text."""
+def read(path: Path, data: bytes | None = None) -> dict:
+    """The notebook; each cell has an ``id`` and ``metadata``, and its ``source`` is one text.
+
+    ``data``: where it is not the file's content. Raises UnreadableNotebook, which names the file.
+    """
     try:
-        notebook = json.loads(data)
+        notebook = json.loads(path.read_bytes() if data is None else data)
         for cell in notebook["cells"]:
             cell["source"] = "".join(cell["source"])
             cell.setdefault("id", uuid.uuid4().hex[:8])
             cell.setdefault("metadata", {})
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UnreadableNotebook(f"no notebook of format 4: {error}") from None
+        raise UnreadableNotebook(f"{path} is no notebook of format 4: {error}") from None
     return notebook
 
 

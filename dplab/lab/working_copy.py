@@ -78,7 +78,7 @@ class WorkingCopy:
         for name in self._notebooks():
             try:
                 if (self.place / name).exists():
-                    notebook.loads((self.place / name).read_bytes())
+                    notebook.read(self.place / name)
             except notebook.UnreadableNotebook as error:
                 found[name] = str(error)
         return found
@@ -92,11 +92,11 @@ class WorkingCopy:
         paths = [*folder.glob("*.ipynb"), *folder.glob("chapters/*.ipynb")]
         for path in sorted(paths, key=lambda path: path.stat().st_mtime):
             with contextlib.suppress(notebook.UnreadableNotebook):
-                outside |= answers_in(notebook.loads(path.read_bytes()), {})
+                outside |= answers_in(notebook.read(path), {})
         found, broken = {}, self.broken()
         for name in self._notebooks():
             if (self.place / name).exists() and name not in broken:
-                here, bare = self._read(name), self._stubs_of_base(name)
+                here, bare = notebook.read(self.place / name), self._stubs_of_base(name)
                 answers = {slug: outside[slug] for slug, stub in stubs_in(here).items()
                            if slug in outside and stub == bare.get(slug) != outside[slug]}
                 if answers:
@@ -114,17 +114,12 @@ class WorkingCopy:
         content = self.course.files[name]
         if not name.endswith(".ipynb") or not (self.place / name).exists():
             return content
-        answers = answers_in(self._read(name), self._stubs_of_base(name))
-        return notebook.dumps(with_answers(notebook.loads(content), answers))
+        answers = answers_in(notebook.read(self.place / name), self._stubs_of_base(name))
+        new = notebook.read(self.course.root / name, content)
+        return notebook.dumps(with_answers(new, answers))
 
     def _notebooks(self):
         return [name for name in self.course.files if name.endswith(".ipynb")]
-
-    def _read(self, name):
-        try:
-            return notebook.loads((self.place / name).read_bytes())
-        except notebook.UnreadableNotebook as error:
-            raise notebook.UnreadableNotebook(f"{self.place / name}: {error}") from None
 
     def _base(self, name):
         path = self.kept / "base" / name
@@ -132,7 +127,7 @@ class WorkingCopy:
 
     def _stubs_of_base(self, name):
         base = self._base(name)
-        return {} if base is None else stubs_in(notebook.loads(base))
+        return {} if base is None else stubs_in(notebook.read(self.kept / "base" / name))
 
     def _is_untouched(self, name):
         """Whether the file is as the course had it. A notebook that ran is the reader's."""
@@ -140,10 +135,10 @@ class WorkingCopy:
         if data == base or base is None or not name.endswith(".ipynb"):
             return data == base
         try:
-            here = notebook.loads(data)
+            here = notebook.read(self.place / name)
         except notebook.UnreadableNotebook:
             return False
-        return (notebook.sources(here) == notebook.sources(notebook.loads(base))
+        return (notebook.sources(here) == notebook.sources(notebook.read(self.kept / "base" / name))
                 and not notebook.has_outputs(here))
 
     def _put(self, name, content):
