@@ -2,15 +2,108 @@
 what must be said of it. Each case draws one run from a seeded `random.Random`.
 """
 
-import random
+import textwrap
+from dataclasses import dataclass, field
 
 import psutil
 
-from dplab.spawn.between.calls import LOG_BYTES
-from soak.plan import ANY, Ends, Plan, sudden
-
 MUCH = int(min(200e6, psutil.virtual_memory().available / 40)) // 4 * 4  # bytes of a huge value
-_SHM, _PLENTY = "/dev/shm", 16 << 20
+_WORK = """\
+def work(*arguments):
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    x = torch.full((3,), rank + 1.0, dtype=torch.float64)
+    for step in range({before}):
+        dist.all_reduce(x)
+        time.sleep({pause:.3f})
+{fault}
+    for step in range({after}):
+        dist.all_reduce(x)
+    return rank, x[0].item(), {big}
+"""
+
+
+ANY = "any"  # rank
+
+
+@dataclass
+class Ends:
+    """One way in which a run may end: with "values", a kind of `RankError`, or another outcome."""
+
+    outcome: str
+    rank: int | str | None = None
+    says: tuple[str, ...] = ()
+    seconds: float = 0.0  # beyond the run's bound
+
+
+@dataclass
+class Plan:
+    """One run. ``bound``: seconds that it may take on a quiet machine, from its start or from the
+    moment at which something is done to it.
+    """
+
+    ranks: int
+    before: int = 2  # collectives before the fault
+    after: int = 1
+    pause: float = 0.05
+    fault: str = "pass"
+    ends: list[Ends] = field(default_factory=lambda: [Ends("values")])
+    bound: float = 5.0
+    timeout: float = 60.0
+    big: str = "None"  # the expression of a value that is returned too
+    big_comes_back: tuple = ()  # for each rank
+    arguments: list[int] = field(default_factory=list)  # elements of each float32 argument
+    outside: str = ""  # what is done to it, and `moment` seconds after its start
+    moment: float = 0.0
+    which: int = 0  # the rank to which it is done
+    output: list[str] = field(default_factory=list)  # lines that must be shown
+
+    @property
+    def task(self) -> dict:
+        cell = _WORK.format(before=self.before, after=self.after, pause=self.pause, big=self.big,
+                            fault=textwrap.indent(self.fault, "    "))
+        return {"cell": cell, "ranks": self.ranks, "timeout": self.timeout,
+                "arguments": self.arguments}
+
+    def values(self) -> list[tuple]:
+        """What the ranks return when nothing goes wrong."""
+        collectives = self.before + self.after
+        total = self.ranks * (self.ranks + 1) / 2 * self.ranks ** max(collectives - 1, 0)
+        return [(rank, total if collectives else rank + 1.0,
+                 self.big_comes_back[rank] if self.big_comes_back else None)
+                for rank in range(self.ranks)]
+
+
+_RAISES = {
+    'raise KeyError("absent")': ("KeyError", "'absent'"),
+    'raise ValueError(f"wrong on {rank}")': ("ValueError", "wrong on"),
+    "1 // (rank - rank)": ("ZeroDivisionError", ""),
+    "assert x is None, x": ("AssertionError", ""),
+    "torch.ones(2) @ torch.ones(3)": ("RuntimeError", ""),
+    "raise KeyboardInterrupt": ("KeyboardInterrupt", ""),
+}
+_EXITS = {
+    "sys.exit(3)": ("called sys.exit(3) before it returned", "sys.exit(3)"),
+    "sys.exit('over')": ("called sys.exit('over') before it returned", "sys.exit('over')"),
+    "os._exit(4)": ("left with exit code 4 before it returned", ""),
+    "os._exit(0)": ("left with exit code 0 before it returned", ""),
+    "os.abort()": ("aborted (SIGABRT)", "os.abort()"),
+    "ctypes.string_at(0)": ("crashed (SIGSEGV)", "ctypes.string_at(0)"),
+}
+
+
+def sudden(rng, kind: str, rank: int, ranks: int) -> tuple[str, Ends]:
+    """A statement that ends a rank at once, and what is said of it."""
+    head = f"rank {rank} of {ranks} "
+    if kind == "raise":
+        line = rng.choice(list(_RAISES))
+        error, text = _RAISES[line]
+        return line, Ends("raised", rank, (f"{head}raised {error}", text, line))
+    if kind == "exit":
+        line = rng.choice(list(_EXITS))
+        return line, Ends("died", rank, tuple(head + text if index == 0 else text
+                                              for index, text in enumerate(_EXITS[line])))
+    return "os.kill(os.getpid(), signal.SIGKILL)", Ends("died", rank,
+                                                        (f"{head}was killed (SIGKILL)",))
 
 
 def _at_some_moment(rng, least_ranks=1, **fields) -> Plan:
@@ -172,49 +265,6 @@ def _interrupt(rng):
     return plan
 
 
-def _two_notebooks(rng):
-    failing = draw(rng, rng.choice(("raise", "exit", "kill", "deadlock", "interrupt")))
-    healthy = _healthy(rng)
-    plan, plan.beside = (healthy, failing) if rng.random() < 0.5 else (failing, healthy)
-    return plan
-
-
-def _full(rng):
-    plan = _at_some_moment(rng, cramped=True)
-    need = plan.ranks * LOG_BYTES
-    sizes = (0, need // 2, need - 8192, need + 4096, need + 16384, need + 65536, _PLENTY)
-    plan.leave = {_SHM: rng.choice(sizes), "tmp": rng.choice(sizes)}
-    most = max(plan.leave.values())
-    if most < _PLENTY:
-        plan.ends = [Ends("OSError", None, ("No space left on device",))]
-        if most > need:
-            plan.ends += [Ends("values"), Ends("raised", ANY, ("No space left on device",))]
-    return plan
-
-
-def _silent_rank(rng):
-    plan = _at_some_moment(rng)
-    culprit = rng.randrange(plan.ranks)
-    close, error = rng.choice((("os.close(1)", "OSError"), ("sys.stdout.close()", "ValueError"),
-                               ("sys.stdout = None", ""), ("os.close(1); os.close(2)", "OSError")))
-    plan.fault = _on(culprit, close)
-    if rng.random() < 0.6:
-        plan.fault = _on(culprit, close, 'print("to nobody")')
-        if error:
-            plan.ends = [Ends("raised", culprit, (f"raised {error}", 'print("to nobody")'))]
-    elif rng.random() < 0.5:
-        line, ends = sudden(rng, rng.choice(("raise", "exit")), culprit, plan.ranks)
-        plan.fault, plan.ends = _on(culprit, close, line), [ends]
-    return plan
-
-
-def _silent_notebook(rng):
-    plan = draw(rng, rng.choice(("healthy", "raise", "exit", "kill", "deadlock", "flood")))
-    plan.stdout, plan.output = rng.choice(("closed", "pipe", "None")), []
-    plan.fault = 'print("to nobody")\n' + plan.fault
-    return plan
-
-
 def _two_faults(rng):
     plan = _at_some_moment(rng, least_ranks=2)
     first, second = rng.sample(range(plan.ranks), 2)
@@ -257,14 +307,7 @@ CASES = {
     "healthy": (6, _healthy), "raise": (5, _fails("raise")), "exit": (5, _fails("exit")),
     "SIGKILL itself": (2, _fails("kill")), "SIGKILL": (3, _killed_from_outside),
     "SIGSTOP": (4, _stopped), "deadlock": (8, _deadlock), "flood": (3, _flood), "huge": (4, _huge),
-    "interrupt": (9, _interrupt), "two notebooks": (5, _two_notebooks),
-    "full temporary folder": (4, _full),
-    "closed output of a rank": (3, _silent_rank), "closed output": (4, _silent_notebook),
+    "interrupt": (9, _interrupt),
     "two faults": (5, _two_faults), "fork server killed": (2, _dead_server),
     "notebook killed": (2, _dead_notebook), "child of a rank": (2, _stray_child),
 }
-_BY_KIND = {"kill": "SIGKILL itself"}
-
-
-def draw(rng: random.Random, case: str) -> Plan:
-    return CASES[_BY_KIND.get(case, case)][1](rng)

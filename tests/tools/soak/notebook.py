@@ -17,31 +17,27 @@ from pathlib import Path
 import psutil
 
 SETTLED = 1.0  # seconds after a run by which nothing of it is left
-_CRAMPED = ('for folder in /dev/shm "$TMPDIR"; do mount -t tmpfs -o size=24m tmpfs "$folder"; done '
-            '&& exec "$@"')
 
 
 class Notebook:
-    """The process as the soak sees it. ``cramped``: its temporary folders are tiny, and its own."""
+    """The process as the soak sees it."""
 
-    def __init__(self, folder: Path, cramped=False):
+    def __init__(self, folder: Path):
         self.temporary = Path(tempfile.mkdtemp(dir=folder))
         self._output = open(folder / f"output-{self.temporary.name}", "w+b", buffering=0)
         self._connection, theirs = Pipe()
-        command = [sys.executable, __file__, str(theirs.fileno())]
-        if cramped:
-            command = ["unshare", "--mount", "sh", "-c", _CRAMPED, "sh", *command]
         with theirs, open(self._output.name, "ab") as output:
             self._popen = subprocess.Popen(
-                command, pass_fds=[theirs.fileno()], start_new_session=True,
-                stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
+                [sys.executable, __file__, str(theirs.fileno())], pass_fds=[theirs.fileno()],
+                start_new_session=True, stdin=subprocess.DEVNULL, stdout=output,
+                stderr=subprocess.STDOUT,
                 env={**os.environ, "TMPDIR": str(self.temporary)})
         self.process = psutil.Process(self._popen.pid)
         self.killed_server = None  # a zombie until the next run looks for it
         self.start({"cell": "def work(*_): torch.optim", "ranks": 2})  # the server loads all
         self.finish(120)
         self._descriptors = self.process.num_fds()
-        self._in_temporary = set(self._files())  # torch's cache
+        self._in_temporary = {*os.listdir(self.temporary)}  # torch's cache
 
     def start(self, task: dict) -> None:
         """Sends a task; returns as the run begins."""
@@ -99,8 +95,8 @@ class Notebook:
             with contextlib.suppress(psutil.NoSuchProcess):
                 if child != server and child.pid != self.killed_server:
                     found.append(f"process {child.pid} {child.name()} is {child.status()}")
-        found += [f"{path} is there" for path in made if (self._root / path[1:]).exists()]
-        found += [f"{name} in the temporary folder" for name in self._files()
+        found += [f"{path} is there" for path in made if os.path.exists(path)]
+        found += [f"{name} in the temporary folder" for name in os.listdir(self.temporary)
                   if name not in self._in_temporary]
         found += [f"{folder} is mapped" for folder in self.folders()]
         if self.process.num_fds() != self._descriptors:
@@ -109,13 +105,6 @@ class Notebook:
             with contextlib.suppress(psutil.Error):
                 found += [f"listens: {socket.laddr}" for socket in process.net_connections("inet")]
         return found
-
-    @property
-    def _root(self):
-        return Path(f"/proc/{self.process.pid}/root")
-
-    def _files(self):
-        return os.listdir(self._root / str(self.temporary)[1:])
 
     def end(self) -> list[psutil.Process]:
         """Kills it. Returns the processes that were below it."""
@@ -152,8 +141,6 @@ def _serve(connection):
         linecache.cache[name] = (1, None, task["cell"].splitlines(keepends=True), name)
         exec(compile(task["cell"], name, "exec"), names)
         arguments = [torch.full((size,), 7.0) for size in task.get("arguments", ())]
-        free = _fill(task.get("leave", {}))
-        stdout, sys.stdout = sys.stdout, _mute(task["stdout"]) if "stdout" in task else sys.stdout
         made.clear()
         reply = {"rank": None, "text": "", "error": ""}
         connection.send("running")
@@ -179,8 +166,6 @@ def _serve(connection):
             sys.last_exc = error
         seconds = time.monotonic() - started
         _be_deaf()
-        sys.stdout = stdout
-        free()
         del arguments
         connection.send(reply | {"seconds": seconds, "made": list(made)})
 
@@ -191,29 +176,6 @@ def _be_deaf():
         with contextlib.suppress(KeyboardInterrupt):
             signal.signal(signal.SIGINT, signal.SIG_IGN)
             return
-
-
-def _fill(leave):
-    """Fills each folder but for so many bytes; returns what frees them again."""
-    fillers = [Path(os.environ["TMPDIR"] if folder == "tmp" else folder) / "filler"
-               for folder in leave]
-    for filler, size in zip(fillers, leave.values(), strict=True):
-        free = os.statvfs(filler.parent)
-        filler.write_bytes(bytes(max(free.f_bavail * free.f_frsize - size, 0)))
-    return lambda: [filler.unlink() for filler in fillers]
-
-
-def _mute(how):
-    """A standard output that nobody hears."""
-    if how == "None":
-        return None
-    reader, writer = os.pipe()
-    os.close(reader)
-    stream = open(writer, "w")
-    if how == "closed":
-        with contextlib.suppress(OSError):
-            stream.close()
-    return stream
 
 
 def _summary(value):

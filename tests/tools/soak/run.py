@@ -9,17 +9,18 @@ import time
 from pathlib import Path
 
 import psutil
+from cases import ANY, Plan
+from notebook import Notebook
 
-from soak.notebook import Notebook
-from soak.plan import ANY, Plan
+ALLOWANCE = 5.0  # seconds that a loaded machine may add to each bound
 
 
 class Place:
-    """The notebooks, and the bystanders, as a context manager."""
+    """The notebook, and the bystanders, as a context manager."""
 
     def __enter__(self):
         self._folder = Path(tempfile.mkdtemp(prefix="dplab-soak-"))
-        self._notebooks = {}
+        self._notebook = None
         self._process = subprocess.Popen(
             [sys.executable, "-c", "import sys; sys.stdin.read()", "-m",
              "dplab.spawn.server.forkserver"],
@@ -31,25 +32,18 @@ class Place:
         return self
 
     def __exit__(self, *_):
-        for notebook in self._notebooks.values():
-            notebook.end()
+        if self._notebook:
+            self._notebook.end()
         self._process.kill()
         self._process.stdin.close()
         self._process.wait()
         shutil.rmtree(self._files[1].parent)
         shutil.rmtree(self._folder)
 
-    def notebook(self, name) -> Notebook:
-        notebook = self._notebooks.get(name)
-        if notebook is None or not notebook.process.is_running():
-            notebook = self._notebooks[name] = Notebook(self._folder, name == "cramped")
-        return notebook
-
-    def replace(self, notebook) -> list[psutil.Process]:
-        """Ends a notebook; the next one of its name is new. Returns what was below it."""
-        self._notebooks = {key: value for key, value in self._notebooks.items()
-                           if value is not notebook}
-        return notebook.end()
+    def notebook(self) -> Notebook:
+        if self._notebook is None or not self._notebook.process.is_running():
+            self._notebook = Notebook(self._folder)
+        return self._notebook
 
     def disturbed(self) -> list[str]:
         """What happened to the bystanders."""
@@ -61,81 +55,52 @@ class Place:
         return found
 
 
-class Attempt:
-    """One run, and where there is one, the run in another notebook beside it."""
-
-    def __init__(self, place: Place, plan: Plan, allowance: float):
-        self._place = place
-        runs = [_Run(place.notebook("cramped" if plan.cramped else "one"), plan, allowance)]
-        if plan.beside:
-            runs.append(_Run(place.notebook("another"), plan.beside, allowance))
-        for run in runs:
-            run.begin()
-        while not all([run.has_ended() for run in runs]):
-            time.sleep(0.002)
-        self._runs = runs
-
-    @property
-    def seconds(self) -> float:
-        return max(run.seconds for run in self._runs)
-
-    @property
-    def bound(self) -> float:
-        return max(run.bound for run in self._runs)
-
-    def complaints(self) -> list[str]:
-        found = [text for run in self._runs for text in run.complaints()]
-        for run in self._runs:
-            if run.reply is None:
-                found += run.remains(self._place.replace(run.notebook))
-            else:
-                again = _Run(run.notebook, Plan(2), 30.0)
-                again.begin()
-                while not again.has_ended():
-                    time.sleep(0.002)
-                found += [f"the run after it: {text}" for text in again.complaints()]
-        return found + self._place.disturbed()
+def attempt(place: Place, plan: Plan) -> tuple[float, list[str]]:
+    """Makes the run, and a healthy one after it: the seconds of the first, and what was wrong."""
+    run = Run(place.notebook(), plan, plan.bound + ALLOWANCE)
+    run.go()
+    found = run.complaints()
+    if run.reply is None:
+        found += run.remains()
+    else:
+        again = Run(run.notebook, Plan(2), 30.0)
+        again.go()
+        found += [f"the run after it: {text}" for text in again.complaints()]
+    return run.seconds, found + place.disturbed()
 
 
-class _Run:
-    """One run in one notebook."""
+class Run:
+    """One run in the notebook. ``reply``: how it ended there; None where it did not."""
 
-    def __init__(self, notebook, plan, allowance):
-        self.notebook, self.plan = notebook, plan
+    def __init__(self, notebook, plan, bound):
+        self.notebook, self.plan, self.bound = notebook, plan, bound
         self.reply, self.seconds = None, None
-        self.bound = plan.bound + allowance
-        self._acts = _acts(plan)
         self._killed, self._below, self._folders = False, [], set()
+        act = plan.outside.removesuffix(" twice").replace("interrupt first run", "interrupt")
+        moments = [plan.moment, plan.moment + 0.1] if plan.outside.endswith("twice") else [
+            plan.moment] * bool(act)
+        self._acts = [(moment, act) for moment in moments]
 
-    def begin(self):
-        if "first run" in self.plan.outside:
-            server = self.notebook.server()
-            if server:
-                server.kill()
-                while server.status() != psutil.STATUS_ZOMBIE:
-                    time.sleep(0.01)
+    def go(self):
+        """Starts it, does from outside what is to be done, and waits for its end."""
+        if "first run" in self.plan.outside and (server := self.notebook.server()):
+            server.kill()
+            while server.status() != psutil.STATUS_ZOMBIE:
+                time.sleep(0.01)
         self.notebook.start(self.plan.task)
-        self._since = time.monotonic()
-        self._began = self._since
-
-    def has_ended(self) -> bool:
-        """Does what is to be done from outside, and looks whether the run is over."""
-        if self.seconds is not None:
-            return True
-        now = time.monotonic()
-        if self._acts and now > self._began + self._acts[0][0] and self._done(self._acts[0][1]):
-            del self._acts[0]
-            self._since = now
-        ended = self.notebook.ended(0)
-        if self._killed:
-            self.seconds = now - self._since
-        elif ended or now > self._since + 2 * self.bound + self._extra():
-            self.reply = self.notebook.finish(0)
-            self.seconds = now - self._since
-        return self.seconds is not None
-
-    def _extra(self):
-        return max(ends.seconds for ends in self.plan.ends)
+        began = since = time.monotonic()
+        longest = 2 * self.bound + max(ends.seconds for ends in self.plan.ends)
+        while True:
+            now = time.monotonic()
+            if self._acts and now > began + self._acts[0][0] and self._done(self._acts[0][1]):
+                del self._acts[0]
+                since = now
+            if self._killed:
+                break
+            if self.notebook.ended(0.002) or now > since + longest:
+                self.reply = self.notebook.finish(0)
+                break
+        self.seconds = now - since
 
     def _done(self, act):
         """Does it if it can be done now."""
@@ -170,10 +135,9 @@ class _Run:
         if not fitting:
             found.append(f"{reply['outcome']}, rank {reply['rank']}, {reply['text'][:900]!r}, and "
                          f"not {' or '.join(map(str, self.plan.ends))}")
-        else:
-            self.bound += max(ends.seconds for ends in fitting)
-        if self.seconds > self.bound:
-            found.append(f"{self.seconds:.1f} s, and not {self.bound:.1f} s at most")
+        bound = self.bound + max((ends.seconds for ends in fitting), default=0.0)
+        if self.seconds > bound:
+            found.append(f"{self.seconds:.1f} s, and not {bound:.1f} s at most")
         if reply["outcome"] in ("values", "raised"):
             shown = self.notebook.output()
             found += [f"not shown: {line[:40]!r}" for line in self.plan.output
@@ -191,10 +155,10 @@ class _Run:
         return (ends.rank in (ANY, reply["rank"])
                 and all(text in reply["text"] for text in ends.says))
 
-    def remains(self, below) -> list[str]:
+    def remains(self) -> list[str]:
         """What is left of a notebook that was killed."""
         started = time.monotonic()
-        _, alive = psutil.wait_procs([*self._below, *below], timeout=self.bound)
+        _, alive = psutil.wait_procs([*self._below, *self.notebook.end()], timeout=self.bound)
         self.seconds += time.monotonic() - started
         found = [f"process {process.pid} outlived its notebook" for process in alive]
         found += [f"{folder} outlived its notebook" for folder in self._folders
@@ -203,12 +167,3 @@ class _Run:
             with contextlib.suppress(psutil.Error):
                 process.kill()
         return found
-
-
-def _acts(plan):
-    """(seconds after the start, what is then done from outside), in order."""
-    if not plan.outside:
-        return []
-    act = plan.outside.removesuffix(" twice").replace("interrupt first run", "interrupt")
-    twice = plan.outside.endswith("twice")
-    return [(plan.moment, act)] + ([(plan.moment + 0.1, act)] if twice else [])
