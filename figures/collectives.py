@@ -78,7 +78,8 @@ def draw_panel(canvas: Canvas, x: float, y: float, name: str, caption: str, befo
             for place, cell in enumerate(cells):
                 draw_cell(canvas, x + left + place * (CELL + GAP), row, cell)
             if not cells:
-                canvas.text(x + left + 6, row + HEIGHT / 2, "nothing", size=13, color=MUTED)
+                words = "nothing" if left == BEFORE else "no result"
+                canvas.text(x + left + 6, row + HEIGHT / 2, words, size=13, color=MUTED)
     middle = y + 46 + 2 * (HEIGHT + GAP) - 2
     canvas.arrow(x + 229, middle, x + 247, middle, INK, 2.4)
 

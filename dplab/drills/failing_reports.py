@@ -289,7 +289,7 @@ class FailingReport(SickJob):
 
     @instrument
     def log(self) -> None:
-        """What torchrun printed: it is there already."""
+        """From torchrun's log each rank's line and error: it is there already."""
         print(self._readings.log)
 
     @instrument
@@ -299,17 +299,17 @@ class FailingReport(SickJob):
 
     @instrument
     def ranks(self) -> None:
-        """Where each rank was in the end, under `dplab.run`: two reruns."""
+        """Each rank's line, its call and the call's number, under `dplab.run`: two reruns."""
         print(*map(self._readings.words, range(self._world_size)), sep="\n")
 
     def _script(self):
         """The same job as a script for torchrun, with gloo's patience cut short."""
         losses = [each.tolist() for each in self._settings]
         return "\n".join([
+            *CODE,  # first, so that a traceback has its lines' numbers
             "from datetime import timedelta",
             "import torch",
             "import torch.distributed as dist",
-            *CODE,
             f'dist.init_process_group("gloo", timeout=timedelta(seconds={PATIENCE}))',
             'nan = float("nan")',
             f"report(torch.tensor({losses}[dist.get_rank()]))",

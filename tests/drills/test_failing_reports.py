@@ -103,6 +103,10 @@ def test_the_report_shows_the_code_and_not_the_losses():
     assert all(line in said for line in CODE) and "tensor([" not in said and "Suspects" not in said
 
 
+def test_a_traceback_of_the_script_has_the_line_numbers_that_the_reader_sees():
+    assert FailingReport(3)._script().splitlines()[:len(CODE)] == CODE
+
+
 def test_a_failure_of_the_machine_is_not_the_fault_to_find(monkeypatch):
     def fail(*_, **__):
         raise dplab.RankError("rank 1 was killed", rank=1, kind="died")

@@ -22,10 +22,12 @@ dist.barrier()
 @pytest.mark.slow
 def test_the_errors_of_the_ranks_and_the_rank_that_is_named():
     log = torchrun_log(RAISES, 2, DPLAB_SAMPLE="no such sample")
-    assert any(line.startswith("[rank1]: KeyError: 'no such sample'") for line in log.errors)
-    assert all(line.startswith("[rank") for line in log.errors)
+    at = log.lines.index("[rank1]: KeyError: 'no such sample'")
+    assert log.lines[at - 2:at] == ('[rank1]:   File "job.py", line 7, in <module>',
+                                    '[rank1]:     raise KeyError(os.environ["DPLAB_SAMPLE"])')
+    assert {*log.lines} <= {*log.all.splitlines()} and "job.py FAILED" in log.all
     assert log.blamed in (0, 1)  # the first that torchrun saw
-    assert str(log).endswith(f"(first observed failure): rank {log.blamed}")
+    assert f"(first observed failure):\n  rank      : {log.blamed} (local" in str(log)
 
 
 @pytest.mark.slow
@@ -37,12 +39,26 @@ def test_a_script_that_does_not_end_is_ended_with_its_processes():
                 if "job.py" in " ".join(child.cmdline())]
 
 
-def test_only_lines_that_begin_with_a_rank_and_an_error_are_kept():
-    said = ("[rank1]: Traceback (most recent call last):\n[rank1]:   raise ValueError\n"
+def test_of_each_traceback_the_lines_are_where_the_script_was_and_the_error():
+    said = ('[rank1]:   File "/tmp/a/job.py", line 9, in <module>\n[rank1]:     train()\n'
+            '[rank0]:   File "/tmp/a/job.py", line 9, in <module>\n'
+            '[rank1]:   File "/tmp/a/job.py", line 3, in train\n[rank0]:     train()\n'
+            "[rank1]:     dist.barrier()\n"
+            '[rank1]:   File "/b/site-packages/torch/distributed/c10d.py", line 1, in barrier\n'
             "[rank1]: ValueError: nan\n[rank0]: torch.distributed.DistBackendError: NCCL\n"
-            "Root Cause (first observed failure):\n[0]:\n  time : today\n  rank      : 12 (local)")
+            "terminate called\n  what():  [enforce fail]\nE1 failed of binary: /b/bin/python\n"
+            "Root Cause (first observed failure):\n[0]:\n  time : today\n"
+            "  rank      : 12 (local_rank: 2)\n  exitcode  : -6 (pid: 3)\n  error_file: <N/A>")
     log = read(said)
-    assert log.errors == ("[rank1]: ValueError: nan",
-                          "[rank0]: torch.distributed.DistBackendError: NCCL")
+    assert log.lines == (
+        '[rank1]:   File "job.py", line 3, in train', "[rank1]:     dist.barrier()",
+        "[rank1]: ValueError: nan",
+        '[rank0]:   File "job.py", line 9, in <module>', "[rank0]:     train()",
+        "[rank0]: torch.distributed.DistBackendError: NCCL",
+        "terminate called", "  what():  [enforce fail]",
+        "Root Cause (first observed failure):", "  rank      : 12 (local_rank: 2)",
+        "  exitcode  : -6 (pid: 3)")
     assert log.blamed == 12
-    assert str(read("done")) == "Root Cause (first observed failure): no rank"
+    assert "[enforce fail]" in log._repr_html_() and "&lt;N/A&gt;" in log._repr_html_()
+    assert "/tmp" not in log.all and "/b/" not in log.all
+    assert str(read("done")) == "no rank failed"
