@@ -62,6 +62,14 @@ class WrittenByTheLastRank:
         return step
 
 
+def with_a_call_for_each_row(x):
+    rows = [x.clone() if rank == dist.get_rank() else torch.zeros_like(x)
+            for rank in range(dist.get_world_size())]
+    for row in rows:
+        dist.all_reduce(row)
+    return torch.stack(rows)
+
+
 def sends_a_copy(tensor):
     partner = dist.get_rank() ^ 1
     if partner < dist.get_world_size():
@@ -199,7 +207,7 @@ def counts(*kinds):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "answer"), [
-    ("0.3", sends_a_copy), ("0.3", sends_in_a_batch),
+    ("0.1", with_a_call_for_each_row), ("0.3", sends_a_copy), ("0.3", sends_in_a_batch),
     ("bytes-per-parameter", counts("parameters", "gradients", "state", "others")),
     ("2.1", mean_without_nan), ("2.1", divided_by_the_mean_count),
     ("2.1", counted_in_a_list_of_one), ("2.3", FromAllGather),
