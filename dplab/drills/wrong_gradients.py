@@ -219,7 +219,7 @@ def private(readings):
     scales = readings.scales
     by_counts = all(near(each, scales[0]) for each in scales) or lopsided(readings)[0]
     return not by_counts, (
-        f"The ranks return {', '.join(f'{each:.4f}' for each in scales)} times the summed loss of "
+        f"The ranks return {', '.join(f'{each:.7f}' for each in scales)} times the summed loss of "
         f"their samples in one process. {'N' if by_counts else 'No n'}umbers of samples explain "
         f"this, so each sample's own loss is {'right' if by_counts else 'wrong'}.")
 
@@ -353,7 +353,7 @@ class WrongGradient(SickJob):
         """What each rank returns, and how many times its samples' summed loss in one process."""
         readings = self._readings
         print_table(["", "samples", "returns", "their sum in one process", "returns / sum"], *(
-            [f"rank {rank}", len(each.samples), f"{each.loss:.4f}", f"{total:.4f}", f"{scale:.5f}"]
+            [f"rank {rank}", len(each.samples), f"{each.loss:.4f}", f"{total:.4f}", f"{scale:.7f}"]
             for rank, (each, total, scale) in enumerate(zip(
                 readings.ranks, readings.sums, readings.scales, strict=True))))
         found = sum(rank.loss for rank in readings.ranks) / len(readings.ranks)

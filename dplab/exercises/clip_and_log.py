@@ -76,6 +76,20 @@ class ClipAndLog(Exercise):
         Slip("You clip the sum of the ranks' gradients. Where it is clipped nobody sees that: the "
              "length is `limit` all the same. Where it is not, it is N times too long, and it is "
              "clipped too often.", {"mean /= dist.get_world_size()": ""}),
+        Slip("You divided the gradient by tokens. `loss_for_ddp` has done that already: it divides "
+             "by the tokens of all ranks. What does DDP do with the gradients of this loss?",
+             {"mean = gradient.clone()": "mean = gradient / tokens"},
+             {"mean = gradient.clone()": "mean = gradient / tokens",
+              "mean /= dist.get_world_size()": ""},
+             *({"mean /= dist.get_world_size()":
+                f"count = tokens.clone()\ndist.all_reduce(count)\nmean /= count{also}"}
+               for also in ("", " * dist.get_world_size()"))),
+        Slip("You weighed the ranks' gradients by their tokens. `loss_for_ddp` has done that "
+             "already: it sums over this rank's tokens, and few of them make a small loss. What "
+             "does DDP do with the gradients of this loss?",
+             {"mean = gradient.clone()": "mean = gradient * tokens",
+              "mean /= dist.get_world_size()":
+              "count = tokens.clone()\ndist.all_reduce(count)\nmean /= count"}),
         Slip("You limit each element. That turns the gradient: all its elements are scaled by one "
              "number.", {"mean * scale": "mean.clamp(-limit, limit)"}),
         Slip("This is the mean of the ranks' perplexities. `exp` bends upwards, so that their mean "

@@ -8,7 +8,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dplab.checks.exercise import Exercise
 from dplab.checks.mistakes import Slip
-from dplab.checks.trials import gradients, seeded
+from dplab.checks.trials import gradients, reduced, seeded
 from dplab.exercises.sum_over_ranks import SumOverRanks
 from dplab.exercises.weighted_mean import after_backward
 
@@ -119,6 +119,14 @@ class ContrastiveLoss(Exercise):
         Slip("You added the ranks' keys up: b rows that are nobody's keys. A sum gathers only if "
              "each rank's keys have rows of their own, which are zeros on all other ranks.",
              {"MySum.apply(torch.cat(parts))": "MySum.apply(keys)", "rank * b + ": ""}),
+        Slip("Row i of rank 0 and row i of rank 1 belong to two different queries, and you added "
+             "them up. A query needs its products with the keys of the *other* ranks too: what has "
+             "to travel?",
+             *({"logits.logsumexp(dim=1)":
+                f"{add}((queries @ keys.T / temperature).exp().sum(dim=1)).log()"}
+               for add in ("MySum.apply", "reduced")),
+             {"queries @ all_keys.T / temperature": "MySum.apply(queries @ keys.T / temperature)",
+              "rank * b + ": ""}),
         Slip("`torch.zeros` makes float32, and the queries and keys have another dtype here. "
              "`keys.new_zeros(…)` takes the dtype and the device of the keys.",
              {"keys.new_zeros(": "torch.zeros("}),

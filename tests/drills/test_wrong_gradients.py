@@ -26,6 +26,14 @@ def test_no_warning_of_torch_gives_a_job_away(capfd):
     assert "Warning" not in said.out + said.err
 
 
+@pytest.mark.slow
+def test_a_rank_that_is_nearly_right_is_not_printed_as_right(capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv("DPLAB_HOME", str(tmp_path))
+    job = WrongGradient(1862)  # with private statistics, and 0.125002 in place of 3/24
+    job.losses()
+    assert "0.12500\n" not in capsys.readouterr().out
+
+
 def test_each_complaint_is_made_of_several_suspects():
     suspects = {}
     for case in WrongGradient.cases:

@@ -695,6 +695,23 @@ def by_the_rows_that_fit(ranks, batch, parameters, states, row, memory, flops, b
     return slices, "memory" if fit < needed else "nothing"
 
 
+def divided_by_tokens(gradient, summed, tokens, limit):
+    """2.2"""
+    of_all = torch.stack([summed, tokens])
+    dist.all_reduce(of_all)
+    mean = gradient.clone()
+    dist.all_reduce(mean)
+    mean /= of_all[1]
+    return mean * min(1, limit / mean.norm()), (of_all[0] / of_all[1]).exp()
+
+
+def adds_denominators(queries, keys, temperature):
+    """2.4"""
+    products = queries @ keys.T / temperature
+    below = find("sum-over-ranks").solution.apply(products.exp().sum(dim=1))
+    return (below.log() - products.diagonal()).mean()
+
+
 def twice_on_several_ranks(d, f, ranks, flops, bandwidth, element):
     """1.3"""
     return (ranks > 1) * element / 2 * flops / bandwidth
@@ -709,6 +726,8 @@ def twice_on_several_ranks(d, f, ranks, flops, bandwidth, element):
     ("1.3", twice_on_several_ranks, "as many rows with 2 ranks as with 32"),
     ("bytes-per-parameter", counts("state", "others"), "The gradients are missing"),
     ("1.5", by_the_rows_that_fit, "A slice can have fewer than fit"),
+    ("2.2", divided_by_tokens, "has done that already"),
+    ("2.4", adds_denominators, "belong to two different queries"),
     ("2.4", really_gathered, "gathered without their gradients"),
     ("3.2", ends_with_the_next_chunk, "it is a neighbour's"),
     ("4.3", averages_before_backward, "own gradients. Average them between"),
