@@ -37,61 +37,34 @@ def package_of(module):
 
 
 def _of_source(source, where, package=()):
-    reader = _Reader(package)
-    reader.visit(ast.parse(source))
-    return [(module, f"{where}:{line}") for module, line in reader.found]
+    """``package``: the folders that a relative import starts from."""
+    nodes = [*ast.walk(_Bare().visit(ast.parse(source)))]
+    found, bound = [], {}  # bound: which names stand for what of dplab
+    for node in nodes:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            base = [*package[:len(package) + 1 - node.level]] if getattr(node, "level", 0) else []
+            base += [node.module] if getattr(node, "module", None) else []
+            modules = {alias.asname or alias.name: ".".join([*base, alias.name])
+                       for alias in node.names}
+            bound |= {name: module for name, module in modules.items() if "dplab." in module}
+            found += [(module, node) for module in modules.values()]
+    for node in nodes:
+        if isinstance(node, ast.Attribute):  # dplab loads its parts when they are named
+            top, _, rest = ast.unparse(node).partition(".")
+            name = f"{bound.get(top, top)}.{rest}"
+            found += [(name, node)] if re.fullmatch(r"dplab(\.\w+)+", name) else []
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            names = [node.value] if DOTTED.fullmatch(node.value) else [
+                "".join(match) for match in NAMED_IN.findall(node.value)]
+            found += [(name.rstrip("."), node) for name in names]
+    return [(module, f"{where}:{node.lineno}") for module, node in found]
 
 
-class _Reader(ast.NodeVisitor):
-    """``found``: (module, line), but for what stands under `if TYPE_CHECKING` or in a docstring."""
-
-    def __init__(self, package):
-        self.package = package  # the folders that a relative import starts from
-        self.found = []
-        self._bound = {}  # which names stand for what of dplab
+class _Bare(ast.NodeTransformer):
+    """Takes out what stands under `if TYPE_CHECKING`, and docstrings."""
 
     def visit_If(self, node):
-        if "TYPE_CHECKING" not in ast.unparse(node.test):
-            self.generic_visit(node)
+        return None if "TYPE_CHECKING" in ast.unparse(node.test) else self.generic_visit(node)
 
     def visit_Expr(self, node):
-        if not isinstance(node.value, ast.Constant):
-            self.generic_visit(node)
-
-    def visit_JoinedStr(self, node):
-        for part in node.values:
-            if part is node.values[0] or not isinstance(part, ast.Constant):
-                self.visit(part)
-
-    def visit_Import(self, node):
-        self._take(node, [alias.name for alias in node.names])
-
-    def visit_ImportFrom(self, node):
-        base = [node.module] if node.module else []
-        if node.level:
-            base = [*self.package[:len(self.package) + 1 - node.level], *base]
-        self._take(node, [".".join([*base, alias.name]) for alias in node.names])
-
-    def _take(self, node, modules):
-        self.found += [(module, node.lineno) for module in modules]
-        self._bound |= {alias.asname or alias.name: module
-                        for alias, module in zip(node.names, modules, strict=True)
-                        if module.startswith("dplab.")}
-
-    def visit_Attribute(self, node):
-        """dplab loads its parts when they are named."""
-        names, base = [node.attr], node.value
-        while isinstance(base, ast.Attribute):
-            names, base = [base.attr, *names], base.value
-        if isinstance(base, ast.Name):
-            name = ".".join([self._bound.get(base.id, base.id), *names])
-            self.found += [(name, node.lineno)] if name.startswith("dplab.") else []
-        else:
-            self.visit(base)
-
-    def visit_Constant(self, node):
-        if not isinstance(node.value, str):
-            return
-        names = [node.value] if DOTTED.fullmatch(node.value) else [
-            "".join(match) for match in NAMED_IN.findall(node.value)]
-        self.found += [(name.rstrip("."), node.lineno) for name in names]
+        return None if isinstance(node.value, ast.Constant) else self.generic_visit(node)
