@@ -43,7 +43,7 @@ GUESSES: dict[Key, tuple[str, ...]] = {
         "numbers-a-block-keeps", "limit-on-32-nodes"),
     2: ("line-that-breaks", "weight-of-a-token", "yes-or-no", "plain-all-reduce", "mean-of-a-sum",
         "gradient-of-open-clip"),
-    3: ("rank-0-receives-first", "equal-bits", "ring-faster-from", "a-slow-machine"),
+    3: ("rank-0-receives-first", "equal-bits", "halving-faster-from", "a-slow-machine"),
     4: ("equal-but-wrong", "accuracy-with-repeats", "forgotten-and-no-loss-differs"),
     5: ("longest-of-three-ways", "all-reduces-in-iteration-1", "one-step-of-two-heads"),
     6: ("strong-on-eight", "ill-on-a-gpu", "most-of-the-three", "kernels-repaired"),

@@ -114,7 +114,7 @@ class Exchange(Exercise):
              "`torch.empty_like(outgoing)`, which has its size and its dtype.",
              {"arriving = torch": "outgoing = outgoing.float()\narriving = torch"}),
         Slip("`to` and `source` count within the group, and `dst=` and `src=` take the numbers of "
-             "all ranks. Use `group_dst=` and `group_src=`.",
+             "all ranks. Use `group_dst=` and `group_src=`; in a `P2POp`, `group_peer=`.",
              {"group_dst=": "dst=", "group_src=": "src="}, {"group_dst=": "dst="},
              {"group_src=": "src="}),
     )

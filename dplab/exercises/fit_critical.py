@@ -71,7 +71,7 @@ class FitCritical(Calculation):
 
     hints = (
         "Draw S over 1/B instead of B. What does the formula look like there?",
-        "It is a line: S_min + (S_min · B_crit) · (1/B). Exercise 3.6 fitted a line by relative "
+        "It is a line: S_min + (S_min · B_crit) · (1/B). Exercise 3.5 fitted a line by relative "
         "errors. Which of its two numbers is which here?",
         "With the unknowns u = S_min and v = S_min · B_crit, a point asks for u·(1/S) + "
         "v·(1/(B·S)) = 1. `numpy.linalg.lstsq(rows, ones)` solves it, with a row [1/S, 1/(B·S)] "

@@ -42,7 +42,7 @@ def with_one_passing_on(chunk, group=None):
 class RingAllGather(OnARing):
     number = "3.3"
     title = "The second half of the ring: all-gather"
-    minutes = 15
+    minutes = 10
     solution = staticmethod(ring_all_gather)
     also_right = (with_one_passing_on,)
     fact = "all chunks"

@@ -22,7 +22,7 @@ CASES = ((28_000_000_000, 8, 50e9, 14e-6), (4000, 1024, 450e9, 3.4e-6),
 class RingSeconds(Calculation):
     number = "3.4"
     title = "The seconds of a ring"
-    minutes = 8
+    minutes = 5
     solution = staticmethod(ring_seconds)
 
     def trial(self, attempt):
@@ -72,6 +72,8 @@ class RingSeconds(Calculation):
              "steps of both halves.",
              {"messages * (latency + chunk": "latency + messages * (chunk"},
              {"latency + chunk": "latency / 2 + chunk"}),
+        Slip("Each message has the whole latency, however few bytes it carries. Only the bytes are "
+             "divided by N.", {"latency + chunk": "latency / ranks + chunk"}),
         Slip("Every message carries a chunk: mind the brackets, both terms are multiplied by the "
              "number of messages.",
              {"(latency + chunk / bandwidth)": "latency + chunk / bandwidth"}),

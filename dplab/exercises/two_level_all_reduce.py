@@ -30,7 +30,7 @@ def in_five_calls(flat, node, across):
 
 
 class TwoLevelAllReduce(Exercise):
-    number = "3.6"
+    number = "3.7"
     title = "An all-reduce that uses every adapter"
     minutes = 15
     solution = staticmethod(two_level_all_reduce)
@@ -78,9 +78,9 @@ class TwoLevelAllReduce(Exercise):
         "`across`, and `ring_all_gather` with `node`.",
     )
     slips = (
-        Slip("The sum is right, and whole tensors travel between the nodes, where the links are "
-             "slow. Add up in the node first, by a reduce-scatter, so that each rank sends one "
-             "chunk of the node's sum across.",
+        Slip("The sum is right, and more bytes than necessary travel between the nodes, where the "
+             "links are slow. What could the ranks of a node do among themselves first, so that "
+             "each has less to send across?",
              {"chunk = ring_reduce_scatter(flat, node)": "chunk = ring_all_reduce(flat, node)",
               "return ring_all_gather(total, node)": "return total"},
              {"chunk = ring_reduce_scatter(flat, node)": "chunk = ring_all_reduce(flat, across)",

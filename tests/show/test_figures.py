@@ -13,7 +13,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from pictures import assert_read_on_either_page, assert_readable
-from ranks import run_each
 
 import dplab.parallel
 
@@ -191,53 +190,19 @@ def test_the_picture_of_three_cuts_names_the_letter_that_each_product_sums():
         f"cut {summed}" for *_, summed in module["PRODUCTS"])
 
 
-def record(name):
-    """What an all-reduce of dplab.parallel sends, [(to, elements)], and its tensor in between."""
-    rank = dist.get_rank()
-    tensor = torch.full((4,), 10 ** rank)
-    messages, states = [], []
-    batch, send = dist.batch_isend_irecv, dist.send
+def tensors_in_between():
+    """This rank's tensor before each step of the ring, and at the end."""
+    tensor = torch.full((4,), 10 ** dist.get_rank())
+    states, batch = [], dist.batch_isend_irecv
 
     def recording_batch(operations):
         states.append(tensor.tolist())
-        messages.extend((one.group_peer, one.tensor.numel()) for one in operations
-                        if one.op is dist.isend)
         return batch(operations)
 
-    def recording_send(message, group_dst, group):
-        messages.append((group_dst, message.numel()))
-        send(message, group_dst=group_dst, group=group)
-
-    dist.batch_isend_irecv, dist.send = recording_batch, recording_send
-    getattr(dplab.parallel, f"{name}_all_reduce")(tensor)
-    dist.batch_isend_irecv, dist.send = batch, send
-    return messages, [*states, tensor.tolist()]
-
-
-ALL_REDUCES = ("naive", "tree", "ring")
-
-
-@pytest.mark.parametrize("name", ALL_REDUCES)
-def test_the_algorithms_picture_sends_what_the_algorithms_send(name):
-    module = runpy.run_path(str(FIGURES / "all_reduce_algorithms.py"))
-    [(steps, size)] = [(one[2], one[3]) for one in module["ALGORITHMS"] if one[0] == name]
-    drawn = [[(to, 4 * size) for step in steps for source, to in step if source == rank]
-             for rank in range(4)]
-    ran = run_each(record, ALL_REDUCES, 4, backend="gloo")[name]
-    assert [messages for messages, _ in ran] == drawn
-    assert module["bytes_sent"](steps, size) == [
-        sum(elements for _, elements in messages) / 4 for messages, _ in ran]
-
-    if name == "ring":
-        return  # who has what in between is the business of the next picture
-    held = [{rank} for rank in range(4)]
-    for step in steps:
-        before = [set(parts) for parts in held]
-        receivers = [to for _, to in step]
-        assert len(set(receivers)) == len(receivers), "one message at a time into a rank"
-        for source, to in step:
-            held[to] |= {source} if name == "naive" else before[source]
-    assert held == [{0, 1, 2, 3}] * 4
+    dist.batch_isend_irecv = recording_batch
+    dplab.parallel.ring_all_reduce(tensor)
+    dist.batch_isend_irecv = batch
+    return [*states, tensor.tolist()]
 
 
 def test_the_ring_picture_shows_what_the_ring_does():
@@ -260,7 +225,7 @@ def test_the_ring_picture_shows_what_the_ring_does():
                             for before, after in itertools.pairwise(expected[:4])]
     assert [len(chunks[rank]) for rank, chunks in enumerate(expected[3])] == [4] * 4
 
-    ran = run_each(record, ALL_REDUCES, 4, backend="gloo")["ring"]
+    ran = dplab.run(tensors_in_between, 4, backend="gloo")
     sums = [[[sum(10**rank for rank in parts) for parts in chunks] for chunks in ranks]
             for ranks in module["STATES"]]
-    assert sums == [list(ranks) for ranks in zip(*(states for _, states in ran), strict=True)]
+    assert sums == [list(ranks) for ranks in zip(*ran, strict=True)]
