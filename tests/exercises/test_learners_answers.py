@@ -683,6 +683,23 @@ def really_gathered(queries, keys, temperature):
     return F.cross_entropy(queries @ torch.cat(parts).T / temperature, labels)
 
 
+def exchanges_in_a_batch(outgoing, to, source, group=None):
+    arriving = torch.empty_like(outgoing)
+    for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, outgoing, to, group),
+                                        dist.P2POp(dist.irecv, arriving, source, group)]):
+        work.wait()
+    return arriving
+
+
+def with_a_chunk_of_the_latency(nbytes, ranks, bandwidth, latency):
+    return 2 * (ranks - 1) * (latency + nbytes / bandwidth) / ranks
+
+
+def by_one_formula_for_any_n(nbytes, ranks, bandwidth, latency):
+    """3.6"""
+    return 2 * (math.log2(ranks) * latency + (ranks - 1) / ranks * nbytes / bandwidth)
+
+
 def by_the_rows_that_fit(ranks, batch, parameters, states, row, memory, flops, bandwidth):
     """1.5"""
     local, fit = batch / ranks, (memory - states * parameters) / row
@@ -726,6 +743,9 @@ def twice_on_several_ranks(d, f, ranks, flops, bandwidth, element):
     ("1.3", twice_on_several_ranks, "as many rows with 2 ranks as with 32"),
     ("bytes-per-parameter", counts("state", "others"), "The gradients are missing"),
     ("1.5", by_the_rows_that_fit, "A slice can have fewer than fit"),
+    ("3.1", exchanges_in_a_batch, "in a `P2POp`, `group_peer=`"),
+    ("3.4", with_a_chunk_of_the_latency, "has the whole latency"),
+    ("3.6", by_one_formula_for_any_n, "There is no part of a step"),
     ("2.2", divided_by_tokens, "has done that already"),
     ("2.4", adds_denominators, "belong to two different queries"),
     ("2.4", really_gathered, "gathered without their gradients"),
