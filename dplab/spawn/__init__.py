@@ -19,7 +19,7 @@ A run: the parent makes a private folder, a socket and a pipe for each rank, and
 the server. The server forks the ranks. Each joins the process group, waits until all have, runs the
 function, answers, and stays alive. The parent reads answers, output and call logs until every rank
 has returned or the run has failed; then the server ends the ranks with their children.
-`parent.stages` names the stages of a run and of a rank, and what may follow what.
+`parent.stages` names the stages of a rank.
 """
 
 from .between.errors import RankError, expect_failure

@@ -35,8 +35,9 @@ def only_learners_frames(error):
                                             "distributed_c10d.py", "c10d_logger.py")), text
 
 
-@pytest.mark.parametrize(("ranks", "culprit"), [(2, 0), (4, 1)])
-def test_one_rank_raises_while_the_others_wait(ranks, culprit):
+def test_one_rank_raises_while_the_others_wait():
+    ranks, culprit = 4, 1
+
     def work():
         total = torch.full((3, 5), float(dist.get_rank()))
         dist.all_reduce(total)
@@ -240,14 +241,9 @@ def raises(error):
     (lambda: dist.send(torch.ones(3), dist.get_world_size()),
      "ValueError: there is no rank 2 to send to or to receive from: the ranks of this group are "
      "0 to 1"),
-    (lambda: dist.batch_isend_irecv([dist.P2POp(dist.irecv, torch.ones(3), -1)]),
-     "ValueError: there is no rank -1 to send to"),
     (lambda: dist.all_reduce(torch.ones(2), op="sum"), "TypeError: 'sum' is no reduce operation"),
-    (lambda: dist.reduce_scatter(torch.ones(1), [torch.ones(1)] * 2, op=max),
-     "TypeError: <built-in function max> is no reduce operation"),
     (lambda: dplab.run(lambda: 1, 2), "RuntimeError: this process is a rank already"),
-], ids=["torch's memory", "memory", "odd", "long", "interrupt", "send", "batch", "sum", "max",
-        "run"])
+], ids=["torch's memory", "memory", "odd", "long", "interrupt", "send", "sum", "run"])
 def test_what_a_rank_raises(fails, says):
     def work():
         dist.barrier()
@@ -348,10 +344,3 @@ def test_a_meant_failure_is_shown_and_kept_and_can_be_pickled(capsys):
     again = pickle.loads(pickle.dumps(meant.error))
     assert (str(again), vars(again)) == (str(meant.error), vars(meant.error))
     assert (again.rank, again.error) == (0, "ZeroDivisionError")
-
-
-def test_a_meant_failure_that_does_not_come():
-    with pytest.raises(AssertionError, match="meant to fail"), dplab.expect_failure():
-        run(lambda: 1, 2)
-    with pytest.raises(ValueError, match="other"), dplab.expect_failure():
-        raise ValueError("other")

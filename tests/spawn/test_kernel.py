@@ -99,23 +99,19 @@ dist.get_rank(), mine.item()""")
     says(reply, "[rank 0] I have 30.0\n[rank 1] I have 30.0")
     assert kernel.run("_").value == reply.value
     assert kernel.run("'mine' in globals()").value == "False"
-
-
-def test_ranks_cell_without_a_value(kernel):
     for last in ("dist.get_rank();", "y = 1"):
         assert kernel.run(f"%%ranks 2\n{last}").value == ""
+    reply = says(kernel.run("%%ranks 2 --fails\n1 // dist.get_rank()"), "RankError: rank 0 of 2")
+    assert reply.status == "ok"
+    reply = says(kernel.run("%%ranks 2 --fails\n1"), "AssertionError", "meant to fail")
+    assert reply.status == "error"
 
 
-@pytest.mark.parametrize("how", ["%%ranks 2", "run"])
-def test_failure_names_the_cell_and_the_line(kernel, how):
-    body = "x = dist.get_rank()\nif x == 1:\n    1 // 0\ndist.barrier()"
-    if how == "run":
-        kernel.run("def work():\n    " + body.replace("\n", "\n    "))
-        defined = kernel.run("len(In) - 2").value
-        reply = kernel.run("run(work, 2)")
-    else:
-        reply = kernel.run(f"{how}\n{body}")
-        defined = kernel.run("len(In) - 2").value
+def test_failure_names_the_cell_and_the_line(kernel):
+    kernel.run("def work():\n    x = dist.get_rank()\n    if x == 1:\n        1 // 0\n"
+               "    dist.barrier()")
+    defined = kernel.run("len(In) - 2").value
+    reply = kernel.run("run(work, 2)")
     assert reply.status == "error"
     says(reply, "RankError: rank 1 of 2 raised ZeroDivisionError", f"cell In[{defined}], in",
          "→   4 ", "1 // 0", f"rank 0 waits in barrier number 1: cell In[{defined}], line ",
@@ -123,42 +119,20 @@ def test_failure_names_the_cell_and_the_line(kernel, how):
     assert "dplab" not in reply.error and "Traceback" not in reply.error, reply.error
 
 
-def test_fails_shows_and_does_not_raise(kernel):
-    reply = says(kernel.run("%%ranks 2 --fails\n1 // dist.get_rank()"), "RankError: rank 0 of 2")
-    assert reply.status == "ok"
-    reply = says(kernel.run("%%ranks 2 --fails\n1"), "AssertionError", "meant to fail")
-    assert reply.status == "error"
-
-
-@pytest.mark.parametrize("how", [LOOP, WAIT, None], ids=["loop", "collective", "workers"])
+@pytest.mark.parametrize("how", [LOOP, WAIT], ids=["loop", "collective"])
 def test_interrupt(kernel, how):
-    kernel.run(COLLECTIVE + how if how else CHILDREN)
+    kernel.run(COLLECTIVE + how)
     kernel.start("run(hang, 4)")
-    kernel.ranks(4 if how else 12)
+    kernel.ranks(4)
     time.sleep(0.5)
     pressed = time.monotonic()
     kernel.interrupt()
     reply = kernel.finish()
     assert time.monotonic() - pressed < SOON
     assert reply.status == "error"
-    says(reply, "stopped by you", *[f"rank {rank} " for rank in range(4)], "cell In[")
+    says(reply, "stopped by you", *[f"rank {rank} " for rank in range(4)], "cell In[",
+         "rank 1 waits in barrier number 2")
     assert "dplab" not in reply.error
-    if how:
-        says(reply, "rank 1 waits in barrier number 2")
-
-
-@pytest.mark.slow
-def test_interrupt_while_the_server_still_loads():
-    with Kernel() as kernel:
-        kernel.run("import torch")
-        kernel.start("from dplab import run\nrun(lambda: 1, 2)")
-        wait_for(lambda: maps_of(kernel.process))
-        pressed = time.monotonic()
-        kernel.interrupt()
-        reply = kernel.finish()
-        assert time.monotonic() - pressed < SOON
-        says(reply, "stopped by you", "rank 0 was still starting", "rank 1 was still starting")
-        assert kernel.run("run(lambda: 1, 2)").value == "[1, 1]"
 
 
 @pytest.mark.slow
@@ -213,7 +187,7 @@ def test_very_much_output_is_cut(kernel):
 for number in range(100_000):
     print(f"{number:7d} " + "x" * 66)""")
     (data,) = reply.displays.values()
-    assert len(json.dumps(data)) < 400_000
+    assert len(json.dumps(data)) < 400_000 and "overflow:auto" in data["text/html"]
     lines = reply.text.strip().splitlines()
     for rank in range(2):
         of_rank = [line for line in lines if line.startswith(f"[rank {rank}]")]
@@ -251,7 +225,6 @@ def test_what_is_shown_while_ranks_work():
     assert reply.text.count("UserWarning: of rank") == 3
 
 
-@pytest.mark.slow
 def test_nothing_of_it_where_outputs_are_compared(kernel):  # DPLAB_LIVE=0
     kernel.run("from dplab.spawn.parent import supervise\nsupervise.SILENCE = 0.2")
     assert kernel.run("run(time.sleep, 2, 1.0)").history == []

@@ -56,37 +56,26 @@ TEXT, PICTURE = ["text/html"], ["image/png"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("last", ["plt.show()", "figure"])
-def test_a_figure_stands_once_below_the_label_of_its_rank(kernel, last):
-    reply = kernel.run(f"%%ranks 3\nprint('before', dist.get_rank())\n{FIGURE}{last}")
-    assert reply.status == "ok", reply
-    assert kinds(reply) == [TEXT, PICTURE] * 3
-    first, second, third = widths(reply)
-    assert first < second < third
-    labels = [data["text/plain"].splitlines() for data in list(reply.displays.values())[::2]]
-    assert [lines[0] for lines in labels] == [f"[rank {rank}] before {rank}" for rank in range(3)]
-    assert all(lines[1].startswith(f"[rank {rank}] <Figure") for rank, lines in enumerate(labels))
-    assert not reply.value
-    if last == "figure":
-        reply = kernel.run("[each.get_size_inches()[0].item() for each in _]")
-        assert reply.value == "[2.0, 3.0, 4.0]"
-
-
-@pytest.mark.slow
-def test_text_and_figures_keep_their_order_and_a_value_is_no_second_picture(kernel):
+def test_figures_stand_once_below_the_label_of_their_rank_and_in_order_with_text(kernel):
     reply = kernel.run(f"""%%ranks 2
+print("before", dist.get_rank())
 {FIGURE}plt.show()
 print("between", end="")
 plt.figure(figsize=(9, 1), dpi=100).show()
-print("after")""")
-    assert kinds(reply) == [TEXT, PICTURE, TEXT, PICTURE] * 2 + [TEXT], reply
-    texts = [data["text/plain"] for data in reply.displays.values()]
-    assert texts[2].splitlines()[0] == "[rank 0] between"
-    assert texts[4].splitlines()[0] == "[rank 0] after"
-    assert texts[8] == "[rank 1] after"
-    reply = kernel.run("figures = dplab.run(lambda: __import__('matplotlib.figure').figure"
-                       ".Figure(figsize=(2, 1)), 2)\n[type(each).__name__ for each in figures]")
-    assert reply.value == "['Figure', 'Figure']" and not reply.displays, reply
+print("after")
+figure = plt.figure(figsize=(2, 1))
+figure""")
+    assert kinds(reply) == [TEXT, PICTURE, TEXT, PICTURE, TEXT, PICTURE] * 2, reply
+    first, wide, _, second, _, _ = widths(reply)
+    assert first < second < wide
+    texts = [data["text/plain"].splitlines() for data in list(reply.displays.values())[::2]]
+    for rank, (before, between, after) in enumerate((texts[:3], texts[3:])):
+        label = f"[rank {rank}] "
+        assert [lines[0] for lines in (before, between, after)] == [
+            f"{label}before {rank}", f"{label}between", f"{label}after"]
+        assert before[1].startswith(f"{label}<Figure")
+    reply = kernel.run("[each.get_size_inches()[0].item() for each in _]")
+    assert reply.value == "[2.0, 2.0]" and not reply.displays, reply
 
 
 def test_display_of_ipython_on_a_rank(kernel):
@@ -97,12 +86,12 @@ display(Markdown(f"**rank** {rank}"))
 display("plain", rank)
 handle = display(HTML(f"<i>first of {rank}</i>"), display_id=True)
 handle.update(HTML(f"<b>second of {rank}</b>"))""")
-    assert kinds(reply) == [TEXT, ["text/markdown"], TEXT, ["text/html"]] * 2, reply
+    assert kinds(reply) == [TEXT, ["text/markdown"], *[TEXT, ["text/html"]] * 2] * 2, reply
     shown = list(reply.displays.values())
-    assert [shown[place]["text/markdown"] for place in (1, 5)] == ["**rank** 0", "**rank** 1"]
-    assert [shown[place]["text/html"] for place in (3, 7)] == [
-        "<b>second of 0</b>", "<b>second of 1</b>"]
-    assert shown[6]["text/plain"].startswith("[rank 1] 'plain'\n[rank 1] 1\n")
+    assert [shown[place]["text/markdown"] for place in (1, 7)] == ["**rank** 0", "**rank** 1"]
+    assert [shown[place]["text/html"] for place in (3, 5, 9, 11)] == [
+        "<i>first of 0</i>", "<b>second of 0</b>", "<i>first of 1</i>", "<b>second of 1</b>"]
+    assert shown[8]["text/plain"].startswith("[rank 1] 'plain'\n[rank 1] 1\n")
 
 
 def test_what_is_too_large_for_a_browser_is_said_to_be(kernel):

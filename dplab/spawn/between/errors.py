@@ -8,7 +8,7 @@ import os
 import re
 import tempfile
 import traceback
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
@@ -69,16 +69,19 @@ class RankError(RuntimeError):
 class Interrupted(KeyboardInterrupt):
     """The reader stopped a run; its text says where each rank was."""
 
-    def _render_traceback_(self):
-        head, _, rest = str(self).partition("\n")
-        return [f"\x1b[1m{head}\x1b[0m", rest]
+    _render_traceback_ = RankError._render_traceback_
 
 
-@dataclass
+class ServerEnded(RuntimeError):
+    """The process that ranks are forked from has ended, and with it every rank."""
+
+    _render_traceback_ = RankError._render_traceback_
+
+
 class ExpectedFailure:
-    """What `expect_failure` caught."""
+    """What `expect_failure` caught: the ``error``, whose ``rank`` and ``kind`` it has, too."""
 
-    error: RankError | None = field(default=None)
+    error: RankError
 
     @property
     def rank(self):
@@ -107,12 +110,6 @@ def expect_failure():
         print(f"RankError: {error}")
     else:
         raise AssertionError("this block was meant to fail with a RankError, and it did not")
-
-
-class ServerEnded(RuntimeError):
-    """The process that ranks are forked from has ended, and with it every rank."""
-
-    _render_traceback_ = RankError._render_traceback_
 
 
 _OPERATION = re.compile(r"_distributed_c10d\.ReduceOp\b.*Invoked with: <[^>]*>, (.*)$", re.S)

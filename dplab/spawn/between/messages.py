@@ -6,15 +6,17 @@ message goes on until it is whole, and a rank that is stopped in the middle woul
 """
 
 import collections
+import itertools
 import json
 import os
 import pickle
 import re
 import socket
 import struct
+import time
 from dataclasses import dataclass, field
 
-_READS = 16  # at most, before the other ranks get their turn
+_AT_ONCE = 16  # messages of a rank, before the others get their turn
 _LENGTH, _LONG = struct.Struct("!i"), struct.Struct("!Q")  # as multiprocessing.connection has them
 
 
@@ -63,32 +65,27 @@ class Answer:
     """What a rank says, by ``state``: it is "ready" (has joined); "where" it is; "done" (the value
     follows as bytes), or it "raised", "exited" or is "unpicklable".
 
-    ``time`` is `time.monotonic`; ``launched`` is the number of the last collective in the default
-    group, and ``waiting`` has what was launched and is not complete.
+    ``time`` is `time.monotonic`, in seconds; ``launched`` is the number of the last collective in
+    the default group, and ``waiting`` has what was launched and is not complete.
     """
 
     state: str
-    time: float
     text: str = ""
     kind: str = ""
     frames: list[Frame] = field(default_factory=list)
     launched: int = 0
     waiting: list[InFlight] = field(default_factory=list)
+    time: float = field(default_factory=time.monotonic)
 
 
 @dataclass
 class Shown:
-    """What a rank shows beside text: ``data`` by kind, as in Jupyter's messages.
-
-    ``number`` is that of the mark in the rank's output. ``name``: by which it may be updated;
-    ``update``: it takes the place of an earlier one of that name.
-    """
+    """What a rank shows beside text: ``data`` by kind, as in Jupyter's messages. ``number`` is
+    that of the mark in the rank's output."""
 
     number: int
     data: dict
     metadata: dict
-    name: str | None
-    update: bool
 
 
 def as_text(data: dict) -> str:
@@ -134,9 +131,7 @@ class Mailbox:
         sock.setblocking(False)
         self._socket = sock
         self._outgoing: collections.deque[memoryview] = collections.deque()
-        self._missing: memoryview
-        self._incoming = self._expect(_LENGTH.size)
-        self._reads = self._length
+        self._incoming = self._messages()
 
     def fileno(self):
         return self._socket.fileno()
@@ -171,41 +166,29 @@ class Mailbox:
     def has_more_to_send(self) -> bool:
         return bool(self._outgoing)
 
-    def receive(self) -> list[bytearray]:
-        """The messages that have become complete. Raises EOFError once the rank is gone."""
-        messages: list[bytearray] = []
-        for _ in range(_READS):
-            if self._missing:
-                try:
-                    count = self._socket.recv_into(self._missing)
-                except BlockingIOError:
-                    break
-                except OSError:
-                    count = 0
-                if not count and messages:
-                    break  # the rank's last words first
-                if not count:
-                    raise EOFError
-                self._missing = self._missing[count:]
-            if not self._missing:
-                self._reads(messages)
-        return messages
+    def receive(self):
+        """Yields the messages that have become whole. EOFError or OSError: the rank is gone."""
+        return itertools.takewhile(lambda message: message is not None,
+                                   itertools.islice(self._incoming, _AT_ONCE))
 
-    def _expect(self, size):
+    def _messages(self):
+        """Yields each message, and None as often as more of it has to come."""
+        while True:
+            (size,) = _LENGTH.unpack((yield from self._bytes(_LENGTH.size)))
+            if size < 0:
+                (size,) = _LONG.unpack((yield from self._bytes(_LONG.size)))
+            yield (yield from self._bytes(size))
+
+    def _bytes(self, size):
         data = bytearray(size)
-        self._missing = memoryview(data)
+        missing = memoryview(data)
+        while missing:
+            try:
+                count = self._socket.recv_into(missing)
+            except BlockingIOError:
+                yield None
+                continue
+            if not count:
+                raise EOFError
+            missing = missing[count:]
         return data
-
-    def _length(self, _):
-        (size,) = _LENGTH.unpack(self._incoming)
-        self._reads = self._body if size >= 0 else self._long_length
-        self._incoming = self._expect(size if size >= 0 else _LONG.size)
-
-    def _long_length(self, _):
-        self._reads = self._body
-        self._incoming = self._expect(*_LONG.unpack(self._incoming))
-
-    def _body(self, messages):
-        messages.append(self._incoming)
-        self._reads = self._length
-        self._incoming = self._expect(_LENGTH.size)

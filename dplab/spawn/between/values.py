@@ -22,11 +22,12 @@ class Unpicklable(TypeError):
 
 class _Pickler(cloudpickle.Pickler):
     def reducer_override(self, value):
-        torch = _torch_of(value)
-        if torch is None:
-            if type(value) is not types.ModuleType and _is_imported(value):
-                # torch.ops, torch.distributed.config: cloudpickle knows plain modules only
-                return importlib.import_module, (value.__name__,)
+        if (isinstance(value, types.ModuleType) and type(value) is not types.ModuleType
+                and sys.modules.get(value.__name__) is value):
+            # torch.ops, torch.distributed.config: cloudpickle knows plain modules only
+            return importlib.import_module, (value.__name__,)
+        torch = sys.modules.get("torch")
+        if torch is None or not isinstance(value, torch.Tensor):
             return super().reducer_override(value)
         if type(value) not in (torch.Tensor, torch.nn.Parameter) or value.layout != torch.strided:
             return value.cpu().__reduce_ex__(4) if value.device.type != "cpu" else NotImplemented
@@ -38,16 +39,6 @@ class _Pickler(cloudpickle.Pickler):
         is_parameter = isinstance(value, torch.nn.Parameter)
         return _tensor, (pickle.PickleBuffer(raw), value.dtype, tuple(value.shape),
                          value.requires_grad, is_parameter)
-
-
-def _torch_of(value):
-    """The torch module if ``value`` is a tensor, else None, without importing torch."""
-    torch = sys.modules.get("torch")
-    return torch if torch is not None and isinstance(value, torch.Tensor) else None
-
-
-def _is_imported(value):
-    return isinstance(value, types.ModuleType) and sys.modules.get(value.__name__) is value
 
 
 def _tensor(raw, dtype, shape, requires_grad, is_parameter):

@@ -55,7 +55,6 @@ class CellOutput:
         self._failure: BaseException | None = _NOT_ENDED
         self._changed = False
         self._next = time.monotonic() + _REFRESH
-        self._live = is_live()
         self._said = None  # the display of what is said of silent ranks
 
     def feed(self, rank, data):
@@ -64,21 +63,16 @@ class CellOutput:
         self._changed = True
 
     def take(self, rank, shown):
+        self._shown[rank][shown.number] = shown
         self._changed = True
-        if not shown.update:
-            self._shown[rank][shown.number] = shown
-            return
-        for earlier in self._shown[rank].values():
-            if earlier.name == shown.name:
-                earlier.data, earlier.metadata = shown.data, shown.metadata
 
     def refresh(self):
-        if self._live and self._changed and time.monotonic() > self._next:
+        if self._changed and time.monotonic() > self._next and is_live():
             self._show()
 
-    def say(self, lines: list[str], seconds: float = 0.0, some_wait: bool = False) -> None:
+    def say(self, lines: list[str], seconds: float = 0.0) -> None:
         """Says what ranks do that have been silent; with no lines, takes it away again."""
-        if not self._live or not (lines or self._said):
+        if not lines and not self._said:
             return
         text = "\n".join([f"{seconds:.0f} s …", *lines])
         data = {"text/plain": text, "text/html": '<pre style="opacity:.75;line-height:1.35">'
@@ -94,10 +88,9 @@ class CellOutput:
         self._show(self._warnings.close())  # also where a refresh has just shown all text
 
     def _show(self, warnings=()):
-        size = 0
-        parts = self._parts(warnings)
-        for index in range(max(len(parts), len(self._displays))):
-            data, metadata = parts[index] if index < len(parts) else ({}, {})
+        size, parts = 0, self._parts(warnings)
+        parts += [({}, {})] * (len(self._displays) - len(parts))  # what is there no more
+        for index, (data, metadata) in enumerate(parts):
             if index == len(self._displays):
                 self._displays.append([_display(data, metadata), data])
             elif self._displays[index][1] != data:
@@ -114,21 +107,18 @@ class CellOutput:
         parts, rows = [], []
         for rank, text in enumerate(self._texts):
             label = f"rank {rank}", output.rank_color(rank)
-            left = {number: shown for number, shown in self._shown[rank].items()
-                    if number in text.marked}
+            left = dict(self._shown[rank])
             for line in text.lines():
-                if is_hidden(rank, line, self._failure):
-                    continue
                 number, line = shown_in(line) or (None, line)
-                shown = left.pop(number, None)
-                if shown is None:
-                    rows.append((*label, line, line))
-                else:
+                if shown := left.pop(number, None):
                     rows = _add(shown, parts, rows, label)
-            for shown in left.values():  # their marks lie where so much output was cut
-                rows = _add(shown, parts, rows, label)
+                elif not is_hidden(rank, line, self._failure):
+                    rows.append((*label, line, line))
+            if self._failure is not _NOT_ENDED:  # else the mark may be on its way
+                for shown in left.values():  # its mark lay where so much output was cut
+                    rows = _add(shown, parts, rows, label)
         rows += [(ranks, _OF_MANY, line, line) for ranks, line in warnings]
-        parts += _as_display(rows, self._failure is _NOT_ENDED)
+        parts += _as_display(rows)
         if parts and self._heading:
             first = parts[0][0]
             first["text/plain"] = f"{self._heading}\n{first['text/plain']}"
@@ -141,15 +131,15 @@ def _add(shown, parts, rows, label):
     text = as_text(shown.data)
     if set(shown.data) <= {"text/plain"}:
         return rows + [(*label, line, line) for line in text.splitlines()]
-    parts += _as_display([*rows, (*label, "", text)], running=False)
+    parts += _as_display([*rows, (*label, "", text)])
     parts.append((shown.data, shown.metadata))
     return []
 
 
-def _as_display(rows, running):
+def _as_display(rows):
     """The one display of rows (label, its colour, line, line where there is no HTML), if any.
 
-    A long text is scrolled: to its end while the ranks run.
+    A long text is scrolled.
     """
     if not rows:
         return []
@@ -157,10 +147,8 @@ def _as_display(rows, running):
              f"{label}</span> {html.escape(line)}" for label, color, line, _ in rows]
     text = '<pre style="line-height:1.35">' + "\n".join(lines) + "</pre>"
     if len(rows) > _LONG:
-        style = f"max-height:{_HEIGHT};overflow:auto;border:1px solid #8A929B;padding:4px"
-        if running:
-            style += ";display:flex;flex-direction:column-reverse"
-        text = f'<div style="{style}">{text}</div>'
+        text = (f'<div style="max-height:{_HEIGHT};overflow:auto;border:1px solid #8A929B;'
+                f'padding:4px">{text}</div>')
     return [({"text/plain": "\n".join(f"[{label}] {line}" for label, _, _, line in rows),
               "text/html": text}, {})]
 
@@ -178,7 +166,6 @@ class Stream:
         self._texts = [RankText(_KEPT_IN_STREAM) for _ in range(world_size)]
         self._heading = f"{output.heading.get()}\n" if output.heading.get() else ""
         self._warnings = RankWarnings()
-        self._has_said = False
         self._held = []  # (rank, line) that a report may make superfluous
 
     def feed(self, rank, data):
@@ -191,12 +178,8 @@ class Stream:
     def refresh(self):
         pass
 
-    def say(self, lines: list[str], seconds: float = 0.0, some_wait: bool = False) -> None:
-        """Says once, on stderr, what ranks do that have been silent and of which some wait."""
-        if is_live() and some_wait and not self._has_said and sys.stderr is not None:
-            self._has_said = True
-            print(f"{seconds:.0f} s, and lately no output and no call:", *lines, sep="\n  ",
-                  file=sys.stderr, flush=True)
+    def say(self, lines: list[str], seconds: float = 0.0) -> None:
+        """Nothing: a terminal or a file takes nothing back, and the report says it in the end."""
 
     def close(self, failure=None):
         for rank, text in enumerate(self._texts):

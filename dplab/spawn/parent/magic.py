@@ -3,14 +3,14 @@
 import argparse
 import ast
 import dis
-import numbers
+import operator
 import re
+import traceback
 
 from ..between import values
-from ..between.errors import expect_failure
-from ..rank import shown
+from ..between.errors import RankError, expect_failure
 from ..server.start import warm_up
-from . import output, report
+from . import output
 from .run import run, validate
 
 _USAGE = "%%ranks N [--timeout SECONDS] [--fails]"
@@ -20,10 +20,7 @@ _FOR_THE_NOTEBOOK = re.compile(r"([\w\s,.\[\]]+=\s*)?[!%]|\?|[\w.]+\?{1,2}$")  #
 class CellError(ValueError):
     """A ``%%ranks`` cell that cannot start. Its text says what is wrong, where, and what to try."""
 
-    def _render_traceback_(self):
-        """IPython's hook: the text alone, since every frame is IPython's or the launcher's."""
-        head, _, rest = str(self).partition("\n")
-        return [f"\x1b[31;1m%%ranks\x1b[0m: \x1b[1m{head}\x1b[0m", *filter(None, [rest])]
+    _render_traceback_ = RankError._render_traceback_
 
 
 class _Parser(argparse.ArgumentParser):
@@ -40,14 +37,11 @@ def register_magic(shell) -> None:
     shell.events.register("pre_run_cell", lambda _=None: output.seen_warnings.clear())
 
     def number_of_ranks(text):
-        """Of a number, or of a name of the notebook that holds one. ValueError."""
-        value = shell.user_ns.get(text, text)
-        if isinstance(value, numbers.Integral) and not isinstance(value, bool):
-            return int(value)
-        return int(text)
+        """A number, or a name of the notebook that holds one."""
+        return operator.index(shell.user_ns[text]) if text in shell.user_ns else int(text)
 
     parser = _Parser(prog="%%ranks", add_help=False)
-    parser.add_argument("world_size", type=number_of_ranks, nargs="?", metavar="N")
+    parser.add_argument("world_size", type=number_of_ranks, metavar="N")
     parser.add_argument("--timeout", type=float, default=60.0)
     parser.add_argument("--fails", action="store_true")
 
@@ -59,8 +53,6 @@ def register_magic(shell) -> None:
         the failure is meant; it is shown without raising, and kept under the name ``failure``.
         """
         options = parser.parse_args(line.split())
-        if options.world_size is None:
-            parser.error("the number of ranks is missing")
         body = _Body(shell, line, cell)
         try:
             validate(body, options.world_size, options.timeout)
@@ -71,27 +63,18 @@ def register_magic(shell) -> None:
                 _run(body, options)
             return None
         returned = _run(body, options)
-        if all(value is None for value in returned):
-            return None
-        return _Figures(returned) if all(map(shown.is_figure, returned)) else returned
+        return None if all(value is None for value in returned) else returned
 
     register_cell_magic(ranks)
 
 
-class _Figures(list):
-    """What ranks return and have shown: the notebook keeps it as ``_``, and does not list it."""
-
-    def _ipython_display_(self):
-        """IPython's hook: nothing."""
-
-
 def _run(body, options):
     """Runs the cell; a report on it names the option as such a cell takes it."""
-    token = report.timeout_option.set("--timeout SECONDS")
     try:
         return run(body, options.world_size, timeout=options.timeout)
-    finally:
-        report.timeout_option.reset(token)
+    except RankError as error:
+        error.args = (str(error).replace("timeout=SECONDS", "--timeout SECONDS"),)
+        raise
 
 
 class _Body:
@@ -104,37 +87,26 @@ class _Body:
             self.code, self.result = _compiled(cell, self.file)
         except SyntaxError as error:
             raise CellError(_explained(error, cell)) from None
-        bound = _bound_first(self.code)
         used = values.global_names(self.code)
         if self.result:
             used |= values.global_names(self.result)
         self.names = {name: shell.user_ns[name] for name in used
-                      if name in shell.user_ns and not _stays(name, bound, shell)}
+                      if name in shell.user_ns and not _stays(name, self.code, shell)}
 
     def __call__(self):
         names = {"__name__": "__main__", **self.names}
         exec(self.code, names)
-        value = eval(self.result, names) if self.result else None
-        shown.show_figure(value)
-        return value
+        return eval(self.result, names) if self.result else None
 
 
-def _stays(name, bound, shell):
+def _stays(name, code, shell):
     """Whether a name's value stays in the notebook: IPython's own ``exit`` and the like, and one
-    that no rank can have, where the cell itself first puts another in its place."""
+    that no rank can have, where the cell puts another in its place."""
     value = shell.user_ns[name]
     if name in ("exit", "quit", "get_ipython", "open"):
         return value is shell.user_ns_hidden.get(name)
+    bound = {step.argval for step in dis.get_instructions(code) if step.opname == "STORE_NAME"}
     return name in bound and not values.can_pickle(value)
-
-
-def _bound_first(code):
-    """The names that a cell's code binds before a line of it reads them."""
-    first: dict[str, str] = {}  # name: what is done with it first
-    for step in dis.get_instructions(code):
-        if step.opname in ("STORE_NAME", "LOAD_NAME"):
-            first.setdefault(step.argval, step.opname)
-    return {name for name, done in first.items() if done == "STORE_NAME"}
 
 
 def _compiled(cell, file):
@@ -149,12 +121,11 @@ def _compiled(cell, file):
 def _explained(error, cell):
     """A syntax error as a reader of the cell knows it: the line, a caret below it, what to try."""
     line = error.text or ["", "", *cell.splitlines(), ""][error.lineno]
-    indent = len(line) - len(line.lstrip())
-    column = max((error.offset or 1) - 1 - indent, 0)
-    text = f"{type(error).__name__} in line {error.lineno} of this cell: {error.msg}\n\n"
-    text += f"  → {error.lineno:3d} {line.strip()}\n        {' ' * column}^"
+    error.text = line
+    _, *shown, last = traceback.format_exception_only(error)
+    text = f"{last.strip()}, in line {error.lineno} of this cell\n\n{''.join(shown)}"
     if _FOR_THE_NOTEBOOK.match(line.strip()):
-        text += ("\n\nShell commands (!), magics (%) and help (?) work in the notebook alone: put "
+        text += ("\nShell commands (!), magics (%) and help (?) work in the notebook alone: put "
                  "the line into a cell without %%ranks. On ranks, use Python, for instance "
                  "subprocess.run or time.perf_counter.")
     return text

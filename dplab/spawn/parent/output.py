@@ -47,7 +47,6 @@ class RankText:
         self._start, self._end, self._line = bytearray(), b"", b""
         self._dropped = 0
         self.warned: list[tuple] = []  # (category, text, file, line), since somebody has looked
-        self.marked: set[int] = set()  # numbers of what it shows beside text
 
     def feed(self, data: bytes) -> bytes:
         """Takes in what was read; returns the lines that became complete and are in the start."""
@@ -64,7 +63,6 @@ class RankText:
         if what == "warned":
             self.warned.append(tuple(value))
             return b""
-        self.marked.add(value[0])
         return mark(what, value)
 
     def _last_of(self, data):
@@ -76,7 +74,7 @@ class RankText:
 
     def end(self) -> list[str]:
         """The lines after the start, with a notice where some are left out."""
-        notice = f"… {_size(self._dropped)} not shown …\n".encode() if self._dropped else b""
+        notice = f"… {self._dropped / 1e6:.1f} MB not shown …\n".encode() * bool(self._dropped)
         return as_lines(notice + self._end + self._line)
 
     def lines(self) -> list[str]:
@@ -93,13 +91,6 @@ def _without_overwritten(data):
 def as_lines(data):
     text = _CURSOR.sub("", data.decode("utf-8", "replace"))
     return [line.rstrip("\r") for line in text.removesuffix("\n").split("\n")] if text else []
-
-
-def _size(count):
-    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= size:
-            return f"{count / size:.1f} {unit}"
-    return f"{count} bytes"
 
 
 def shown_in(line: str):

@@ -43,7 +43,9 @@ class Ranks:
         something; `stop` is due in any case."""
         nbytes = len(self.states) * LOG_BYTES
         try:
-            self.folder, self.logs = _folder_with_logs(len(self.states), nbytes)
+            self.folder = tempfile.mkdtemp(prefix="dplab-", dir=_folder_with_room(nbytes))
+            for state in self.states:
+                self.logs.append(CallReader(log_file(self.folder, state.rank)))
             self._start(payload)
         except OSError as error:
             raise with_advice(error, len(self.states), nbytes) from None
@@ -109,7 +111,7 @@ class Ranks:
     def _take(self, state, message):
         if state.coming is not None:
             state.value, state.answer, state.coming = message, state.coming, None
-            state.advance(RankStage.RETURNED)
+            state.stage = RankStage.RETURNED
             return
         answer = pickle.loads(message)
         if isinstance(answer, Shown):
@@ -120,18 +122,18 @@ class Ranks:
         elif answer.state == "done":
             state.coming = answer
             if not state.died:
-                state.advance(RankStage.RETURNING)
+                state.stage = RankStage.RETURNING
         elif answer.state != "ready":
             state.answer = answer
-            state.advance(_LAST_WORDS[answer.state])
+            state.stage = _LAST_WORDS[answer.state]
         elif not state.died:
-            state.advance(RankStage.JOINED)
+            state.stage = RankStage.JOINED
             if all(state.stage is RankStage.JOINED for state in self.states):
                 self._go()
 
     def _go(self):
         for state in self.states:
-            state.advance(RankStage.RUNNING)
+            state.stage, state.has_run = RankStage.RUNNING, True
             self._say(state, "go")
 
     def _say(self, state, word):
@@ -160,7 +162,7 @@ class Ranks:
             state = self.states[rank]
             state.exit_code, state.ended_at = code, time.monotonic() - _NEWS
             if state.at_work:
-                state.advance(RankStage.DIED)
+                state.stage = RankStage.DIED
 
     def stop(self) -> None:
         """Ends the ranks, then reads what they still had to say."""
@@ -193,20 +195,6 @@ class Ranks:
 
     def _readers(self):
         return [key for key in self._selector.get_map().values() if key.data[0] == self._read]
-
-
-def _folder_with_logs(world_size, nbytes):
-    """A private folder for the run, and the ranks' call logs in it."""
-    folder, logs = tempfile.mkdtemp(prefix="dplab-", dir=_folder_with_room(nbytes)), []
-    try:
-        for rank in range(world_size):
-            logs.append(CallReader(log_file(folder, rank)))
-    except BaseException:
-        for log in logs:
-            log.close()
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
-    return folder, logs
 
 
 def _folder_with_room(nbytes):

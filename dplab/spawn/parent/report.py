@@ -1,6 +1,5 @@
 """What became of the ranks, in words: the text of a RankError."""
 
-import contextvars
 import dataclasses
 import linecache
 import os
@@ -21,9 +20,6 @@ _SIGNALS = {
     signal.SIGABRT: "aborted (SIGABRT): C++ code gave up; its last words stand in the output",
     signal.SIGSEGV: "crashed (SIGSEGV): C code touched memory that is not its own",
     signal.SIGBUS: "crashed (SIGBUS): C code touched memory that does not exist (/dev/shm full?)",
-    signal.SIGFPE: "crashed (SIGFPE): an integer division by zero in C code",
-    signal.SIGTERM: "was told to end (SIGTERM)",
-    signal.SIGINT: "was interrupted (SIGINT)",
 }
 _PEER_LOST = re.compile(r"Connection (closed|reset)|Broken pipe|remote process exited", re.I)
 _WHY = {
@@ -37,8 +33,6 @@ _WHY = {
 
 PAIRS = "Every send needs a receive on the other rank, and every receive a send."
 _ALL_SEND = "A send ends when the other rank receives."
-
-timeout_option = contextvars.ContextVar("timeout_option", default="timeout=SECONDS")
 
 
 def of_mismatch(mismatch, states) -> RankError:
@@ -99,8 +93,6 @@ def _advice_on_name(state):
     if not found:
         return ""
     name, names = found[1], ipython().user_ns
-    if name == "get_ipython":
-        return "Ranks have no notebook: call get_ipython() in a cell without %%ranks."
     if name not in names:
         return (f"Each run starts fresh processes, so nothing is left of an earlier %%ranks cell. "
                 f"If `{name}` was made in one, make it in this cell too, or in the notebook: in a "
@@ -131,7 +123,7 @@ def of_stuck(states, seconds) -> RankError:
         if computing:
             advice = (f"{_names(lost).capitalize()} {_verb(lost, 'is', 'are')} busy in code of "
                       f"{_verb(lost, 'its', 'their')} own: a loop that does not end, or work that "
-                      f"takes longer (then give the run more time, with {timeout_option.get()}).")
+                      "takes longer (then give the run more time, with timeout=SECONDS).")
     else:
         rank = busy[0].rank if len(busy) == 1 else None
         head = f"{_names(busy)} gave no answer within {seconds:g} s"
@@ -139,7 +131,7 @@ def of_stuck(states, seconds) -> RankError:
             advice = "Do they run a loop that does not end?"
         elif all(state.last_call and state.last_call.is_point_to_point for state in busy):
             advice = PAIRS
-        advice += f" A run that needs longer: {timeout_option.get()}."
+        advice += " A run that needs longer: timeout=SECONDS."
     return _error(head, "", states, [], rank=rank, kind="stuck", after=advice)
 
 
@@ -177,13 +169,6 @@ def of_interrupt(states) -> str:
 def whereabouts(states) -> list[str]:
     """Where the ranks of a running run are."""
     return [str(_report(state)) for state in states]
-
-
-def some_wait(states) -> bool:
-    """Whether some ranks wait for others, which compute."""
-    waiting = [bool(state.where and (state.where.waiting or is_waiting(state)))
-               for state in states if state.at_work]
-    return any(waiting) and not all(waiting)
 
 
 def _error(head, body, states, blamed, *, rank, kind="raised", error="", after=""):
@@ -263,11 +248,7 @@ def _how_it_ended(state):
     if state.exit_code >= 0:
         return f"left with exit code {state.exit_code} before it returned"
     number = -state.exit_code
-    if number == signal.SIGKILL and state.out_of_memory:
-        return "was killed by the system (SIGKILL) because memory ran out"
-    if number in _SIGNALS:
-        return _SIGNALS[number]
-    return f"was ended by signal {number} ({signal.strsignal(number)})"
+    return _SIGNALS.get(number, f"was ended by signal {number} ({signal.strsignal(number)})")
 
 
 def _crash_frames(path) -> list[Frame]:

@@ -1,12 +1,13 @@
 """The way to ranks: `run`, from a notebook, a script or inside a torchrun job."""
 
 import atexit
+import contextlib
 import datetime
 import functools
 import inspect
-import math
 import numbers
 import os
+import re
 import time
 
 from ..between import values
@@ -16,7 +17,6 @@ from ..rank import life
 from ..server.start import MOST_RANKS
 from .supervise import Supervisor
 
-_LARGEST_SEED = 2**32
 _OPTIONS = ("timeout", "backend", "link", "seed")
 
 
@@ -25,8 +25,11 @@ def _options_belong_to_run(run):
 
     @functools.wraps(run)
     def checked(fn, world_size, *args, **kwargs):
+        open_ones = ()
+        with contextlib.suppress(TypeError, ValueError):  # what is wrong there is said elsewhere
+            open_ones = inspect.signature(functools.partial(fn, *args)).parameters
         for option in _OPTIONS:
-            if option in kwargs and option in _open_parameters(fn, args):
+            if option in kwargs and option in open_ones:
                 name = getattr(fn, "__name__", "the function")
                 raise TypeError(
                     f"{option}= is an option of run(), and {name}() has a parameter of that name: "
@@ -35,15 +38,6 @@ def _options_belong_to_run(run):
         return run(fn, world_size, *args, **kwargs)
 
     return checked
-
-
-def _open_parameters(fn, args):
-    """The parameters that ``fn(*args)`` leaves open; none where that cannot be found out."""
-    try:
-        parameters = inspect.signature(functools.partial(fn, *args)).parameters
-    except (TypeError, ValueError):  # what is wrong there is said elsewhere
-        return set()
-    return parameters.keys() - getattr(fn, "keywords", {}).keys()  # of a functools.partial
 
 
 @_options_belong_to_run
@@ -69,13 +63,13 @@ def run(fn, world_size, *args, timeout=60.0, backend=None, link=None, seed=0, **
     Under torchrun nothing is started: the call joins that job, and every rank gets the whole list.
 
     Raises TypeError for a non-callable, and for a world size that is no integer; ValueError for one
-    below 1, above 120, or not torchrun's, for a timeout, seed or backend that cannot be, and for a
-    link under torchrun; RuntimeError inside a rank; OSError where the machine has no room for so
+    below 1, above 120, or not torchrun's, for a timeout or backend that cannot be, and for a link
+    under torchrun; RuntimeError inside a rank; OSError where the machine has no room for so
     many ranks; `RankError` when a rank fails, `ServerEnded` when what they are forked from was
     killed with them. The ■ button and Ctrl-C end the ranks, and raise
     KeyboardInterrupt with a line on where each was.
     """
-    validate(fn, world_size, timeout, backend, seed)
+    validate(fn, world_size, timeout, backend)
     if devices.under_torchrun():
         if link is not None:
             raise ValueError("under torchrun the job's own link is there, and no other is emulated")
@@ -84,13 +78,11 @@ def run(fn, world_size, *args, timeout=60.0, backend=None, link=None, seed=0, **
         raise RuntimeError("this process is a rank already: run() starts ranks from the notebook, "
                            "not from inside a rank")
     try:
-        payload = values.dumps((fn, args, kwargs, link))
+        payload = values.dumps({"the function": fn, "args": args, "kwargs": kwargs, "link": link})
     except values.Unpicklable as error:
-        text = str(error)
-        for index, name in enumerate(("the function", "args", "kwargs", "link")):
-            text = text.replace(f"the value[{index}]", name, 1)
-        text = text.replace("the function.names[", "the notebook's names[", 1)  # those of %%ranks
-        raise RankError(f"{text}, so it cannot be sent to the ranks.\nMake it on the ranks, inside "
+        culprit = re.sub(r"^the value\['(.+?)'\]", r"\1", str(error))
+        culprit = culprit.replace("the function.names", "the notebook's names", 1)  # of %%ranks
+        raise RankError(f"{culprit}, so it cannot be sent to the ranks.\nMake it on the ranks, in "
                         "the function or cell, or pass what it is made from.",
                         kind="unpicklable") from None
     name = devices.choose_backend(world_size, backend or (link and "gloo"))
@@ -107,7 +99,7 @@ def run(fn, world_size, *args, timeout=60.0, backend=None, link=None, seed=0, **
     return supervisor().run()  # with another server
 
 
-def validate(fn, world_size, timeout=60.0, backend=None, seed=0):
+def validate(fn, world_size, timeout=60.0, backend=None):
     """TypeError or ValueError for what `run` cannot take."""
     if not callable(fn):
         raise TypeError(f"the first argument must be a function, not {type(fn).__name__}: "
@@ -117,12 +109,8 @@ def validate(fn, world_size, timeout=60.0, backend=None, seed=0):
     if not 1 <= world_size <= MOST_RANKS:
         raise ValueError(f"world_size must be 1 to {MOST_RANKS}, not {world_size}; more "
                          "ranks than that are for a dry run, or a prediction")
-    if (isinstance(timeout, bool) or not isinstance(timeout, numbers.Real)
-            or math.isnan(timeout) or timeout <= 0):
+    if not timeout > 0:  # nor not-a-number
         raise ValueError(f"timeout must be a positive number of seconds, not {timeout!r}")
-    if (isinstance(seed, bool) or not isinstance(seed, numbers.Integral)
-            or not 0 <= seed <= _LARGEST_SEED):
-        raise ValueError(f"seed must be an integer from 0 to {_LARGEST_SEED}, not {seed!r}")
     if backend is not None:
         devices.validate(backend, world_size)
 

@@ -1,4 +1,4 @@
-"""The stages of a run and of each of its ranks, and what may follow what."""
+"""What the parent knows of a rank, and the stages that it goes through."""
 
 import enum
 from dataclasses import dataclass, field
@@ -7,16 +7,12 @@ from ..between.calls import Call
 from ..between.messages import Answer
 
 
-class RunStage(enum.Enum):
-    """Of a run. Each may be followed by the next, or by ENDED."""
-
-    STARTING = "ranks are forked, and join the process group"
-    RUNNING = "all have joined, and their functions run"
-    ENDED = "every rank has returned, or the run has failed"
-
-
 class RankStage(enum.Enum):
-    """Of a rank, as the parent knows it."""
+    """Of a rank, as the parent knows it. Its last words may arrive after the news of its death.
+
+    Once it has returned or failed it stays alive, so that its peers keep their connections; how it
+    then ends is no matter.
+    """
 
     STARTING = "it was forked, and joins the process group"
     JOINED = "it waits until all others have joined"
@@ -29,17 +25,8 @@ class RankStage(enum.Enum):
     DIED = "its process has ended without a last word"
 
 
+_AT_WORK = {RankStage.STARTING, RankStage.JOINED, RankStage.RUNNING, RankStage.RETURNING}
 _FAILURES = {RankStage.RAISED, RankStage.EXITED, RankStage.UNPICKLABLE}
-FOLLOWS: dict[RankStage, set[RankStage]] = {
-    RankStage.STARTING: {RankStage.JOINED, RankStage.DIED, *_FAILURES},
-    RankStage.JOINED: {RankStage.RUNNING, RankStage.DIED, *_FAILURES},
-    RankStage.RUNNING: {RankStage.RETURNING, RankStage.DIED, *_FAILURES},
-    RankStage.RETURNING: {RankStage.RETURNED, RankStage.DIED},
-    # its last words may arrive after the news of its death
-    RankStage.DIED: {RankStage.RETURNED, *_FAILURES},
-    # it stays alive, so that its peers keep their connections; how it then ends is no matter
-    **{last: set() for last in (RankStage.RETURNED, *_FAILURES)},
-}
 
 
 @dataclass
@@ -55,19 +42,13 @@ class RankState:
     where: Answer | None = None
     exit_code: int | None = None
     ended_at: float = 0.0  # `time.monotonic`, of the exit
-    out_of_memory: bool = False
     last_call: Call | None = None
     unmet: list[Call] = field(default_factory=list)  # sends, receives without counterpart
-
-    def advance(self, stage: RankStage) -> None:
-        assert stage in FOLLOWS[self.stage], f"{stage.name} after {self.stage.name}"
-        self.stage = stage
-        self.has_run |= stage is RankStage.RUNNING
 
     @property
     def at_work(self) -> bool:
         """Whether more is to come from it."""
-        return RankStage.DIED in FOLLOWS[self.stage]
+        return self.stage in _AT_WORK
 
     @property
     def is_starting(self) -> bool:

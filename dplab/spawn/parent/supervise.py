@@ -1,6 +1,5 @@
 """The parent's judgement of a run: what the ranks say and call, and whether it can still end."""
 
-import contextlib
 import math
 import signal
 import threading
@@ -12,7 +11,6 @@ from . import report
 from .display import is_live
 from .matching import CallComparison, Meetings, waits_without_end
 from .ranks import Ranks
-from .stages import RunStage
 
 _TICK = 0.1  # seconds between two looks at the call logs
 _GRACE = 0.15  # seconds that other ranks have to fail too, after the first did
@@ -30,14 +28,13 @@ class Supervisor:
         self._payload, self._timeout, self._task = payload, timeout, task
         self._ranks = Ranks(world_size)
         self._states = self._ranks.states
-        self._enter(RunStage.STARTING)
+        self._since = 0.0  # when they began to start, then to work, by `time.monotonic`
         self._interrupts = _Interrupts()
         self._comparison = CallComparison()
         self._meetings = Meetings()
         self._called_at = 0.0
         self._next_probe = 0.0  # none is due
         self._hopeless_before = None
-        self._oom_kills = _oom_kills()
         self._next_look = 0.0  # at where silent ranks are
 
     @property
@@ -78,25 +75,18 @@ class Supervisor:
 
     def _watch(self):
         """Until the run has ended. Returns the error, or None if every rank has returned."""
-        self._enter(RunStage.STARTING)  # the time to fork them does not count
-        error = None
-        while self._stage is not RunStage.ENDED:
+        self._since = time.monotonic()  # the time to fork them does not count
+        starting = True
+        while True:
             self._ranks.listen(_TICK)
-            if self._stage is RunStage.STARTING and not any(
-                    state.is_starting for state in self._states):
-                self._enter(RunStage.RUNNING)
+            if starting and not any(state.is_starting for state in self._states):
+                starting, self._since = False, time.monotonic()
             error = self._press() or self._mismatch() or self._failure()
-            has_returned = all(state.finished for state in self._states)
-            if not error and not has_returned:
-                error = (self._late_start() if self._stage is RunStage.STARTING
-                         else self._late() or self._no_end())
-                self._say_where()
-            if error or has_returned:
-                self._enter(RunStage.ENDED)
-        return error
-
-    def _enter(self, stage):
-        self._stage, self._since = stage, time.monotonic()
+            if error or all(state.finished for state in self._states):
+                return error
+            if error := self._late_start() if starting else self._late() or self._no_end():
+                return error
+            self._say_where()
 
     def _say_where(self):
         """Says where the ranks are, once they have shown and called nothing for a while."""
@@ -106,8 +96,7 @@ class Supervisor:
         elif is_live() and now > self._next_look:
             self._next_look = now + _WHERE
             self._ranks.ask_where()
-            display.say(report.whereabouts(self._states), now - self._since,
-                        report.some_wait(self._states))
+            display.say(report.whereabouts(self._states), now - self._since)
 
     # What ends a run: each gives the error, or None.
 
@@ -140,10 +129,6 @@ class Supervisor:
                 state.failed or state.finished for state in self._states):
             self._ranks.listen(0.02)
         self._ranks.ask_where()
-        kills = _oom_kills()
-        for state, log in zip(self._states, self._ranks.logs, strict=True):
-            state.out_of_memory = kills > self._oom_kills
-            state.last_call = log.last
         return self._mismatch() or report.of_failure(self._states, self._ranks.folder)
 
     def _late_start(self):
@@ -247,10 +232,3 @@ class _Interrupts:
         if not self.noted:
             self._first = max(self._first, now)
         self.noted = True
-
-
-def _oom_kills():
-    """How often the system has killed a process here because memory ran out (Linux cgroups)."""
-    with contextlib.suppress(OSError, ValueError), open("/sys/fs/cgroup/memory.events") as file:
-        return int(dict(line.split() for line in file)["oom_kill"])
-    return 0

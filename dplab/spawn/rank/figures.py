@@ -8,12 +8,13 @@ from matplotlib._pylab_helpers import Gcf
 from matplotlib.backend_bases import FigureManagerBase
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-from . import shown
+from .shown import display
 
 
 class FigureManager(FigureManagerBase):
     def show(self):
-        shown.show_figure(self.canvas.figure)
+        display(self.canvas.figure)
+        Gcf.destroy(self)
 
     @classmethod
     def pyplot_show(cls, *, block=None):

@@ -20,7 +20,6 @@ import shutil
 import signal
 import sys
 import threading
-import time
 import traceback
 import types
 from multiprocessing.connection import Connection
@@ -78,7 +77,7 @@ class _Wire:
 
     def wait_for_the_others(self):
         """Until every rank has joined: nothing that one does now meets one that still connects."""
-        self.say(Answer("ready", time.monotonic()))
+        self.say(Answer("ready"))
         self._everyone_is_ready.wait()
 
     def listen(self, folder):
@@ -100,10 +99,10 @@ def _work(task, payload, wire):
         _settle(task)
         shown.install(wire.say, task.world_size, task.in_ipython)
         try:
-            function, args, kwargs, link = values.loads(payload)
+            function, args, kwargs, link = values.loads(payload).values()
         except Exception as error:
-            return Answer("unpicklable", time.monotonic(), "what was sent to the rank could not be "
-                          f"loaded there ({in_plain_words(error)})"), None
+            return Answer("unpicklable", "what was sent to the rank could not be loaded there "
+                          f"({in_plain_words(error)})"), None
         _join_process_group(task, link)
         _fill_main(function)
         wire.wait_for_the_others()
@@ -111,16 +110,15 @@ def _work(task, payload, wire):
         if task.in_ipython:
             shown.show_open_figures()
         _flush()
-        return Answer("done", time.monotonic(), launched=_flight()[0]), values.dumps(value)
+        return Answer("done", launched=_flight()[0]), values.dumps(value)
     except values.Unpicklable as error:
         text = str(error).replace("the value", "the returned value", 1)
-        return Answer("unpicklable", time.monotonic(), text), None
+        return Answer("unpicklable", text), None
     except SystemExit as error:
-        return Answer("exited", time.monotonic(), f"called sys.exit({error.code!r})",
-                      frames=_frames_of(error)), None
+        return Answer("exited", f"called sys.exit({error.code!r})", frames=_frames_of(error)), None
     except BaseException as error:
-        return Answer("raised", time.monotonic(), in_plain_words(error), type(error).__name__,
-                      _frames_of(error), launched=_flight()[0]), None
+        return Answer("raised", in_plain_words(error), type(error).__name__, _frames_of(error),
+                      launched=_flight()[0]), None
     finally:
         _flush()
 
@@ -184,8 +182,8 @@ def _fill_main(function):
 def _where():
     frame = sys._current_frames().get(threading.main_thread().ident)
     launched, waiting = _flight()
-    return Answer("where", time.monotonic(), frames=_frames(traceback.walk_stack(frame))[::-1],
-                  launched=launched, waiting=waiting)
+    return Answer("where", frames=_frames(traceback.walk_stack(frame))[::-1], launched=launched,
+                  waiting=waiting)
 
 
 def _flight():

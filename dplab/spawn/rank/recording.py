@@ -95,13 +95,11 @@ def recorded(original, operation, own):
             return original(group, *args, **kwargs)
         options = args[-1] if args else kwargs.get("opts")
         point_to_point = operation in ("send", "recv")
-        if point_to_point:
-            _refuse_absent_peer(group, args)
         noted = recorder.record(
             group, operation,
             tensors_in(args[own]) if own is not None and len(args) > own else [],
             "" if point_to_point else _reduce_name(options),
-            _peer(args) if point_to_point else getattr(options, "rootRank", -1))
+            _peer(group, args) if point_to_point else getattr(options, "rootRank", -1))
         work = original(group, *args, **kwargs)
         for listener in recorder.work_listeners:
             listener(noted, work)
@@ -118,25 +116,17 @@ def tensors_in(value):
 
 
 def _reduce_name(options):
+    """``"SUM"`` and so on; empty for a call that reduces nothing."""
     operation = getattr(options, "reduceOp", None)
-    if operation is None:
-        return ""
-    return _reduce_names().get(operation.op if hasattr(operation, "op") else operation, "custom")
+    return str(getattr(operation, "op", operation)).rpartition(".")[2] if operation else ""
 
 
-@functools.cache
-def _reduce_names():
-    from torch.distributed import ReduceOp
-
-    return {value: name for name, value in ReduceOp.RedOpType.__members__.items()}
-
-
-def _peer(args):
-    return args[1] if len(args) > 2 else -1  # -1: recv from any rank
-
-
-def _refuse_absent_peer(group, args):
-    """gloo would hang, or take the process with it."""
-    if len(args) > 2 and args[1] not in range(group.size()):
+def _peer(group, args):
+    """The other end of a send or receive, or -1 where it may be any. ValueError for a rank that
+    there is not: gloo would hang, or take the process with it."""
+    if len(args) <= 2:
+        return -1
+    if args[1] not in range(group.size()):
         raise ValueError(f"there is no rank {args[1]} to send to or to receive from: the ranks of "
                          f"this group are 0 to {group.size() - 1}")
+    return args[1]

@@ -7,12 +7,12 @@ all ranks' copies.
 
 import builtins
 import contextlib
-import importlib.util
 import io
 import itertools
 import json
 import os
 import sys
+import types
 import warnings
 
 from ..between.calls import is_learners, learner_line
@@ -39,35 +39,38 @@ def install(send, world_size: int, in_ipython: bool) -> None:
     warnings.showwarning = _warn(sys.stderr, warnings.showwarning)
     if in_ipython:
         builtins.display = display  # type: ignore[attr-defined]
-    if _DISPLAY in sys.modules:
-        _replace(sys.modules[_DISPLAY])
-    else:
-        sys.meta_path.insert(0, _WhenImported())
+    # in the place of IPython's module, which takes half a second to import and knows no parent
+    ours = sys.modules.setdefault(_DISPLAY, types.ModuleType(_DISPLAY))
+    vars(ours).update(
+        display=display, update_display=display, publish_display_data=publish_display_data,
+        DisplayHandle=DisplayHandle, clear_output=lambda wait=False: None)
     if "backend_inline" in os.environ.get("MPLBACKEND", "backend_inline"):  # nobody chose another
         os.environ["MPLBACKEND"] = _BACKEND
         if "matplotlib" in sys.modules:
             sys.modules["matplotlib"].rcParams["backend"] = _BACKEND
 
 
-def display(*values, include=None, exclude=None, metadata=None, display_id=None, raw=False,
-            update=False, **_):
-    """`IPython.display.display`, on a rank."""
-    if update and display_id is None:
-        raise TypeError("display_id required for update_display")
-    if display_id is True:
-        display_id = f"of-rank-{os.getpid()}-{next(_numbers)}"
-    for value in values or [{}] * bool(display_id):
-        data, about = (value, {}) if raw or not values else _formatted(value, include, exclude)
-        if data or raw:
-            publish_display_data(data, {**about, **(metadata or {})}, update=update,
-                                 transient={"display_id": display_id})
-    if display_id is not None:
-        from IPython.core.display_functions import DisplayHandle
-
-        return DisplayHandle(display_id)
+def display(*values, include=None, exclude=None, metadata=None, display_id=None, raw=False, **_):
+    """`IPython.display.display`, on a rank; what updates another is shown below it."""
+    for value in values:
+        data, about = (value, {}) if raw else _formatted(value, include, exclude)
+        publish_display_data(data, {**about, **(metadata or {})})
+    return DisplayHandle(display_id) if display_id is not None else None
 
 
-def publish_display_data(data, metadata=None, *, transient=None, update=False, **_):
+class DisplayHandle:
+    """IPython's class of that name, on a rank."""
+
+    def __init__(self, display_id=None):
+        self.display_id = display_id
+
+    def display(self, value, **options):
+        display(value, **options)
+
+    update = display
+
+
+def publish_display_data(data, metadata=None, **_):
     """IPython's function of that name, on a rank."""
     global _room
     data = {kind: value for kind, value in data.items() if kind != _WIDGET}
@@ -76,11 +79,10 @@ def publish_display_data(data, metadata=None, *, transient=None, update=False, *
     if size > _room:
         print(f"{data.get('text/plain', 'something')} is not shown: it takes {size / 1e6:.1f} MB, "
               f"and {_room / 1e6:.1f} MB are left for what this rank shows. Return it instead.")
-        return
-    _room -= size
-    number = next(_numbers)
-    _send(Shown(number, data, metadata or {}, (transient or {}).get("display_id"), update))
-    if not update:
+    elif data:
+        _room -= size
+        number = next(_numbers)
+        _send(Shown(number, data, metadata or {}))
         _write_mark(1, "shown", [number, as_text(data)[:600]])
 
 
@@ -89,14 +91,6 @@ def show_open_figures() -> None:
     pyplot = sys.modules.get("matplotlib.pyplot")
     if pyplot is not None and pyplot.get_backend() == _BACKEND:
         pyplot.show()
-
-
-def show_figure(value) -> None:
-    """Shows a value that is a figure, and closes it."""
-    if is_figure(value):
-        display(value)
-        if "matplotlib.pyplot" in sys.modules:
-            sys.modules["matplotlib.pyplot"].close(value)
 
 
 def is_figure(value) -> bool:
@@ -113,28 +107,6 @@ def _formatted(value, include, exclude):
     from IPython.core.formatters import DisplayFormatter
 
     return DisplayFormatter().format(value, include=include, exclude=exclude)
-
-
-def _replace(module):
-    module.display, module.publish_display_data = display, publish_display_data
-
-
-class _WhenImported:
-    """Puts `display` in its place in IPython once a rank imports it, which takes half a second."""
-
-    def find_spec(self, name, path=None, target=None):
-        if name != _DISPLAY:
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
-        load = spec.loader.exec_module
-
-        def load_and_replace(module):
-            load(module)
-            _replace(module)
-
-        spec.loader.exec_module = load_and_replace
-        return spec
 
 
 def _warn(stream, original):

@@ -14,7 +14,6 @@ server sends on FD says that it serves. The parent's death closes all these sock
 
 import contextlib
 import ctypes
-import enum
 import gc
 import importlib
 import json
@@ -44,20 +43,11 @@ _IDLE = 0.02  # seconds without a request, after which there is time for a modul
 
 
 def prctl(option, value):
-    """Linux's process control; elsewhere nothing."""
-    if sys.platform == "linux":
-        _libc.prctl(option, value, 0, 0, 0)
+    """Linux's process control."""
+    _libc.prctl(option, value, 0, 0, 0)
 
 
 _libc = ctypes.CDLL(None)
-
-
-class _Stage(enum.Enum):
-    """Of the ranks of one run, in this order."""
-
-    AT_WORK = "they run, and the server reports who has ended"
-    ENDING = "the parent has closed the run's socket: all are killed, and reaped as they go"
-    # once no process is left, the folder is removed and the run forgotten
 
 
 class _Run:
@@ -70,18 +60,16 @@ class _Run:
         self.channel, self.folder = channel, folder
         self.ranks = {}  # process id: rank, while it lives
         self.pids = []
-        self.stage = _Stage.AT_WORK
+        self.is_killed = False
 
     def report_exits(self):
         for pid in list(self.ranks):
-            info = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-            if info is not None:
-                code = info.si_status if info.si_code == os.CLD_EXITED else -info.si_status
+            if (code := exit_code(pid)) is not None:
                 with contextlib.suppress(OSError):
                     self.channel.send(EXIT_RECORD.pack(self.ranks.pop(pid), code))
 
     def kill(self):
-        self.stage = _Stage.ENDING
+        self.is_killed = True
         for pid in self.pids:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)  # should it have left its group
@@ -93,6 +81,14 @@ class _Run:
             if _reaped(-pid) and _reaped(pid):
                 self.pids.remove(pid)
         return not self.pids
+
+
+def exit_code(pid):
+    """Of a child, or minus its signal; None while it runs. It is not reaped: its number stays."""
+    info = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    if info is None:
+        return None
+    return info.si_status if info.si_code == os.CLD_EXITED else -info.si_status
 
 
 def _reaped(pid):
@@ -141,25 +137,24 @@ class _Chores:
     """What is done while there is nothing else to do, in steps: modules, then huge pages."""
 
     def __init__(self, modules):
-        self._steps = self._all(modules)
-        self._has_loaded = False
+        self._modules = list(modules)
+        self._pages = None
 
     def step(self) -> bool:
         """Does one; whether there was one left."""
-        return next(self._steps, "none") != "none"
+        if self._modules:
+            importlib.import_module(self._modules.pop(0))
+            return True
+        if self._pages is None:
+            gc.collect()
+            gc.freeze()
+            self._pages = _huge_pages()
+        return next(self._pages, None) is not None
 
     def load(self):
         """Does all that is left but for the huge pages."""
-        while not self._has_loaded:
+        while self._modules:
             self.step()
-
-    def _all(self, modules):
-        for name in modules:
-            yield importlib.import_module(name)
-        gc.collect()
-        gc.freeze()
-        self._has_loaded = True
-        yield from _huge_pages()
 
 
 def serve(requests: socket.socket, parent: int, modules) -> None:
@@ -199,10 +194,12 @@ def serve(requests: socket.socket, parent: int, modules) -> None:
         if wake in readable:
             os.read(wake, 4096)
         for run in list(runs.values()):
-            if run.stage is _Stage.AT_WORK:
+            if not run.is_killed:
                 run.report_exits()
             elif run.reaped() and (len(runs) > 1 or _no_strays()):
-                _forget(runs, run)
+                shutil.rmtree(run.folder, ignore_errors=True)
+                del runs[run.channel]
+                run.channel.close()
     for run in runs.values():
         run.kill()
     deadline = time.monotonic() + _PATIENCE
@@ -211,12 +208,6 @@ def serve(requests: socket.socket, parent: int, modules) -> None:
         time.sleep(0.01)
     for run in runs.values():  # once no rank is left that removes it too
         shutil.rmtree(run.folder, ignore_errors=True)
-
-
-def _forget(runs, run):
-    shutil.rmtree(run.folder, ignore_errors=True)
-    del runs[run.channel]
-    run.channel.close()
 
 
 def _fork_ranks(run, descriptors, sockets, wakeup):

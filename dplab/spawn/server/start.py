@@ -20,7 +20,7 @@ import threading
 from ..between.errors import ServerEnded, advice_on
 from ..rank import device, life
 from . import forkserver
-from .forkserver import EXIT_RECORD
+from .forkserver import EXIT_RECORD, exit_code
 
 preload: tuple[str, ...] = ()  # see `configure`
 
@@ -191,7 +191,8 @@ class _Spawned:
     def exits(self):
         ended = []
         for rank, process in list(self._running.items()):
-            code = _exit_code(process)
+            # where the system can, without reaping: the number stays ours
+            code = exit_code(process.pid) if hasattr(os, "waitid") else process.poll()
             if code is not None:
                 del self._running[rank]
                 ended.append((rank, code))
@@ -206,16 +207,6 @@ class _Spawned:
             process.wait()
         shutil.rmtree(self._folder, ignore_errors=True)
         return True
-
-
-def _exit_code(process):
-    """None while it runs. Where the system can, without reaping: the number stays ours."""
-    if not hasattr(os, "waitid"):
-        return process.poll()
-    info = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    if info is None:
-        return None
-    return info.si_status if info.si_code == os.CLD_EXITED else -info.si_status
 
 
 def _with_this_package():
