@@ -42,7 +42,7 @@ def add_arguments(parser):
     parser.add_argument("--eager", action="store_true", help="leave torch.compile out")
     parser.add_argument("--save", action="store_true",
                         help="keep the rates as chapters/data/gpu_CARD.json, for "
-                             "predict.rates.load")
+                             "predict.rates.Rates")
 
 
 def main(options):

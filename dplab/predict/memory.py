@@ -16,7 +16,7 @@ from functools import cached_property
 from dplab.predict.checks import one_of, whole
 from dplab.predict.moments import Moment, Step, moments
 from dplab.predict.precision import PRECISIONS as PRECISIONS
-from dplab.predict.precision import Precision, States, precision_of, readable
+from dplab.predict.precision import Precision, States, precision_of
 from dplab.predict.transformer_config import TransformerConfig
 
 STAGES: dict[str, tuple[str, ...]] = {
@@ -38,11 +38,6 @@ def states(stage: str, precision: Precision | str, world_size: int, parameters: 
     ranks, parameters = whole(world_size, "the world size"), whole(parameters, "parameters")
     return States(*(parameters * getattr(precision, part) / (ranks if part in sharded else 1)
                     for part in ("parameters", "gradients", "optimizer")))
-
-
-def bytes_per_parameter(stage: str, precision: Precision | str, world_size: int) -> States:
-    """The same for one parameter: 4 + K/N for ZeRO-1, 2 + (2 + K)/N for ZeRO-2, and so on."""
-    return states(stage, precision, world_size, 1)
 
 
 @dataclass(frozen=True)
@@ -81,11 +76,6 @@ class Budget:
     def fits(self) -> bool:
         """Whether it is within ``memory_bytes``, with nothing left free."""
         return self.total <= self.memory_bytes
-
-    def __str__(self):
-        parts = ", ".join(f"{name} {readable(size)}" for name, size in self.parts.items() if size)
-        return (f"{parts}: together {readable(self.total)} of {readable(self.memory_bytes)}, "
-                f"which {'fits' if self.fits else 'does not fit'}; the peak is at: {self.moment}")
 
 
 def budget(model: TransformerConfig, world_size: int, memory_bytes: float, *, stage: str = "ZeRO-3",

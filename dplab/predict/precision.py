@@ -86,15 +86,3 @@ class States:
     @property
     def total(self) -> float:
         return self.parameters + self.gradients + self.optimizer
-
-    def __str__(self):
-        return (f"parameters {readable(self.parameters)}, gradients {readable(self.gradients)}, "
-                f"optimizer {readable(self.optimizer)}: together {readable(self.total)}")
-
-
-def readable(nbytes: float) -> str:
-    """``nbytes`` in decimal units, with at most four digits: "227.5 GB"."""
-    for factor, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if nbytes >= 0.99995 * factor:
-            return f"{nbytes / factor:.4g} {unit}"
-    return f"{nbytes:.4g} B"

@@ -25,7 +25,6 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import resources
-from pathlib import Path
 from typing import NamedTuple
 
 from dplab.predict.catalogue import GPUS, Gpu, nearest_gpu
@@ -57,9 +56,6 @@ class Rate:
     basis: str
     as_asked: bool = True
 
-    def __str__(self):
-        return f"{self.value:.3g}/s: {self.basis}"
-
 
 class Row(NamedTuple):
     gpu: str
@@ -70,7 +66,10 @@ class Row(NamedTuple):
 
 
 class Rates:
-    """Tables of measured rates, in the form of ``kernels.json``; see `load` and `PUBLISHED`."""
+    """Tables of measured rates, in the form of ``kernels.json``: `PUBLISHED`, or one's own.
+
+    ``python -m dplab.bench gpu --save`` writes ``tables`` of a GPU into chapters/data.
+    """
 
     def __init__(self, tables: Sequence[dict]):
         self._rows = defaultdict(list)
@@ -87,11 +86,6 @@ class Rates:
                 self._rows[table["what"]].append(
                     Row(table["gpu"], row[-1] / (peak or 1), table["source"], columns,
                         _measured(columns) if table["what"] == "matmul" else ()))
-
-    @property
-    def gpus(self) -> list[str]:
-        """Those of which matrix products were measured."""
-        return sorted({row.gpu for row in self._rows["matmul"]})
 
     def matmul(self, gpu: Gpu, m: int, n: int, k: int, pace: str = "typical") -> Rate:
         """FLOP/s of (m, k) times (k, n) in bf16. Raises ValueError for sizes below 1 or a pace."""
@@ -257,18 +251,6 @@ class Rates:
                 share / statistics.median(shares) for shares in groups.values()
                 if len(shares) > 1 for share in shares] or [1.0]
         return self._spreads[what, columns]
-
-
-def load(path: str | Path) -> Rates:
-    """The rates in a file, such as ``chapters/data/gpu_….json`` of ``python -m dplab.bench gpu``.
-
-    Used only where it is handed on as ``rates``; it replaces the published ones there. Raises
-    FileNotFoundError, and ValueError for a file without ``tables``.
-    """
-    content = json.loads(Path(path).read_text("utf-8"))
-    if "tables" not in content:
-        raise ValueError(f"{path} holds no tables of rates: python -m dplab.bench gpu makes them")
-    return Rates(content["tables"])
 
 
 def _features(m, n, k):

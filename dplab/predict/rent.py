@@ -66,12 +66,7 @@ class Failures:
         return interval / (between * lost)
 
 
-def rank_mtbf(failures: int, ranks: int, seconds: float) -> float:
-    """Mean seconds between failures of one rank, from so many failures of a job on ``ranks``."""
-    return seconds * ranks / whole(failures, "failures")
-
-
-GPU_MTBF = rank_mtbf(419, 16_384, 54 * 86_400)
+GPU_MTBF = 54 * 86_400 * 16_384 / 419
 """Mean seconds between failures of one GPU."""
 SAVE_RATE = 2.45e12 / 360 / 60
 """Bytes that a GPU saves for each second that training waits."""

@@ -42,10 +42,6 @@ class Transfers:
         """By a rank, on average over the ranks."""
         return cost.bytes_sent(self.algorithm, self.world_size, self.tensor_bytes)
 
-    def __str__(self):
-        count = "" if self.count is None else f"{self.count} × "
-        return f"{count}{self.algorithm} of {self.of}"
-
 
 @dataclass(frozen=True)
 class Part:

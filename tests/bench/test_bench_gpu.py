@@ -37,7 +37,7 @@ def test_the_products_of_a_block_are_measured_as_they_are_predicted():
         (64, 64, 32), (32, 64, 64), (96, 64, 64)]  # and of the gradients, what is not there yet
 
 
-def test_measured_tables_are_rates_of_every_kernel_of_a_block(tables, tmp_path):
+def test_measured_tables_are_rates_of_every_kernel_of_a_block(tables):
     best = gpu.own_peaks(tables)
     mine = Gpu("mine", memory_bytes=1e9, **best)
     for table in tables:
@@ -45,9 +45,7 @@ def test_measured_tables_are_rates_of_every_kernel_of_a_block(tables, tmp_path):
         assert all(len(row) == len(table["columns"]) and row[-1] > 0 for row in table["rows"])
         table["peak"] = {"TFLOP/s": best["bf16_flops"] / 1e12,
                          "GB/s": best["memory_bandwidth"] / 1e9}.get(table["columns"][-1])
-    path = tmp_path / "gpu_mine.json"
-    path.write_text(json.dumps({"tables": tables}))
-    own = rates.load(path)
+    own = rates.Rates(json.loads(json.dumps(tables)))
     assert own.memory(mine, "norm").as_asked
     assert own.attention(mine, 64, 64).as_asked
     measured = [1e12 * row[-1] for table in tables if table["what"] == "matmul"
@@ -111,5 +109,5 @@ def test_the_whole_bench_on_a_gpu(monkeypatch, tmp_path, capsys):
     for row in found["blocks"]:
         assert row["own"] == pytest.approx(row["measured"], rel=0.25)
     assert found["memory"]["dry_run"] == pytest.approx(found["memory"]["measured"], rel=0.03)
-    rates.load(path)
+    assert rates.Rates(found["tables"])
     assert "predicted" in capsys.readouterr().out

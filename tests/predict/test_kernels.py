@@ -172,15 +172,14 @@ def test_an_eager_block_moves_the_bytes_of_its_operations():
     assert moved(kernels.block_backward(PLAIN, 2, 128)) == 256 * 2 * plain
 
 
-def test_a_compiled_block_moves_less_and_multiplies_the_same():
-    for model in (GATED, PLAIN):
-        for block in (kernels.block_forward, kernels.block_backward):
-            eager, compiled = (block(model, 2, 128, compiled=each) for each in (False, True))
-            assert moved(compiled) < moved(eager)
-            assert flops(compiled) == flops(eager)
+def test_a_compiled_block_moves_less():
     # norm 2 × 64, addition and norm 4 × 64, silu and product 3 × 160, addition 3 × 64, rotary
     assert moved(kernels.block_forward(GATED, 2, 128, compiled=True)) == 256 * 2 * (
         9 * 64 + 3 * 160 + 2 * 96)
+    for model in (GATED, PLAIN):
+        eager, compiled = (kernels.block_backward(model, 2, 128, compiled=each)
+                           for each in (False, True))
+        assert moved(compiled) < moved(eager)
 
 
 def test_computing_again_adds_what_is_computed_again():

@@ -5,15 +5,7 @@ from decimal import ROUND_DOWN, ROUND_HALF_UP, Decimal
 import pytest
 
 from dplab.predict import catalogue
-from dplab.predict.memory import (
-    PRECISIONS,
-    Precision,
-    States,
-    budget,
-    bytes_per_parameter,
-    readable,
-    states,
-)
+from dplab.predict.memory import PRECISIONS, Precision, States, budget, states
 
 RANKS = [1, 4, 16, 64, 256, 1024]
 # Rajbhandari et al., arXiv:1910.02054v3, table 1, as printed: GB per device, K = 12.
@@ -27,10 +19,6 @@ TABLE_1 = {
            "ZeRO-3": "16000 4000 1000 250 62.5 15.6"},
 }
 SIZES = {"7.5B": 7_500_000_000, "128B": 128 * 10**9, "1T": 10**12}
-BOLD = {("7.5B", "ZeRO-1", 64), ("7.5B", "ZeRO-2", 16), ("7.5B", "ZeRO-3", 4),
-        ("128B", "ZeRO-3", 64), ("1T", "ZeRO-3", 1024)}  # the first that fit 32 GB
-
-
 def test_table_1_of_the_zero_paper_cell_by_cell():
     for model, rows in TABLE_1.items():
         # The paper rounds halves up in the first model's columns, and cuts digits off in others.
@@ -41,43 +29,20 @@ def test_table_1_of_the_zero_paper_cell_by_cell():
                 assert gigabytes.quantize(Decimal(cell), rounding) == Decimal(cell), (model, stage)
 
 
-def test_bold_cells_are_the_first_that_fit_32_gb():
-    first = {(model, stage): next((ranks for ranks in RANKS if states(
-        stage, "K = 12", ranks, SIZES[model]).total <= 32e9), None)
-        for model, rows in TABLE_1.items() for stage in rows}
-    assert {(*cell, ranks) for cell, ranks in first.items() if ranks} == BOLD
-
-
-@pytest.mark.parametrize(("stage", "printed"), [  # ibid., table 2, row MP = 1: billions at 32 GB
-    ("DDP", 2), ("ZeRO-1", 7.6), ("ZeRO-2", 14.4), ("ZeRO-3", 128)])
-def test_table_2_of_the_zero_paper(stage, printed):
-    assert 32 / bytes_per_parameter(stage, "K = 12", 64).total == pytest.approx(printed, abs=0.05)
-
-
 @pytest.mark.parametrize(("precision", "alone", "fixed", "shared"), [
     # Megatron-LM, docs/source/api-guide/dist_optimizer.md: alone, and fixed + shared / d
     ("K = 16", 20, 4, 16), ("K = 12, fp32 gradients", 18, 6, 12), ("fp32", 16, 8, 8)])
 def test_bytes_per_parameter_are_those_of_megatron(precision, alone, fixed, shared):
-    assert bytes_per_parameter("DDP", precision, 8).total == PRECISIONS[precision].total == alone
-    for ranks in (1, 2, 8, 64):
-        assert bytes_per_parameter("ZeRO-1", precision, ranks).total == fixed + shared / ranks
+    assert states("DDP", precision, 8, 1).total == PRECISIONS[precision].total == alone
+    assert states("ZeRO-1", precision, 8, 1).total == fixed + shared / 8
 
 
-@pytest.mark.parametrize(("size", "plain", "accumulating"), [  # Ultra-Scale Playbook, GB
-    (10**9, 16, 20), (7 * 10**9, 112, 140), (70 * 10**9, 1120, 1400), (405 * 10**9, 6480, 8100)])
-def test_totals_of_the_playbook(size, plain, accumulating):
-    assert states("DDP", "K = 12", 1, size).total == plain * 1e9
-    assert states("DDP", "fp32", 1, size).total == plain * 1e9
-    assert states("DDP", "K = 12, fp32 accumulation", 1, size).total == accumulating * 1e9
-
-
-def test_own_precisions_and_how_states_read():
+def test_what_stands_in_a_precision_unless_it_is_said():
     fp8 = Precision("fp8", 1, 1, 6)
-    assert fp8.gathered == 1 and fp8.total == 8
-    assert bytes_per_parameter("DDP", "pure bf16", 3) == States(2, 2, 4)
-    text = str(states("ZeRO-2", "K = 8", 8, 70 * 10**9))
-    assert text == ("parameters 140 GB, gradients 17.5 GB, optimizer 70 GB: together 227.5 GB")
-    assert str(states("DDP", fp8, 1, 1000)).endswith("together 8 kB")
+    assert (fp8.gathered, fp8.reduced, fp8.total) == (1, 1, 8)
+    accumulating = PRECISIONS["K = 12, fp32 accumulation"]  # Ultra-Scale Playbook: 20 bytes
+    assert (accumulating.reduced, accumulating.total) == (4, 20)
+    assert states("DDP", "pure bf16", 3, 1) == States(2, 2, 4)
 
 
 def test_a_budget_adds_up_and_says_when_it_is_highest_and_whether_it_fits():
@@ -93,10 +58,8 @@ def test_a_budget_adds_up_and_says_when_it_is_highest_and_whether_it_fits():
         "activations": 2 * (32 + 2) * tokens * width + logits, "other": 2 * logits}
     assert found.total == sum(found.parts.values()) < gpu and found.fits
     assert found.total == max(moment.total for moment in found.moments)
-    assert "of 85.52 GB, which fits; the peak is at: loss" in str(found)
     whole = budget(model, 8, gpu, sequence=16384)
-    assert whole.total > gpu and not whole.fits and "does not fit" in str(whole)
-    assert budget(catalogue.MODELS["GPT-2"], 1, gpu, stage="DDP").fits
+    assert whole.total > gpu and not whole.fits
 
 
 def test_states_of_a_rank_that_are_known_take_the_place_of_the_formulas():
@@ -119,21 +82,10 @@ def test_buckets_are_there_all_the_time_or_are_the_gradients():
             assert moment.parts["communication"] == 0
 
 
-@pytest.mark.parametrize(("nbytes", "text"), [
-    (0, "0 B"), (999, "999 B"), (227.5e9, "227.5 GB"), (1.4e12, "1.4 TB"),
-    (999_960, "1 MB")])
-def test_bytes_read_in_decimal_units(nbytes, text):
-    assert readable(nbytes) == text
-
-
 @pytest.mark.parametrize(("call", "error", "says"), [
     (lambda: states("ZeRO-4", "K = 8", 8, 1), ValueError, "no stage 'ZeRO-4'; there are 'DDP'"),
     (lambda: states("ZeRO-1", "K = 9", 8, 1), ValueError, "no precision 'K = 9'"),
-    (lambda: states("DDP", "K = 8", 0, 1), ValueError, "world size is at least 1"),
-    (lambda: states("DDP", "K = 8", 8, 7e9), TypeError, "parameters is an integer"),
-    (lambda: Precision("odd", 2, 2, 0, reduced=-4), ValueError, "reduced"),
-    (lambda: Precision("odd", 2.5, 1, 0), TypeError, "integer"),
-])
+    (lambda: Precision("odd", 2, 2, 0, reduced=-4), ValueError, "reduced")])
 def test_what_cannot_be_is_refused_in_words(call, error, says):
     with pytest.raises(error, match=says):
         call()

@@ -35,15 +35,9 @@ def test_a_step_costs_what_the_formula_says(strategy, gathers, reduces, ranks):
     f = (ranks - 1) / ranks
     assert bytes_per_step(strategy, ranks, ONE, parameter_bytes=2, gradient_bytes=4) == (
         pytest.approx((2 * gathers + 4 * reduces) * P * f))
-
-
-# Over the loopback, by the kernel's counters: 4 ranks, gloo, torch 2.13; bytes
-# sent by a rank, in units of the model's.
-@pytest.mark.parametrize(("strategy", "measured"), [
-    ("DDP", 1.502), ("ZeroRedundancyOptimizer", 2.254), (KEEPING, 2.254)])
-def test_the_wire_over_gloo(strategy, measured):
-    assert bytes_per_step(strategy, 4, ONE, gloo=True) / (2 * P) == pytest.approx(
-        measured, rel=4e-3)
+    over_gloo = reduces + strategy.startswith("fully_shard")  # whose reduce-scatter is a reduce
+    assert bytes_per_step(strategy, ranks, ONE, gloo=True) == (
+        pytest.approx(2 * (gathers + over_gloo) * P * f))
 
 
 def test_hybrid_sharding_inside_and_across_hosts():
@@ -53,9 +47,6 @@ def test_hybrid_sharding_inside_and_across_hosts():
     across = sum(each.bytes_sent for each in found if each.world_size == copies)
     assert inside == pytest.approx((2 * 2 + 4) * size * (shard - 1) / shard)
     assert across == pytest.approx(2 * 4 * size / shard * (copies - 1) / copies)
-    # Zhao et al., 2023, section 3.2.2, made exact: 2M(W−G)/(GW) cross a host's boundary
-    ranks = shard * copies
-    assert across == pytest.approx(2 * 4 * size * (ranks - shard) / (shard * ranks))
 
 
 def test_by_default_the_root_is_gathered_once():
@@ -65,14 +56,6 @@ def test_by_default_the_root_is_gathered_once():
     expected = (2 * 2 * (whole - root) + 2 * root + 2 * whole) * 7 / 8
     assert bytes_per_step("fully_shard", 8, units) == pytest.approx(expected)
     assert bytes_per_step(KEEPING, 8, units) < expected
-
-
-@pytest.mark.parametrize(("strategy", "gathers"), [
-    ("fully_shard", 9), (KEEPING, 5), ("FullyShardedModel", 10)])
-def test_collectives_of_five_equal_layers(strategy, gathers):
-    found = collectives(strategy, 2, [[(64, 64), (64,)]] * 5)
-    assert sum(each.count for each in found if each.of == "parameters") == gathers
-    assert sum(each.count for each in found if each.of == "gradients") == 5
 
 
 # What follows counts the calls of real ranks.
@@ -159,7 +142,6 @@ def test_calls_of_hybrid_sharding():
 
 @pytest.mark.parametrize(("options", "error", "says"), [
     ({"strategy": "ZeRO-4"}, ValueError, "no strategy 'ZeRO-4'; there are 'DDP'"),
-    ({"world_size": 0}, ValueError, "world size is at least 1"),
     ({"units": []}, ValueError, "at least one tensor"),
     ({"strategy": "HSDP"}, TypeError, "shard_ranks is an integer"),
     ({"strategy": "HSDP", "shard_ranks": 3}, ValueError, "3 ranks to a copy do not divide 8"),

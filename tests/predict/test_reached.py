@@ -2,12 +2,10 @@
 
 import math
 import statistics
-from dataclasses import replace
 
 import pytest
 
 from dplab.predict import published, reached
-from dplab.predict.rent import GPU_MTBF, Rent
 
 CLASSES = [(gpu, ranks) for gpu in ("A100", "H100") for ranks in (8, 64)]
 
@@ -62,15 +60,3 @@ def test_the_nearest_runs_are_near_and_have_their_figures():
         found = published.tokens_per_gpu(rows[name], rows[name]["published"])
         assert found == pytest.approx(rate), name
     assert not reached.other_ways("A100", 8, 8e9) and not reached.other_ways("H100", 8, 1e9)
-
-
-def test_rent_by_hand():
-    run = Rent(1e12, 1e6, 1000, 1e12, price=2.0, save_rate=1e9, restart_seconds=0.0)
-    assert run.save_seconds == 1 and abs(GPU_MTBF / 86_400 / 365 - 5.785) < 0.01
-    assert run.failures_a_day == pytest.approx(1000 * 86_400 / GPU_MTBF)
-    between = GPU_MTBF / 1000
-    assert run.save_every == pytest.approx(math.sqrt(2 * between), rel=0.01)  # Young
-    lost = 1 / run.save_every + run.save_every / 2 / between
-    assert 1 - run.goodput == pytest.approx(lost, rel=0.01)
-    assert run.gpu_hours == pytest.approx(1e6 / 3600 * 1000 / run.goodput)
-    assert run.money == 2 * run.gpu_hours and replace(run, price=None).money is None

@@ -2,10 +2,11 @@
 
 import math
 import random
+from dataclasses import replace
 
 import pytest
 
-from dplab.predict.rent import Failures, rank_mtbf
+from dplab.predict.rent import GPU_MTBF, Failures, Rent
 
 
 def trained_share(mtbf, checkpoint, restart, interval, chance, until):
@@ -40,17 +41,18 @@ def test_dalys_interval_is_near_the_best(checkpoint):
     assert failures.young_interval(1) == pytest.approx(math.sqrt(2000 * checkpoint))
 
 
-def test_llama_3s_interruptions():
-    mtbf = rank_mtbf(419, 16_384, 54 * 86_400)
-    assert mtbf / (365.25 * 86_400) == pytest.approx(5.78, abs=0.01)  # years of a GPU
-    quick = Failures(mtbf, checkpoint_seconds=10, restart_seconds=300)
-    assert quick.mtbf(16_384) / 3600 == pytest.approx(54 * 24 / 419)  # 3.1 hours
-    # "> 90 % effective training time" (section 3.3.4) needs both to be short
-    assert quick.goodput(16_384) > 0.9
-    assert Failures(mtbf, 60, 600).goodput(16_384) < 0.9
-    # to first order: δ/τ + τ/2M + R/M of the time is lost
-    lost = 2 * math.sqrt(10 / (2 * 11_135)) + 300 / 11_135
-    assert 1 - quick.goodput(16_384) == pytest.approx(lost, rel=0.05)
+def test_rent_by_hand():
+    assert abs(GPU_MTBF / 86_400 / 365.25 - 5.78) < 0.01, "years of a GPU"
+    run = Rent(1e12, 1e6, 1000, 1e12, price=2.0, save_rate=1e9, restart_seconds=0.0)
+    assert run.save_seconds == 1
+    assert run.failures_a_day == pytest.approx(1000 * 86_400 / GPU_MTBF)
+    between = GPU_MTBF / 1000
+    assert run.save_every == pytest.approx(math.sqrt(2 * between), rel=0.01)  # Young
+    # to first order: δ/τ + τ/2M of the time is lost
+    assert 1 - run.goodput == pytest.approx(
+        1 / run.save_every + run.save_every / 2 / between, rel=0.01)
+    assert run.gpu_hours == pytest.approx(1e6 / 3600 * 1000 / run.goodput)
+    assert run.money == 2 * run.gpu_hours and replace(run, price=None).money is None
 
 
 def test_a_cluster_that_always_fails_does_nothing():
