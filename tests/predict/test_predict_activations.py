@@ -107,24 +107,13 @@ def test_the_loss_keeps_probabilities_in_fp32():
 SMALL = {"layers": 1, "d_model": 8, "heads": 2, "d_ff": 32, "vocabulary": 9, "context": 4}
 
 
-@pytest.mark.parametrize(("change", "error", "says"), [
-    ({"heads": 3}, ValueError, "3 heads do not divide d_model = 8"),
-    ({"heads": 4, "kv_heads": 3}, ValueError, "3 kv_heads do not divide 4 heads"),
-    ({"layers": 0}, ValueError, "layers is at least 1"),
-    ({"d_ff": 2.0}, TypeError, "d_ff is an integer"),
-    ({"norm": "batchnorm"}, ValueError, "'layernorm', 'rmsnorm'"),
-])
-def test_configurations_that_cannot_be_are_refused(change, error, says):
-    with pytest.raises(error, match=says):
-        TransformerConfig(**{**SMALL, **change})
-
-
-@pytest.mark.parametrize(("call", "error", "says"), [
-    (lambda: activations(GPT, 0, 8), ValueError, "batch is at least 1"),
-    (lambda: activations(GPT, 1, 17), ValueError, "positions for 16 tokens, not for 17"),
-    (lambda: activations(GPT, 1, 8, recompute="some"), ValueError,
-     "'none', 'selective', 'full'"),
-])
-def test_activations_that_cannot_be_are_refused(call, error, says):
-    with pytest.raises(error, match=says):
+@pytest.mark.parametrize(("call", "says"), [
+    (lambda: TransformerConfig(**SMALL | {"heads": 3}), "3 heads do not divide d_model = 8"),
+    (lambda: TransformerConfig(**SMALL | {"heads": 4, "kv_heads": 3}), "3 kv_heads do not divide"),
+    (lambda: TransformerConfig(**SMALL | {"layers": 0}), "layers is at least 1"),
+    (lambda: activations(GPT, 0, 8), "batch is at least 1"),
+    (lambda: activations(GPT, 1, 17), "positions for 16 tokens, not for 17"),
+    (lambda: activations(GPT, 1, 8, recompute="some"), "'none', 'selective', 'full'")])
+def test_what_cannot_be_is_refused(call, says):
+    with pytest.raises(ValueError, match=says):
         call()

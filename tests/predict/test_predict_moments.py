@@ -149,23 +149,9 @@ def test_zero_2_holds_a_block_of_whole_gradients():
     assert reduction.parts["gathered"] == 0
 
 
-@pytest.mark.parametrize(("changed", "error", "says"), [
-    ({"batch": 0}, ValueError, "batch is at least 1"),
-    ({"sequence": 2.5}, TypeError, "sequence is an integer"),
-    ({"sequence": 1025}, ValueError, "positions for 1024 tokens"),
-    ({"recompute": "some"}, ValueError, "no recompute 'some'"),
-    ({"stage": "ZeRO-4"}, ValueError, "no stage 'ZeRO-4'"),
-    ({"precision": "fp8"}, ValueError, "no precision 'fp8'"),
-])
-def test_what_cannot_be_is_refused_in_words(changed, error, says):
-    with pytest.raises(error, match=says):
-        memory.budget(**({"model": GPT, "world_size": 8, "memory_bytes": 80e9} | changed))
-
-
-@pytest.mark.parametrize("seed", range(2))
-def test_the_outermost_blocks_have_the_peak_of_all(seed):
+def test_the_outermost_blocks_have_the_peak_of_all():
     """Between them what is held grows or shrinks evenly, so that no block inside holds more."""
-    chance = random.Random(seed)
+    chance = random.Random(0)
     for _ in range(60):
         heads = chance.choice((1, 4, 6))
         model = TransformerConfig(

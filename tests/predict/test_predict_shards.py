@@ -22,17 +22,6 @@ def test_shards_that_do_not_divide(implementation, parameters, gradients, optimi
     assert [each.optimizer for each in momentum] == [4 * elements for elements, _ in optimizer]
 
 
-@pytest.mark.parametrize("implementation", shards.IMPLEMENTATIONS)
-@pytest.mark.parametrize("ranks", [1, 3, 40])
-def test_nothing_is_lost_between_the_ranks(implementation, ranks):
-    parameters, gradients, optimizer = shards.IMPLEMENTATIONS[implementation]
-    owned = sum(elements for elements, _ in optimizer(UNITS, ranks))
-    assert owned == (32 * ranks if implementation == "DDP" else 32)
-    for way in (parameters, gradients):
-        assert sum(elements for elements, _ in way(UNITS, ranks)) >= 32
-    assert len(shards.real_states(implementation, "fp32", ranks, UNITS)) == ranks
-
-
 def test_shards_that_divide_are_those_of_the_formula():
     model = catalogue.MODELS["Llama-3 8B"]
     free = Precision("no counters", 2, 2, 12, per_tensor=0)

@@ -1,12 +1,10 @@
 """The predicted timeline of a step, against one made by hand and one made in small ticks."""
 
-import itertools
 import math
-import random
 
 import pytest
 
-from dplab.exercises import predict_sharded_step
+from dplab.exercises import predict_sharded_step, predict_step
 from dplab.exercises.ring_seconds import ring_seconds
 from dplab.predict import step
 from dplab.predict.cost import Link
@@ -55,40 +53,13 @@ def test_buckets_close_when_they_reach_their_size(bucket_bytes, expected):
     assert step.bucket_layers(THREE, bucket_bytes) == expected
 
 
-def ticking(layers, buckets, seconds, tick):
-    """The end of backward and all-reduces, found by letting time pass in small ticks."""
-    now, left = 0.0, [layer.backward_seconds for layer in layers]
-    current, queue = len(layers) - 1, list(zip(buckets, seconds, strict=True))
-    sending = None
-    while current >= 0 or queue or sending:
-        if sending is None and queue and min(queue[0][0]) > current:
-            sending = queue.pop(0)[1]
-        now += tick
-        if sending is not None:
-            sending -= tick
-            if sending <= tick / 2:
-                sending = None
-        if current >= 0:
-            left[current] -= tick
-            if left[current] <= tick / 2:
-                current -= 1
-    return now
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_the_end_is_that_of_a_simulation_in_ticks(seed):
-    chance = random.Random(seed)
-    tick = 1e-6
-    layers = [Layer(0, chance.randrange(100, 3000) * tick, chance.randrange(10, 5000) * 1e3)
-              for _ in range(chance.randrange(2, 9))]
-    link = Link("any", bandwidth=1e9, latency=chance.randrange(10, 200) * tick)
-    size = chance.randrange(1, 9000) * 1e3
-    spans = step.ddp_spans(layers, 2, link, bucket_bytes=size)
-    sends = [span for span in spans if span.lane == COMMUNICATION]
-    expected = ticking(layers, step.bucket_layers(layers, size), [s.seconds for s in sends], tick)
-    assert step.step_seconds(spans) == pytest.approx(expected, abs=3 * tick * len(sends))
-    for before, after in itertools.pairwise(sends):
-        assert before.end <= after.start, "the link carries one all-reduce at a time"
+@pytest.mark.parametrize("case", predict_step.CASES, ids=lambda case: case[0])
+def test_the_end_of_a_step_is_that_of_the_exercise(case):
+    _, layers, bucket_bytes, ranks, *link = case
+    spans = step.ddp_spans(layers, ranks, Link("any", *link), bucket_bytes=bucket_bytes)
+    end, exposed = predict_step.bucket_by_bucket(layers, bucket_bytes, ranks, *link)
+    assert step.step_seconds(spans) == pytest.approx(end)
+    assert step.exposed_seconds(spans) == pytest.approx(exposed)
 
 
 def test_exposed_and_hidden_of_overlapping_spans():

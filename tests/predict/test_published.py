@@ -39,9 +39,6 @@ def test_a_run_is_what_the_simulator_says_of_its_job(runs):
     job = Job(MODELS["Llama-3 70B"], 1, 8192, recompute="full", gradient_bytes=4)
     rate = predict(job, cluster).tokens_per_second / 64
     assert by_id["titan-a100-l3-70b-full"].predicted == pytest.approx(rate)
-    seconds = by_id["llmc-124m"].predicted
-    rate = by_id["bert-a100-512-8"].predicted
-    assert 0.05 < seconds < 1 and 300 < rate < 10_000, "seconds of a step; sequences of all GPUs"
 
 
 @pytest.mark.parametrize(("unit", "more", "factor"), [

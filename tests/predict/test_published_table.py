@@ -5,10 +5,7 @@ import json
 import re
 from importlib import resources
 
-import pytest
-
 from dplab.predict import catalogue
-from dplab.predict.published import model_of
 
 TABLE = json.loads(resources.files("dplab.predict").joinpath("runs.json").read_text("utf-8"))
 RUNS = {row["id"]: row for row in TABLE["runs"]}
@@ -64,42 +61,11 @@ def test_the_held_out_rows_are_those_of_the_rule():
     assert 0.3 < sum(row["held_out"] for row in IN_SCOPE) / len(IN_SCOPE) < 0.7
 
 
-def test_no_row_leaves():
-    """The ids as they were frozen: a row is added here, never taken away."""
+def test_no_row_leaves_and_no_figure_changes():
+    """As they were frozen: a row is added here, never taken away."""
     assert (len(RUNS), len(IN_SCOPE)) == (351, 322)
-    assert hashlib.sha256("\n".join(sorted(RUNS)).encode()).hexdigest()[:16] == "edcad9665465aa52"
-
-
-def test_the_figures_of_a_row_agree():
-    """A row published in two units shows a typing error in either."""
-    checked = 0
-    for row in IN_SCOPE:
-        also = row.get("also", {})
-        if "parameters" in also:
-            assert model_of(row).parameters == also["parameters"], row["id"]
-        if "global batch" in also:
-            assert also["global batch"] == row["ranks"] * row["batch"] * row.get("accumulation", 1)
-        if "s/step" in also:
-            tokens = row["batch"] * row["sequence"]
-            assert also["s/step"] == pytest.approx(tokens / row["published"], rel=0.01), row["id"]
-        if "MFU" in also and row["unit"] in ("tokens/s/GPU", "tokens/s", "sequences/s"):
-            rate = row["published"] * (row["sequence"] if row["unit"] == "sequences/s" else 1)
-            rate /= 1 if row["unit"] == "tokens/s/GPU" else row["ranks"]
-            config = model_of(row)
-            scores = 12 * config.layers * config.d_model * row["sequence"]
-            peak = catalogue.GPUS[TABLE["machines"][row["machine"]]["gpu"]].bf16_flops
-            # Sources differ in whether embeddings, attention, and its causal half count.
-            likely = [rate * (6 * numbers + attention) / peak
-                      for numbers in (config.parameters,
-                                      config.parameters - config.vocabulary * config.d_model)
-                      for attention in (0, scores / 2, scores)]
-            tight = "parameters" in also
-            if tight:
-                likely = [rate * (6 * also["parameters"] + scores) / peak]
-            assert any(value == pytest.approx(also["MFU"], rel=0.01 if tight else 0.04)
-                       for value in likely), (row["id"], likely)
-            checked += 1
-    assert checked > 230
+    figures = sorted(f"{name}: {row['published']} {row['unit']}" for name, row in RUNS.items())
+    assert hashlib.sha256("\n".join(figures).encode()).hexdigest()[:16] == "3a6e161bd578eff3"
 
 
 def test_rankings_compare_rows_of_the_table():
