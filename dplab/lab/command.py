@@ -93,8 +93,7 @@ def _bring_up_to_date(copy, options):
     changes = copy.refresh()
     _tell(changes)
     for name in fresh:
-        kept = copy.update(name, with_answers=False)
-        print(f"{name}: new from the course{_kept_as(kept, copy)}")
+        print(f"{name}: new from the course{_kept_as(copy.update(name, bare=True), copy)}")
     _tell_broken(copy)
     waiting = [name for name in changes.newer if name not in fresh]
     if options.update:

@@ -51,23 +51,28 @@ class WorkingCopy:
         for name, content in self.course.files.items():
             base = self._base(name)
             if not (self.place / name).exists():
-                self._put(name, self._with_answers(name))
+                self._put(name, content)
                 changes.added.append(name)
             elif base is None:  # a file of the reader's, or the folder .course was deleted
                 write_whole(self.kept / "base" / name, content)
             elif base != content and name not in broken:
                 if self._is_untouched(name):
-                    self._put(name, self._with_answers(name))
+                    self._put(name, content)
                     changes.replaced.append(name)
                 else:
                     changes.newer.append(name)
         return changes
 
-    def update(self, name: str, *, with_answers: bool = True) -> Path | None:
-        """Brings the course's version over, with the reader's answers or bare; where the old one
-        is kept.
+    def update(self, name: str, *, bare: bool = False) -> Path | None:
+        """Brings the course's version over; where the old one is kept.
+
+        In a notebook's stubs stands what the reader wrote there, unless it is to be ``bare``.
         """
-        content = self._with_answers(name) if with_answers else self.course.files[name]
+        content = self.course.files[name]
+        if name.endswith(".ipynb") and not bare:
+            answers = answers_in(notebook.read(self.place / name), self._stubs_of_base(name))
+            new = notebook.read(self.course.root / name, content)
+            content = notebook.dumps(with_answers(new, answers))
         kept = self._keep(name)
         self._put(name, content)
         return kept
@@ -108,15 +113,6 @@ class WorkingCopy:
         kept = self._keep(name)
         write_whole(self.place / name, content)
         return kept
-
-    def _with_answers(self, name):
-        """The course's version of a file; in a notebook's stubs, what the reader wrote there."""
-        content = self.course.files[name]
-        if not name.endswith(".ipynb") or not (self.place / name).exists():
-            return content
-        answers = answers_in(notebook.read(self.place / name), self._stubs_of_base(name))
-        new = notebook.read(self.course.root / name, content)
-        return notebook.dumps(with_answers(new, answers))
 
     def _notebooks(self):
         return [name for name in self.course.files if name.endswith(".ipynb")]
