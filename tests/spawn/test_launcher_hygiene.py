@@ -46,19 +46,22 @@ def traces(process):
     return process.num_fds(), logs, len(process.children(recursive=True))
 
 
-def let_the_server_load_everything():
-    run(lambda: torch.optim.SGD.__name__, 2)
-
-
 def total(x):
     tensor = torch.tensor([float(x + dist.get_rank())])
     dist.all_reduce(tensor)
     return tensor.item(), folder_of_this_rank()
 
 
+def fails(how):
+    dist.barrier()
+    if dist.get_rank() == 1:
+        how()
+    dist.barrier()
+
+
 @pytest.mark.slow
-def test_many_runs_leave_nothing():
-    let_the_server_load_everything()
+def test_many_runs_leave_nothing_and_failures_neither():
+    run(lambda: torch.optim.SGD.__name__, 2)  # the server has loaded everything
     me, server = psutil.Process(), server_of()
     before, folders = (traces(me), traces(server)), set()
     for number in range(5):
@@ -67,27 +70,12 @@ def test_many_runs_leave_nothing():
         folders.add(values[0][1])
     for _ in range(30):  # no collective: the ranks return while their peers still connect
         assert run(int, 2, "7") == [7, 7]
+    for how in (lambda: 1 // 0, lambda: os._exit(1), lambda: os.abort()) * 2:
+        with pytest.raises(RankError):
+            run(fails, 2, how)
     assert len(folders) == 5
     assert not [folder for folder in folders if os.path.exists(folder)]
     assert server_of() == server
-    assert (traces(me), traces(server)) == before
-
-
-def test_failures_leave_nothing_either():
-    def work(how):
-        dist.barrier()
-        if dist.get_rank() == 1:
-            how()
-        dist.barrier()
-
-    let_the_server_load_everything()
-    me, server = psutil.Process(), server_of()
-    before = traces(me), traces(server)
-    for how in (lambda: 1 // 0, lambda: os._exit(1), lambda: os.abort(), lambda: None) * 2:
-        try:
-            run(work, 2, how)
-        except RankError as error:
-            del error
     assert (traces(me), traces(server)) == before
 
 
@@ -143,19 +131,16 @@ def test_ranks_listen_on_the_loopback_alone(monkeypatch):
 
 
 @pytest.mark.slow
-def test_servers_that_died_are_replaced_and_leave_no_descriptor():
+def test_servers_that_died_are_replaced_and_leave_no_descriptor(monkeypatch):
     me, counts, servers = psutil.Process(), [], set()
-    for number in range(3):
+    for number in range(2):
         assert [value for value, _ in run(total, 2, number)] == [2 * number + 1.0] * 2
         counts.append(me.num_fds())
         servers.add(server_of().pid)
         kill_server()
-    assert len(set(counts)) == 1 and len(servers) == 3, counts
 
-
-@pytest.mark.slow
-def test_a_server_that_dies_before_it_forks_is_replaced(monkeypatch):
     def dies(self, *args):
+        """Before it forks."""
         monkeypatch.undo()
         server_of().suspend()
         try:
@@ -167,6 +152,7 @@ def test_a_server_that_dies_before_it_forks_is_replaced(monkeypatch):
     fork = start._Server.fork
     monkeypatch.setattr(start._Server, "fork", dies)
     assert [value for value, _ in run(total, 2, 3)] == [7.0, 7.0]
+    assert {*counts, me.num_fds()} == {counts[0]} and len(servers) == 2, counts
 
 
 def test_no_room_for_the_second_log_leaves_no_folder(monkeypatch, tmp_path):
@@ -252,14 +238,8 @@ def test_the_first_ranks_wait_only_for_what_they_name():
     done = python("""
 import sys
 from dplab import run
-
-def plain():
-    return "torch._dynamo" in sys.modules
-
-def trains():
-    import torch
-    return plain(), torch.optim.SGD.__name__
-
+plain = lambda: "torch._dynamo" in sys.modules
+trains = lambda: (plain(), __import__("torch").optim.SGD.__name__)
 print(run(plain, 2), run(trains, 2))""")
     assert done.stdout.strip() == "[False, False] [(True, 'SGD'), (True, 'SGD')]", done.stderr
 

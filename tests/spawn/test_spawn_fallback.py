@@ -46,22 +46,16 @@ def test_values_output_and_seeds(capsys):
         "[rank 0] total 2.0", "[rank 1] total 2.0"]
 
 
-@pytest.mark.parametrize(("how", "kind", "says"), [
-    (lambda: os.kill(os.getpid(), signal.SIGKILL), "died", "rank 1 of 2 was killed (SIGKILL)"),
-    (lambda: time.sleep(1000), "stuck", "rank 1 did not come to all_reduce number 2"),
-])
-def test_failures(how, kind, says):
+def test_a_rank_that_is_killed():
     def work():
         dist.all_reduce(torch.ones(2))
         if dist.get_rank() == 1:
-            how()
+            os.kill(os.getpid(), signal.SIGKILL)
         dist.all_reduce(torch.ones(2))
 
-    with pytest.raises(RankError) as caught:
-        run(work, 2, timeout=3 if kind == "stuck" else 60)
-    assert (caught.value.rank, caught.value.kind) == (1, kind)
-    assert str(caught.value).startswith(says)
-    assert "rank 0 " in caught.value.reports[0]
+    with pytest.raises(RankError, match=r"^rank 1 of 2 was killed \(SIGKILL\)") as caught:
+        run(work, 2)
+    assert (caught.value.rank, caught.value.kind) == (1, "died")
     assert "dist.all_reduce(torch.ones(2))" in caught.value.reports[0]
 
 
