@@ -322,9 +322,10 @@ class SilentFailure(SickJob):
         return (f"The job trains a classifier of digits on {self._world_size} ranks: "
                 f"{settings.batch} digits on each in a step, {healthy.EPOCHS} epochs. Its "
                 "BatchNorm is meant to take mean and variance over the batches of all ranks "
-                "(written by hand), so rank 0 writes one checkpoint for all. The layer "
-                f"`{settings.frozen}` is frozen in epoch 0, and trained from epoch 1 on. The queue "
-                "stopped the job once, in epoch 1, and it went on from its checkpoint.")
+                "(written by hand). Then buffers are equal on all ranks too, and one checkpoint is "
+                f"enough: rank 0 writes it. The layer `{settings.frozen}` is frozen in epoch 0, "
+                "and trained from epoch 1 on. The queue stopped the job once, in epoch 1, and it "
+                "went on from its checkpoint.")
 
     def _run(self, part):
         parts = replace(Parts(), **{self._part_name: part})

@@ -34,7 +34,7 @@ def average_gradients(model, group=None):
     ranks = dist.get_world_size(group)
     for parameter in model.parameters():
         if parameter.grad is not None:
-            # One at a time: a flat tensor has one dtype, and gradients may have several.
+            # One at a time, so that each travels in its own dtype.
             flat = pack([parameter.grad], ranks) / ranks
             total = ring_all_reduce(flat, group)
             [mean] = unpack(total, [parameter.grad])
@@ -97,12 +97,11 @@ class AverageGradients(InPairsToo):
         "batch. By what does the sum over the ranks differ from their mean? And which of the "
         "parameters has no gradient?",
         "The ring takes a flat tensor whose length N divides, leaves it as it is, and returns a "
-        "new one. So each gradient goes through `pack`, `ring_all_reduce` and `unpack`; then copy "
+        "new one. So the gradients go through `pack`, `ring_all_reduce` and `unpack`; then copy "
         "what comes back.",
-        "For each `parameter` whose `.grad` is not None: `flat = pack([parameter.grad], ranks)`, "
-        "`total = ring_all_reduce(flat, group)`, `[mean] = unpack(total / ranks, "
-        "[parameter.grad])`, `parameter.grad.copy_(mean)`, with `ranks = "
-        "dist.get_world_size(group)`.",
+        "With `there`, the list of the gradients that are not None, and `ranks = "
+        "dist.get_world_size(group)`: `total = ring_all_reduce(pack(there, ranks), group)`. Then "
+        "`copy_` each tensor of `unpack(total / ranks, there)` into its gradient.",
     )
     slips = (
         Slip("You summed and did not divide by the world size: each step is as many times too long "
@@ -163,6 +162,11 @@ class AverageGradients(InPairsToo):
              "one keeps the old numbers: copy into it with `copy_`.",
              {"parameter.grad.copy_(mean)": "parameter.grad = mean"},
              {"gradient.copy_(its_mean)": "gradient.data = its_mean.to(gradient.dtype)"}),
+        Slip("`pack` makes one tensor of gradients of two dtypes, in the wider one, and so a mean "
+             "can have another dtype than its parameter. `parameter.grad.copy_(…)` takes it all "
+             "the same, and `.grad` stays the same tensor.",
+             {"gradient.copy_(its_mean)": "owner = next(each for each in model.parameters() "
+                                          "if each.grad is gradient)\nowner.grad = its_mean"}),
         Slip("A collective of torch's communicates here. Use your own, `ring_all_reduce`: the "
              "whole stack is to stand on it.", {RING: BY_TORCH}),
         Slip("A float64 gradient went through float32, and lost its last digits. `pack` keeps the "

@@ -82,7 +82,7 @@ def second_job(folder, attempt):
 
 
 class ExactResume(Exercise):
-    number = "4.5"
+    number = "4.6"
     title = "A resume that is exact"
     minutes = 15
     world_sizes = (2, 3)

@@ -59,11 +59,15 @@ STEPS = "the number of steps, of which each rank takes as many as the longest li
 
 
 class UnevenLoop(Exercise):
-    number = "4.4"
+    number = "4.5"
     title = "Repair a loop that hangs"
-    minutes = 20
+    minutes = 15
     seconds = 10.0
     tolerance = 1e-4
+    too_long = (f"{Exercise.too_long} Does a rank without data bring zeros for a parameter for "
+                "which the others have None, as for a frozen one? The ranks then average different "
+                "lists of gradients. Bring zeros where the others have a gradient, and nowhere "
+                "else.")
     solution = staticmethod(train_uneven)
     stub = staticmethod(train_uneven_stub)
 

@@ -73,4 +73,4 @@ def test_slugs_are_unique_and_numbers_in_order():
 
 
 def test_solution_source_is_that_of_the_name():
-    assert solution_source("4.4").startswith("def train_uneven(")
+    assert solution_source("4.5").startswith("def train_uneven(")
