@@ -67,7 +67,7 @@ def attempt_in(file: Path, name: str):
                   if not _is_of_a_script(node)]
     needed = {name}
     for _ in statements:  # what they use may use more
-        needed.update(*(names for each in statements if each.binds & needed for names in each.uses))
+        needed.update(*(each.uses for each in statements if each.binds & needed))
     wanted = {number for each in statements
               if each.binds & needed or _is_of_all(each.node, file) for number in each.lines}
     # The others are left empty, so that an error names the right line of a Python file.

@@ -90,7 +90,7 @@ def define(source: str, name: str, file: Path):
     """The value of ``name`` after the source has been run by itself. Raises `Broken`."""
     linecache.cache[str(file)] = len(source), None, source.splitlines(keepends=True), str(file)
     # Ranks get what belongs to `__main__` by value, as they get all that a notebook defines.
-    names: dict = {"__name__": "__main__"}
+    names: dict = {"__name__": "__main__", "__file__": str(file)}
     try:
         exec(compile(source, str(file), "exec", dont_inherit=True), names)
     except (Exception, SystemExit) as error:

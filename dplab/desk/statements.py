@@ -30,27 +30,20 @@ class Statement:
         return textwrap.dedent("\n".join(lines)).rstrip()
 
     @cached_property
+    def _table(self):
+        return symtable.symtable(ast.unparse(self.node), "statement", "exec")
+
+    @cached_property
     def binds(self) -> set[str]:
         """The global names that it binds."""
-        table = symtable.symtable(ast.unparse(self.node), "statement", "exec")
-        return {each.get_name() for each in table.get_symbols()
+        return {each.get_name() for each in self._table.get_symbols()
                 if each.is_assigned() or each.is_imported()}
 
     @cached_property
-    def uses(self) -> tuple[set[str], set[str]]:
-        """The global names that it looks up when it runs (bases, decorators, defaults), and those
-        that the functions which it defines look up when they are called.
-        """
-        table = symtable.symtable(ast.unparse(self.node), "statement", "exec")
-        at_once = {each.get_name() for each in table.get_symbols() if each.is_referenced()}
-        later: set[str] = set()
+    def uses(self) -> set[str]:
+        """The global names that it looks up: when it runs, or when what it defines is called."""
+        def names(table):
+            own = {each.get_name() for each in table.get_symbols() if each.is_global()}
+            return own.union(*map(names, table.get_children()))
 
-        def look_into(parent, is_running):
-            for child in parent.get_children():
-                runs = is_running and child.get_type() == "class"
-                used = {each.get_name() for each in child.get_symbols() if each.is_global()}
-                (at_once if runs else later).update(used)
-                look_into(child, runs)
-
-        look_into(table, True)
-        return at_once, later
+        return names(self._table)

@@ -84,12 +84,6 @@ def test_a_class_with_its_base_and_a_helper(written):
     assert defined(source)(7).all() == [7, 2, 5]
 
 
-def test_a_class_that_extends_an_earlier_one_of_its_name(written):
-    source = written("class attempt:\n    def one(self):\n        return 1",
-                     "class attempt(attempt):\n    def two(self):\n        return self.one() + 1")
-    assert defined(source)().two() == 2
-
-
 def test_classes_without_methods_of_their_own(written):
     source = written("from dataclasses import dataclass\nclass attempt:\n    x = 'an older one'",
                      """
@@ -126,21 +120,6 @@ def test_decorators(written, wraps):
     assert "@doubled\ndef attempt" in source and "@functools.cache\ndef step" in source
 
 
-def test_a_decorator_that_calls_what_it_decorates_comes_first(written):
-    source = written("""
-        def attempt(function):
-            def inner(number):
-                return function(number) if number else later(1)
-            return inner
-
-        @attempt
-        def later(number):
-            return number + 41
-        """)
-    assert defined(source)(abs)(0) == 42
-    assert source.index("def attempt") < source.index("@attempt")
-
-
 def test_functions_that_call_each_other_and_were_defined_again(written):
     source = written("def is_odd(n):\n    return 'old'",
                      "def is_even(n):\n    return n == 0 or is_odd(n - 1)",
@@ -152,9 +131,6 @@ def test_functions_that_call_each_other_and_were_defined_again(written):
 @pytest.mark.parametrize(("cells", "value"), [
     (("def attempt():\n    return 1\n\ndef other():\n    return 2",
       "def attempt():\n    return 3"), 3),
-    (("def attempt():\n    return 1", "if False:\n    def attempt():\n        return 2"), 1),
-    (("if True:\n  def attempt():\n    return 1\nelse:\n  def attempt():\n    return 2",), 1),
-    (("START = 2", "def attempt(start=START):\n    return start", "START = 3"), 2),
     (("START = [2]", "def attempt():\n    return START", "START.append(3)"), [2, 3]),
 ])
 def test_what_counts_is_what_ran_and_in_its_order(written, cells, value):
@@ -163,7 +139,7 @@ def test_what_counts_is_what_ran_and_in_its_order(written, cells, value):
 
 @pytest.mark.parametrize("cell", [
     "%%time\n{}", "%pwd\n{}\n!true", "with open('/dev/null'):\n{}",
-    "try:\n{}\nexcept ZeroDivisionError:\n    attempt = None",
+    "try:\n{}\nexcept ZeroDivisionError:\n    raise",
 ])
 @pytest.mark.parametrize("text", [
     "def attempt(number):\n    return number + 1\n",
@@ -246,8 +222,6 @@ def test_what_is_checked_under_another_name_gets_that_of_the_exercise(written):
       "attempt = make(3)"), "`attempt`"),
     (("def make(n):\n    def helper():\n        return n\n    return helper", "helper = make(2)",
       "def attempt():\n    return helper()"), "`helper`"),
-    (("def helper():\n    return 1", "old = helper", "def helper():\n    return old()",
-      "def attempt():\n    return helper()"), "`old`"),
     (("def attempt():\n    return 1", "import functools\nattempt = functools.cache(attempt)"),
      "`attempt`"),
     (("class Scale:\n    pass", "attempt = Scale()\nScale.__call__ = lambda self: 1"), "`attempt`"),
