@@ -169,7 +169,8 @@ def test_a_chapter_is_named_by_its_number_and_an_appendix_by_its_letter(course, 
     assert "--update B" in lab().out
     for word in ("B", "b", "appendix_other_cuts", "3", "03", "03_all_reduce"):
         name = THIRD if "3" in word else path
-        assert f"{name}: new from the course" in lab("--fresh", word).out
+        said = lab("--fresh", word).out
+        assert f"{name}: new from the course" in said and "--update" not in said
 
 
 @pytest.mark.parametrize("id", ["stub-total", "last"])
