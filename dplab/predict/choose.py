@@ -1,7 +1,8 @@
 """From a model, a cluster and a global batch to a strategy: a recommendation that says why.
 
     cluster = Cluster(GPUS["H100"], 8, LINKS["NVLink 4"], LINKS["400 Gb/s"])
-    print(recommend(MODELS["Llama-3 8B"], cluster, global_batch=512, sequence=8192))
+    found = recommend(MODELS["Llama-3 8B"], cluster, global_batch=512, sequence=8192)
+    print(found.best, found.advice)
 
 Each strategy is taken as torch's usual settings make it (`settings` has the code), in mixed
 precision: parameters, gradients and Adam's moments in fp32, 16 bytes a parameter in all; computing,
@@ -254,7 +255,7 @@ def _fastest(wish, strategy):
 
 @dataclass(frozen=True)
 class Recommendation:
-    """What `recommend` found; printed, it says why."""
+    """What `recommend` found; its ``advice`` says why."""
 
     options: tuple[Option, ...]
     wish: Wish
@@ -355,6 +356,8 @@ class Recommendation:
         if self.wish.cluster.ranks == 1:
             return ("Without a wrapper it does not fit. FSDP on one GPU shares nothing, but it "
                     "frees each block's parameters in bf16 after use.")
+        if sum(map(self.runs, self.options)) == 1:
+            return f"Only one strategy fits: {best}."
         others = [str(option) for option in self.ties if option is not best]
         if not others:
             return f"{best} is the fastest that fits, by more than {TIE:.0%}."

@@ -105,6 +105,7 @@ def test_the_best_is_the_simplest_of_the_fastest_that_fit(name, ranks, batch, se
     for other in good[1:]:
         assert other in found.advice[0].split("as fast as")[1].split("within")[0]
     assert ("as fast as" in found.advice[0]) is (len(good) > 1)
+    assert ("Only one" in found.advice[0]) is (len(fitting) == 1)
 
 
 def test_recomputes_only_where_nothing_else_fits():
