@@ -20,8 +20,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from dplab.predict import catalogue, cost
-from dplab.predict.checks import one_of
+from dplab.predict import cost
 from dplab.predict.step import COMMUNICATION, Span
 from dplab.spawn.between import calls
 from dplab.spawn.rank import recording
@@ -45,12 +44,6 @@ class EmulatedLink:
 
     def __post_init__(self):
         cost.Link(self.name, self.bandwidth, self.latency)  # which checks both
-
-    @classmethod
-    def of(cls, name: str) -> "EmulatedLink":
-        """A published link, by its name in `predict.catalogue.LINKS`, such as "400 Gb/s"."""
-        link = catalogue.LINKS[one_of(name, catalogue.LINKS, "link")]
-        return cls(link.bandwidth, link.latency, name)
 
     def __str__(self):
         return f"emulated {self.name or 'link'}: {self.bandwidth / 1e9:.3g} GB/s, " \

@@ -3,6 +3,7 @@
 Times are bounded from below only: how much longer a busy machine takes is not the link's doing.
 """
 
+import functools
 import sys
 import time
 
@@ -14,11 +15,12 @@ from failing import failure
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves
 
 from dplab import run
 from dplab.measure import CallLog, EmulatedLink
 from dplab.parallel import ring_all_reduce, ring_reduce_scatter, tree_all_reduce
-from dplab.predict import catalogue, cost
+from dplab.predict import cost
 from dplab.predict.step import COMMUNICATION, COMPUTE, Span
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -40,166 +42,85 @@ def seconds_of(action):
     return value, time.monotonic() - start
 
 
-def all_reduce():
-    x = numbers()
-    dist.all_reduce(x)
-    return x
-
-
-def maximum():
-    x = numbers().to(torch.float64)
-    dist.all_reduce(x, op=dist.ReduceOp.MAX)
-    return x
-
-
-def broadcast():
-    x = numbers()
-    dist.broadcast(x, src=dist.get_world_size() - 1)
-    return x
-
-
-def reduce():
-    x = numbers()
-    dist.reduce(x, dst=0)
-    return x if dist.get_rank() == 0 else None
-
-
-def all_gather():
-    parts = [torch.empty(LENGTH) for _ in range(dist.get_world_size())]
-    dist.all_gather(parts, numbers())
-    return parts
-
-
-def all_gather_single():
-    whole = torch.empty(LENGTH * dist.get_world_size())
-    dist.all_gather_single(whole, numbers())
-    return whole
-
-
-def reduce_scatter_single():
-    part = torch.empty(LENGTH // dist.get_world_size())
-    dist.reduce_scatter_single(part, numbers())
-    return part
-
-
-def reduce_scatter():
-    world_size = dist.get_world_size()
-    part = torch.empty(LENGTH // world_size)
-    dist.reduce_scatter(part, list(numbers().chunk(world_size)))
-    return part
-
-
-def gather():
-    parts = [torch.empty(LENGTH) for _ in range(dist.get_world_size())]
-    dist.gather(numbers(), parts if dist.get_rank() == 0 else None, dst=0)
-    return parts if dist.get_rank() == 0 else None
-
-
-def scatter():
-    world_size = dist.get_world_size()
-    part = torch.empty(LENGTH // world_size)
-    parts = list(numbers().chunk(world_size)) if dist.get_rank() == 0 else None
-    dist.scatter(part, parts, src=0)
-    return part
-
-
-def all_to_all():
-    received = torch.empty(LENGTH)
-    dist.all_to_all_single(received, numbers())
-    return received
-
-
-def batched_neighbours():
+def neighbours(received, sent):
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    received = torch.empty(LENGTH)
     for work in dist.batch_isend_irecv([
-            dist.P2POp(dist.isend, numbers(), (rank + 1) % world_size),
+            dist.P2POp(dist.isend, sent, (rank + 1) % world_size),
             dist.P2POp(dist.irecv, received, (rank - 1) % world_size)]):
         work.wait()
-    return received
 
 
 def from_anyone():
     if dist.get_rank():
-        dist.send(numbers(), 0)
-        return None
-    found = {}
-    for _ in range(dist.get_world_size() - 1):
-        received = torch.empty(LENGTH)
-        found[dist.recv(received)] = received
-    return [found[rank] for rank in sorted(found)]
+        return dist.send(numbers(), 0)
+    received = torch.empty(dist.get_world_size() - 1, LENGTH)
+    return sorted((dist.recv(each), each.tolist()) for each in received)
 
 
-def objects():
-    found = [None] * dist.get_world_size()
-    dist.all_gather_object(found, {"rank": dist.get_rank()})
-    return found
-
-
-def ring():
-    x = numbers()
-    ring_all_reduce(x)
-    return x
-
-
-def half_a_ring():
-    return ring_reduce_scatter(numbers())
-
-
-def tree():
-    x = numbers()
-    tree_all_reduce(x)
-    return x
-
-
-def within_a_group():
+def within_a_group(x):
     group = dist.new_group([0, 1])
-    x = numbers()
     if dist.get_rank() < 2:
         dist.all_reduce(x, group=group)
-    return x
 
 
-ACTIONS = [all_reduce, maximum, broadcast, reduce, all_gather, all_gather_single, reduce_scatter,
-           reduce_scatter_single, gather, scatter, all_to_all, batched_neighbours, from_anyone,
-           objects, ring, half_a_ring, tree, within_a_group]
+def actions():
+    """By name, what all ranks do together: a function and its arguments, among them outputs."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    x, part, whole = numbers, torch.zeros(LENGTH // ranks), torch.zeros(LENGTH * ranks)
+    chunks, many = list(x().chunk(ranks)), torch.zeros(ranks, LENGTH)
+    return {
+        "all_reduce": (dist.all_reduce, x()),
+        "maximum": (dist.all_reduce, x().double(), dist.ReduceOp.MAX),
+        "broadcast": (dist.broadcast, x(), ranks - 1),
+        "reduce": (lambda x: dist.reduce(x, dst=0) or (x.zero_() if rank else x), x()),
+        "all_gather": (dist.all_gather, list(many.clone()), x()),
+        "all_gather_single": (dist.all_gather_single, whole, x()),
+        "reduce_scatter": (dist.reduce_scatter, part.clone(), chunks),
+        "reduce_scatter_single": (dist.reduce_scatter_single, part.clone(), x()),
+        "gather": (dist.gather, x(), None if rank else list(many.clone()), 0),
+        "scatter": (dist.scatter, part.clone(), None if rank else chunks, 0),
+        "all_to_all": (dist.all_to_all_single, torch.zeros(LENGTH), x()),
+        "neighbours": (neighbours, torch.zeros(LENGTH), x()),
+        "from_anyone": (from_anyone,),
+        "objects": (dist.all_gather_object, [None] * ranks, {"rank": rank}),
+        "ring": (ring_all_reduce, x()),
+        "half a ring": (ring_reduce_scatter, x()),
+        "tree": (tree_all_reduce, x()),
+        "within a group": (within_a_group, x()),
+    }
 
 
-def several(actions):
-    return [action() for action in actions]
+def run_all():
+    """For each action its result and arguments, of which some are outputs; and its seconds."""
+    found = {}
+    for name, (action, *arguments) in actions().items():
+        value, seconds = seconds_of(functools.partial(action, *arguments))
+        found[name] = tree_leaves((value, arguments)), seconds
+    return found
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_values_are_those_of_gloo(ranks):
-    plain = run(several, ranks, ACTIONS, backend="gloo")
-    emulated = run(several, ranks, ACTIONS, link=FAST)
-    for rank in range(ranks):
-        for action, right, found in zip(ACTIONS, plain[rank], emulated[rank], strict=True):
-            if isinstance(right, torch.Tensor):
-                right, found = [right], [found]
-            assert type(right) is type(found), action
-            for a, b in zip(right or [], found or [], strict=True):
+    plain, emulated = (run(run_all, ranks, **how) for how in ({"backend": "gloo"}, {"link": FAST}))
+    for rank, (right, found) in enumerate(zip(plain, emulated, strict=True)):
+        for name in right:
+            for a, b in zip(right[name][0], found[name][0], strict=True):
                 equal = torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
-                assert equal, (rank, action)
+                assert equal, (rank, name)
 
 
-def timed(actions):
-    return [seconds_of(action)[1] for action in actions]
-
-
-@pytest.mark.parametrize("ranks", [3])
-def test_no_collective_ends_before_the_link_allows(ranks):
+def test_no_collective_ends_before_the_link_allows():
     least = {
-        all_reduce: ("ring all-reduce", 1), broadcast: ("pipelined broadcast", 1),
-        all_gather_single: ("ring all-gather", ranks), all_gather: ("ring all-gather", ranks),
-        reduce_scatter_single: ("ring reduce-scatter", 1),
-        reduce_scatter: ("ring reduce-scatter", 1), all_to_all: ("direct all-to-all", 1),
-        ring: ("ring all-reduce", 1), half_a_ring: ("ring reduce-scatter", 1)}
+        "all_reduce": ("ring all-reduce", 1), "broadcast": ("pipelined broadcast", 1),
+        "all_gather_single": ("ring all-gather", 3), "all_gather": ("ring all-gather", 3),
+        "reduce_scatter_single": ("ring reduce-scatter", 1),
+        "reduce_scatter": ("ring reduce-scatter", 1), "all_to_all": ("direct all-to-all", 1),
+        "ring": ("ring all-reduce", 1), "half a ring": ("ring reduce-scatter", 1)}
     link = cost.Link("slow", SLOW.bandwidth, SLOW.latency)
-    for times in run(timed, ranks, list(least), link=SLOW):
-        for seconds, (action, (algorithm, parts)) in zip(times, least.items(), strict=True):
-            needed = cost.seconds(algorithm, ranks, 4 * LENGTH * parts, link)
-            assert seconds > needed - SLACK, action
+    for found in run(run_all, 3, link=SLOW):
+        for name, (algorithm, parts) in least.items():
+            needed = cost.seconds(algorithm, 3, 4 * LENGTH * parts, link)
+            assert found[name][1] > needed - SLACK, name
 
 
 def wait_for_a_late_rank():
@@ -277,18 +198,14 @@ def train(wrap, steps=3):
 
 
 @pytest.mark.parametrize("wrap", [DistributedDataParallel, fully_shard])
-def test_wrappers_train_alike_and_slower(wrap):
+def test_wrappers_train_alike_and_slower_and_calls_of_ddps_reducer_are_seen(wrap):
     link = EmulatedLink(bandwidth=1e9, latency=0.05)
     plain, slow = run(train, 2, wrap, backend="gloo"), run(train, 2, wrap, link=link)
-    for (weights, _, _), (same, seconds, _) in zip(plain, slow, strict=True):
+    numbers_sent = 3 * sum(parameter.numel() for parameter in model_of(0).parameters())
+    for (weights, _, _), (same, seconds, log) in zip(plain, slow, strict=True):
         assert all(map(torch.equal, weights, same))
         assert seconds > 3 * 2 * 0.05 - SLACK
-
-
-def test_the_call_log_sees_what_ddps_reducer_launches():
-    for _, _, log in run(train, 2, DistributedDataParallel, link=FAST):
-        weights = sum(parameter.numel() for parameter in model_of(0).parameters())
-        assert log.bytes("all_reduce") == 3 * 4 * weights
+        assert wrap is fully_shard or log.bytes("all_reduce") == 4 * numbers_sent
 
 
 def disagrees():
@@ -310,14 +227,6 @@ def test_threads_that_wake_late_change_nothing_of_what_the_link_carries():
     assert on_time == late
     assert on_time[1][1].start == pytest.approx(0.016)
     assert on_time[1][1].seconds == pytest.approx(SLOW.seconds("all_reduce", 2, 22_000))
-
-
-def test_presets_carry_published_numbers():
-    link = EmulatedLink.of("400 Gb/s")
-    assert (link.bandwidth, link.latency) == (50e9, catalogue.LINKS["400 Gb/s"].latency)
-    assert str(link) == "emulated 400 Gb/s: 50 GB/s, 14 µs"
-    with pytest.raises(ValueError, match="NVLink 4"):
-        EmulatedLink.of("NVLink 44")
 
 
 def test_what_cannot_be_emulated_is_refused():
