@@ -4,7 +4,6 @@ import contextlib
 import os
 import queue
 import re
-import signal
 import socket
 import subprocess
 import sys
@@ -42,10 +41,10 @@ class TorchrunNodes:
     """
 
     def __init__(self, nodes: int, ranks_per_node: int, script, *arguments,
-                 at_least: int | None = None, restarts: int = 3, shown: str = ".*"):
+                 at_least: int | None = None, shown: str = ".*"):
         self.command = [script, *arguments]
         self.nodes, self.ranks_per_node = nodes, ranks_per_node
-        self.at_least, self.restarts = at_least or nodes, restarts
+        self.at_least = at_least or nodes
         self.shown = re.compile(shown)
         self.lines: list[Line] = []
         self._torchruns: list[subprocess.Popen] = []
@@ -117,15 +116,9 @@ class TorchrunNodes:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
 
-    def stop(self) -> None:
-        """Tells the job to stop, as SLURM would, by a signal to each torchrun."""
-        for torchrun in self._torchruns:
-            if torchrun.poll() is None:
-                torchrun.send_signal(signal.SIGTERM)
-
     def _torchrun(self, node):
         command = [sys.executable, "-c", _TORCHRUN, "--nnodes", f"{self.at_least}:{self.nodes}",
-                   "--nproc-per-node", self.ranks_per_node, "--max-restarts", self.restarts,
+                   "--nproc-per-node", self.ranks_per_node, "--max-restarts", 3,
                    "--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{self._port}",
                    "--rdzv-conf", f"is_host={int(node == 0)},{_PATIENCE}", *self.command]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "",
