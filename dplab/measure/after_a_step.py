@@ -8,7 +8,6 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Adam
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from dplab.measure.storages import storages_of
 
@@ -72,30 +71,18 @@ def _average(buckets, bucket):
 
 def _copies(model, loss):
     """The copies of parameters that a forward under autocast leaves for backward."""
-    casts = _Casts(model)
-    saved = []
+    saved: list[torch.Tensor] = []
     device = next(model.parameters()).device.type
     with (torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t),
-          casts, torch.autocast(device, torch.bfloat16)):
+          torch.autocast(device, torch.bfloat16)):
         loss(model)
-    return [t for t in saved if t.untyped_storage().data_ptr() in casts.addresses]
+    casts = [parameter.detach().bfloat16().flatten() for parameter in model.parameters()]
+    return [tensor for tensor in saved
+            if tensor.dtype == torch.bfloat16 and any(_is_in(tensor, cast) for cast in casts)]
 
 
-class _Casts(TorchDispatchMode):
-    """Notes the address of each copy that is made of a parameter."""
-
-    def __init__(self, model):
-        super().__init__()
-        self._parameters = {memory.data_ptr() for memory in storages_of(model.parameters())}
-        self._kept: list[torch.Tensor] = []
-
-    @property
-    def addresses(self):
-        return {copy.untyped_storage().data_ptr() for copy in self._kept}
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        made = function(*args, **(kwargs or {}))
-        if (function is torch.ops.aten._to_copy.default
-                and args[0].untyped_storage().data_ptr() in self._parameters):
-            self._kept.append(made)  # alive, so that no address comes twice
-        return made
+def _is_in(tensor, numbers):
+    """Whether these are the numbers in the tensor's storage: one may look at it transposed."""
+    storage = tensor.untyped_storage()
+    return storage.nbytes() == numbers.nbytes and torch.equal(
+        torch.empty_like(numbers).set_(storage, 0, numbers.shape), numbers)
