@@ -121,6 +121,7 @@ def test_other_collectives_of_four_ranks_by_hand(algorithm, sent, chain, message
     assert cost.messages(algorithm, 4) == messages
     assert cost.seconds(algorithm, 4, M, link) == pytest.approx(messages * 3e-5 + chain * M / 2e9)
     assert cost.bytes_sent(algorithm, 1, M) == cost.seconds(algorithm, 1, M, link) == 0
+    assert cost.bytes_sent(algorithm, 4, 0) == 0
 
 
 def test_the_whole_tensor_of_what_a_rank_hands_over():
