@@ -35,39 +35,43 @@ READOUT = """<style>
 
 
 class Sliders:
-    """``controls`` above the picture that is drawn for the values of ``sliders``, in order."""
+    """``sliders``, by name, laid out by ``arrange`` above the picture that is drawn for them."""
 
-    def __init__(self, draw: Callable[..., CourseFigure], sliders: Sequence, controls):
+    def __init__(self, draw: Callable[..., CourseFigure], sliders: Mapping, arrange: Callable):
         self._draw = functools.cache(lambda *values: draw(*values).display_data())
-        self._sliders = list(sliders)
+        self.sliders = dict(sliders)
         self._pictures: list = []
         self._names = HTML(layout=Layout(display="none"))
-        self.controls = VBox([controls, self._names])
+        widgets = list(self.sliders.values())
+        self.controls = VBox([arrange(widgets), self._names])
         self.controls.add_class("dplab-sliders")
-        longest = max((len(text) for slider in sliders if isinstance(slider, SelectionSlider)
+        longest = max((len(text) for slider in widgets if isinstance(slider, SelectionSlider)
                        for text, _ in slider.options), default=0)
         self.controls.add_class(f"dplab-readout-{longest}")
         self._readout = READOUT.format(longest)
-        for slider in self._sliders:
+        for slider in widgets:
             slider.observe(self._show, "value")
         self._show()
 
     def picture(self) -> tuple[dict, dict]:
         """The data and the metadata of the picture as the controls stand now."""
-        data, metadata = self._draw(*(slider.value for slider in self._sliders))
-        *names, last = (slider.description for slider in self._sliders)
+        data, metadata = self._draw(*self._values())
+        *names, last = self.sliders
         said = f"{', '.join(names)} and {last}" if names else last
         note = (f'<p class="dplab-run-this"><em>Run this cell to change {html.escape(said)}.'
                 '</em></p>')
         return data | {"text/html": f"{STYLE}{note}{data['text/html']}"}, metadata
 
+    def _values(self):
+        return [slider.value for slider in self.sliders.values()]
+
     def _show(self, _=None):
         data, metadata = self.picture()
         for shown in self._pictures:
             shown.update(data, raw=True, metadata=metadata)
-        values = html.escape(repr([slider.value for slider in self._sliders]))
-        self._names.value = (f'{self._readout}<img alt="" src="{EMPTY}" data-values="{values}" '
-                             f'onload="{html.escape(NAME_CONTROLS)}">')
+        self._names.value = (
+            f'{self._readout}<img alt="" src="{EMPTY}" data-values="'
+            f'{html.escape(repr(self._values()))}" onload="{html.escape(NAME_CONTROLS)}">')
 
     def _ipython_display_(self):
         data, metadata = self.picture()
@@ -76,38 +80,8 @@ class Sliders:
         self._pictures.append(display(data, raw=True, metadata=metadata, display_id=True))
 
 
-class Stepper(Sliders):
-    """What `stepper` returns; ``slider`` is the one that it has."""
-
-    def __init__(self, draw: Callable[..., CourseFigure], values: Sequence, label: str, unit: str,
-                 start):
-        self.slider = SelectionSlider(options=_options(values, unit), value=start,
-                                      description=label, style={"description_width": "initial"})
-        play = Play(values.index(start), 0, len(values) - 1, interval=1500)
-        jslink((play, "value"), (self.slider, "index"))
-        super().__init__(draw, [self.slider], HBox([play, self.slider]))
-
-
-class Calculator(Sliders):
-    """What `calculator` returns, with its ``sliders`` and drop-downs by name."""
-
-    def __init__(self, draw: Callable[..., CourseFigure], options: Mapping[str, Sequence],
-                 start: Mapping[str, object], units: Mapping[str, str]):
-        self.sliders = {}
-        for name, values in options.items():
-            kind = SelectionSlider if all(isinstance(each, Real) for each in values) else Dropdown
-            self.sliders[name] = kind(
-                options=_options(values, units.get(name, "")), value=start.get(name, values[0]),
-                description=name, style={"description_width": "6em"}, layout=Layout(width="auto"))
-        columns = Layout(grid_template_columns="repeat(auto-fit, minmax(22em, 1fr))",
-                         max_width="720px", align_items="center")
-        super().__init__(lambda *values: draw(**dict(zip(options, values, strict=True))),
-                         list(self.sliders.values()),
-                         GridBox(list(self.sliders.values()), layout=columns))
-
-
 def stepper(draw: Callable[..., CourseFigure], values: Sequence, *, label: str = "step",
-            unit: str = "", start=None) -> Stepper:
+            unit: str = "", start=None) -> Sliders:
     """A slider over ``values``, with a button that plays it, above ``draw`` of the one chosen.
 
     The slider shows each value with ``unit``. It starts at the value ``start``, by default the
@@ -115,30 +89,39 @@ def stepper(draw: Callable[..., CourseFigure], values: Sequence, *, label: str =
     ``start`` is not one of the values.
     """
     values = list(values)
-    if start is None and values:
-        start = values[0]
-    if start not in values:
-        raise ValueError(f"{label} {start!r} is not one of {values}")
-    return Stepper(draw, values, label, unit, start)
+    slider = _control(SelectionSlider, label, values, start, unit,
+                      style={"description_width": "initial"})
+    play = Play(values.index(slider.value), 0, len(values) - 1, interval=1500)
+    jslink((play, "value"), (slider, "index"))
+    return Sliders(draw, {label: slider}, lambda sliders: HBox([play, *sliders]))
 
 
 def calculator(draw: Callable[..., CourseFigure], options: Mapping[str, Sequence],
-               start: Mapping[str, object] | None = None, *,
-               units: Mapping[str, str] | None = None) -> Calculator:
+               start: Mapping[str, object], *,
+               units: Mapping[str, str] | None = None) -> Sliders:
     """Controls for all ``options``, above ``draw`` of their values by name; as `stepper`.
 
     ``options`` maps an argument of ``draw`` to its values: numbers get a slider, names a
     drop-down. ``start`` says which value each has at first, by default the first; ``units`` what
     is written after it. Raises ValueError for a start that is not offered.
     """
-    start = dict(start or {})
-    for name, value in start.items():
-        if value not in options.get(name, ()):
-            raise ValueError(f"{name} {value!r} is not one of {list(options.get(name, ()))}")
-    return Calculator(draw, options, start, units or {})
+    units = units or {}
+    sliders = {name: _control(
+        SelectionSlider if all(isinstance(each, Real) for each in values) else Dropdown,
+        name, values, start.get(name), units.get(name, ""),
+        style={"description_width": "6em"}, layout=Layout(width="auto"))
+        for name, values in options.items()}
+    columns = Layout(grid_template_columns="repeat(auto-fit, minmax(22em, 1fr))",
+                     max_width="720px", align_items="center")
+    return Sliders(lambda *values: draw(**dict(zip(options, values, strict=True))), sliders,
+                   lambda sliders: GridBox(sliders, layout=columns))
 
 
-def _options(values, unit):
-    """Each value with the text that a control shows for it."""
+def _control(kind, name, values, start, unit, **looks):
+    """A control that shows each value with the unit, at ``start``, by default the first."""
+    start = values[0] if start is None else start
+    if start not in values:
+        raise ValueError(f"{name} {start!r} is not one of {values}")
     texts = [f"{value:,}" if isinstance(value, Real) else str(value) for value in values]
-    return [(f"{text} {unit}".strip(), value) for text, value in zip(texts, values, strict=True)]
+    options = [(f"{text} {unit}".strip(), value) for text, value in zip(texts, values, strict=True)]
+    return kind(options=options, value=start, description=name, **looks)
