@@ -15,7 +15,6 @@ _MODULE_OF = {
     "to_png": "theme",
     "to_svg": "theme",
     "Canvas": "diagram",
-    "gap_between": "curves",
     "loss_curves": "curves",
     "time_shares": "shares",
     "timeline": "timelines",

@@ -40,7 +40,6 @@ def loss_curves(
     note: str | None = None,
     height: float = HEIGHT,
     first: int = 0,
-    alt: str | None = None,
 ) -> CourseFigure:
     """Draws one line per curve; of curves that coincide, each later one lies thinner on top.
 
@@ -49,8 +48,7 @@ def loss_curves(
     else the first is grey and the others follow the palette. A value that is not finite leaves a
     hole, and the label says from which step on. ``note`` stands below the title; by default it is
     the largest gap between the curves, if they coincide. ``height`` is in inches of 96 CSS pixels,
-    and more where labels need it; ``alt`` follows the title in the text alternative, in place of
-    each curve's first and last loss. Raises ValueError when there is no curve, or an empty one.
+    and more where labels need it. Raises ValueError when there is no curve, or an empty one.
     """
     data = {label: [float(value) for value in values] for label, values in curves.items()}
     if not data or not all(data.values()):
@@ -60,7 +58,7 @@ def loss_curves(
              for label, values in data.items()}
     covering = _covering(list(data.values()))
     if note is None:
-        note = gap_between(data) if covering[0] == len(data) - 1 else ""
+        note = _gap_between(data) if covering[0] == len(data) - 1 else ""
 
     heights = [text_height(text, SIZE) for text in texts.values()]
     plot_height = max(72 * height - 100, sum(heights) + 3 * len(heights))
@@ -86,17 +84,17 @@ def loss_curves(
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
         axes.margins(x=0.01)
         axes.set(xlim=axes.get_xlim(), ylim=_limits(axes))
-        name_ends(axes, (plot_width, plot_height), list(texts.values()),
-                  [_last(values, first) for values in data.values()], list(colors.values()),
-                  leader=LEADER, alike=4)
+        _name_ends(axes, (plot_width, plot_height), list(texts.values()),
+                   [_last(values, first) for values in data.values()], list(colors.values()))
         write_title(figure, title, note)
-    ends = "; ".join(_end(label, values) for label, values in data.items())
-    alt = alt or f"{ylabel} per step: {ends}. {note}"
-    figure.alt = with_title(finding, " ".join(alt.split()))
+    ends = "; ".join(f"{label} from {values[0]:.3g} to {values[-1]:.3g}"
+                     for label, values in data.items())
+    said = f"{ylabel} per step: {ends}. {note}"
+    figure.alt = with_title(finding, " ".join(said.split()))
     return figure
 
 
-def gap_between(curves: Mapping[str, Sequence[float]]) -> str:
+def _gap_between(curves: Mapping[str, Sequence[float]]) -> str:
     """The largest distance between two curves at one step, in words; "" where it has no value."""
     columns = list(curves.values())
     if len(columns) < 2 or len({len(column) for column in columns}) > 1:
@@ -146,39 +144,30 @@ def _label(label: str, values: list[float], first: int) -> str:
     return f"{label}\n(not finite from step {broken[0]})" if broken else label
 
 
-def _end(label: str, values: list[float]) -> str:
-    return f"{label} from {values[0]:.3g} to {values[-1]:.3g}"
-
-
 def _last(values: list[float], first: int) -> tuple[int, float] | None:
     """A curve's last point that is drawn, if there is one."""
     finite = [(step, value) for step, value in enumerate(values, first) if math.isfinite(value)]
     return finite[-1] if finite else None
 
 
-def name_ends(axes, size: tuple[float, float], names: Sequence[str],
-              ends: Sequence[tuple[float, float] | None], colors: Sequence[str], *,
-              leader: float, alike: float = 0) -> None:
+def _name_ends(axes, size, names, ends, colors):
     """Writes the curves' names right of ``axes``, each tied to its curve's end by a line.
 
-    ``size``: width and height of the axes; ``ends``: the last point of each curve, in the units of
-    the data, or None for a curve that has none. ``leader``: width of the lines. Names stay between
-    the axes' bottom and top; of curves that end within ``alike`` of each other, the first is named
-    on top.
+    ``size``: width and height of the axes in points; ``ends``: the last point of each curve, or
+    None for a curve that has none. Names stay between the axes' bottom and top; of curves that end
+    within 4 points of each other, the first is named on top.
     """
     across, up = size
     to_axes = axes.transData + axes.transAxes.inverted()
     places = [end and to_axes.transform(end) for end in ends]
-    wished = [0.0 if place is None else place[1] * up for place in places]
-    if alike:
-        wished = [round(y / alike) * alike for y in wished]
+    wished = [round((0.0 if place is None else place[1] * up) / 4) * 4 for place in places]
     found = spread(wished[::-1], [text_height(name, SIZE) for name in names][::-1],
                    0, up, gap=2)[::-1]
     for name, place, color, y in zip(names, places, colors, found, strict=True):
         if place is not None:
-            axes.plot([place[0], 1 + leader / across], [place[1], y / up],
+            axes.plot([place[0], 1 + LEADER / across], [place[1], y / up],
                       transform=axes.transAxes, color=color, linewidth=1, label="_leader",
                       linestyle=(0, (1, 1.5)), clip_on=False, zorder=1.5)
-        axes.text(1 + (leader + 4) / across, y / up, name, transform=axes.transAxes,
+        axes.text(1 + (LEADER + 4) / across, y / up, name, transform=axes.transAxes,
                   va="center", size=SIZE, parse_math=False, linespacing=LINE_SPACING,
                   color=INK if color == REFERENCE else color)

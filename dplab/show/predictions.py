@@ -35,10 +35,8 @@ def predicted_beside_published(rows: Sequence[Beside], *, title: str) -> CourseF
 
     The axis is logarithmic and goes from half to twice. A ratio beyond it is an arrowhead at its
     end, and the words at the right have its number. Rows without ratios are out of scope and say
-    so. Raises ValueError where no row has any.
+    so.
     """
-    if not any(row.ratios for row in rows):
-        raise ValueError("no row has a prediction")
     column, right = 72 * WIDTH * 0.36, 164
     texts = [wrap(row.note, SMALL, column - 24) for row in rows]
     sizes = [text_height(row.name, SIZE) + text_height(text, SMALL) + 8

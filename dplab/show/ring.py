@@ -20,18 +20,15 @@ def ring_step(states: Sequence[Sequence[Sequence[float]]], step: int) -> CourseF
     ``states[step][rank][chunk]`` is the number that this rank's chunk holds after so many steps,
     0 being before the first; the last steps may be missing. Arrows show what was sent last. A
     chunk is drawn as complete if it equals the sum over the ranks at step 0, up to rounding.
-    Raises ValueError for a step that is not in ``states``, and where ``states`` is not as above.
+    Raises ValueError where ``states`` is not so, or lacks the step.
     """
     states = [[[float(chunk) for chunk in chunks] for chunks in ranks] for ranks in states]
     size = len(states[0]) if states else 0
     last = 2 * (size - 1)
-    if not 1 <= size <= 8 or any([*map(len, ranks)] != [size] * size for ranks in states):
+    if not 1 <= size <= 8 or step not in range(len(states)) or any(
+            [*map(len, ranks)] != [size] * size for ranks in states):
         raise ValueError("ring_step needs N ranks with N chunks each, the same N from 1 to 8 at "
-                         "every step: states[step][rank][chunk]")
-    if len(states) > last + 1:
-        raise ValueError(f"a ring of {size} takes {last} steps, these are {len(states) - 1}")
-    if step not in range(len(states)):
-        raise ValueError(f"step {step} is not one of 0 to {len(states) - 1}")
+                         f"every step: states[step][rank][chunk]; and step {step} among them")
 
     own, now = states[0], states[step]
     done = [[_is_sum(number, [chunks[chunk] for chunks in own])

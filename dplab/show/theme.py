@@ -121,9 +121,9 @@ def with_title(title: str, alt: str) -> str:
     return alt if alt.startswith(title) else f"{title}. {alt}" if alt else title
 
 
-def wrapped_title(title: str, width: float | None = None) -> str:
-    """``title`` in lines that fit a figure of ``width`` inches, WIDTH if none is given."""
-    return wrap(title, TITLE_SIZE, 72 * (width or WIDTH) - 24, "bold")
+def wrapped_title(title: str) -> str:
+    """``title`` in lines that fit a figure of WIDTH."""
+    return wrap(title, TITLE_SIZE, 72 * WIDTH - 24, "bold")
 
 
 def write_title(figure: Figure, title: str, note: str = "") -> None:
@@ -143,19 +143,19 @@ def place_in_points(figure: Figure, left: float, bottom: float, width: float, he
 
 
 def subplots(rows: int = 1, columns: int = 1, *, title: str = "", xlabel: str = "",
-             ylabel: str = "", width: float = WIDTH, height: float = 3.6, alt: str = ""):
+             ylabel: str = "", height: float = 3.6, alt: str = ""):
     """An empty ``(figure, axes)`` in the course's style, for a plot of a chapter's own.
 
     ``title`` states what the figure finds, the labels go to every Axes, ``alt`` says the plot in
-    words after it. ``width`` and ``height`` are in inches (96 CSS pixels each); ``axes`` is one
+    words after it. ``height`` is in inches (96 CSS pixels each), as is WIDTH; ``axes`` is one
     Axes, or an array of shape (rows, columns) squeezed as by ``plt.subplots``.
     """
     with style():
-        figure = CourseFigure(figsize=(width, height), alt=with_title(title, alt),
+        figure = CourseFigure(figsize=(WIDTH, height), alt=with_title(title, alt),
                               layout=ConstrainedLayoutEngine(w_pad=0.14, h_pad=0.14))
         axes = figure.subplots(rows, columns)
         if title:
-            figure.suptitle(wrapped_title(title, width), x=12 / (72 * width), ha="left",
+            figure.suptitle(wrapped_title(title), x=12 / (72 * WIDTH), ha="left",
                             size=TITLE_SIZE, weight="bold", parse_math=False)
         for one in figure.axes:
             one.set(xlabel=xlabel, ylabel=ylabel)

@@ -15,10 +15,7 @@ def units_over_step(spans: Sequence, nbytes: Sequence[float], names: Sequence[st
     ``spans`` have ``unit``, ``start`` and ``end``, in operations; ``nbytes`` and ``names`` are
     those of each unit. Forward ends with operation ``forward``, and the step with ``operations``.
     ``chunks``: the bytes that the rank keeps all the time. A dashed line is all units together.
-    Raises ValueError for no spans, or for a unit without a name.
     """
-    if not spans or len(names) != len(nbytes) or max(each.unit for each in spans) >= len(names):
-        raise ValueError("units_over_step needs a span, and for each unit its name and bytes")
     place, held = _held(spans, nbytes, operations)
     most, whole = chunks + max(held), sum(nbytes)
     factor, unit = (1e6, "MB") if whole >= 1e6 else (1e3, "kB")

@@ -8,6 +8,7 @@ import pytest
 from pictures import assert_readable
 
 from dplab import show
+from dplab.show.curves import _gap_between
 
 STEPS = range(40)
 LOSSES = [2.3 * math.exp(-step / 15) + 0.1 * math.sin(step) + 0.3 for step in STEPS]
@@ -76,10 +77,10 @@ def test_curves_named_after_a_rank_have_its_color():
 
 
 def test_the_gap_is_the_largest_at_any_step():
-    assert show.gap_between({"a": [1.0, 5.0, 2.0], "b": [1.0, 4.75, 2.1]}).endswith(" 0.25")
-    assert "identical" in show.gap_between({"a": [1.0, 5.0], "b": [1.0, 5.0]})
-    assert show.gap_between({"a": [1.0, math.nan], "b": [1.0, 5.0]}) == ""
-    assert show.gap_between({"a": [1.0], "b": [1.0, 5.0]}) == ""
+    assert _gap_between({"a": [1.0, 5.0, 2.0], "b": [1.0, 4.75, 2.1]}).endswith(" 0.25")
+    assert "identical" in _gap_between({"a": [1.0, 5.0], "b": [1.0, 5.0]})
+    assert _gap_between({"a": [1.0, math.nan], "b": [1.0, 5.0]}) == ""
+    assert _gap_between({"a": [1.0], "b": [1.0, 5.0]}) == ""
 
 
 def test_a_curve_that_diverges_says_when_and_alternatives_have_the_numbers():

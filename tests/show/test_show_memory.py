@@ -1,7 +1,6 @@
 """Memory is stacked as it was held, and its peak is said in numbers."""
 
 import itertools
-import math
 
 import pytest
 from matplotlib.colors import to_hex
@@ -88,17 +87,6 @@ def test_a_memory_figure_says_its_peak_in_words():
     assert figure.alt == ("Gathered in turn. 4.08 GB at the peak, in optimizer: activations 0.00, "
                           "gathered 2.40, gradients 0.88, parameters 0.80, in GB. "
                           "Phases: forward, backward, optimizer.")
-
-
-@pytest.mark.parametrize(("samples", "phases", "says"), [
-    ([], [], "needs a sample"),
-    ([Held(0, a=-1)], [], "0 or more"),
-    ([Held(0, a=math.nan)], [], "0 or more"),
-    ([Held(0, a=1)], [Part("back", 3, 2)], "ends no earlier"),
-])
-def test_memory_that_cannot_be_drawn_is_an_error(samples, phases, says):
-    with pytest.raises(ValueError, match=says):
-        show.memory_over_step(samples, phases, title="")
 
 
 def test_pale_memory_has_an_outline_where_there_is_some():

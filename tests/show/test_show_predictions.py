@@ -48,8 +48,6 @@ def test_predicted_beside_published_has_a_line_for_each():
     for said in ("another: out of scope", "third: −12%", "fourth: +150% (+80% to +1000%)"):
         assert said in figure.alt
     assert not outside(figure)
-    with pytest.raises(ValueError):
-        show.predicted_beside_published(ROWS[1:2], title="")
 
 
 def test_lines_cross_where_the_link_needs_and_walls_stand_where_memory_is_full():

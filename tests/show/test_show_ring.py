@@ -107,18 +107,8 @@ def test_a_ring_says_in_words_what_it_shows():
     assert "sending" not in show.ring_step(states, 0).alt
 
 
-STATES_OF_3 = ring_states(parts_of(3))
-
-
-@pytest.mark.parametrize(("states", "step", "says"), [
-    (STATES_OF_3, 5, "step 5 is not one of 0 to 4"),
-    (STATES_OF_3[:3], 3, "step 3 is not one of 0 to 2"),
-    ([*STATES_OF_3, STATES_OF_3[-1]], 0, "takes 4 steps, these are 5"),
-    ([], 0, "N ranks with N chunks"),
-    ([[[1, 2], [3]]], 0, "N ranks with N chunks"),
-    ([[[1, 2], [3, 4]], [[1, 2]]], 0, "N ranks with N chunks"),
-    ([[[0] * 9] * 9], 0, "from 1 to 8"),
-])
-def test_a_ring_that_cannot_be_drawn_is_an_error(states, step, says):
-    with pytest.raises(ValueError, match=says):
+@pytest.mark.parametrize(("states", "step"), [
+    (ring_states(parts_of(3)), 5), ([], 0), ([[[1, 2], [3]]], 0), ([[[0] * 9] * 9], 0)])
+def test_a_ring_that_cannot_be_drawn_is_an_error(states, step):
+    with pytest.raises(ValueError, match=rf"N ranks with N chunks.*step {step} among"):
         show.ring_step(states, step)
