@@ -70,8 +70,3 @@ def test_contrast_is_that_of_wcag():
     for one, other in itertools.combinations(("#FFFFFF", "#000000", *AREAS), 2):
         assert palette.contrast(one, other) == pytest.approx(contrast(one, other))
     assert contrast("#FFFFFF", "#767676") == pytest.approx(4.54, abs=0.005)  # as WebAIM has it
-
-
-def test_a_rank_keeps_its_color():
-    assert [palette.rank_color(rank) for rank in range(8)] == list(RANK_COLORS)
-    assert palette.rank_color(11) == palette.rank_color(3)

@@ -142,9 +142,8 @@ def test_no_bar_covers_another(case):
 
 @pytest.mark.parametrize(("ranks", "names"), [
     ([], None), ([predicted(), []], None), ([predicted()], ["a", "b"]),
-    ([[Span("forward", COMPUTE, 2, 1)]], None), ([[Span("forward", COMPUTE, -1, 1)]], None),
-    ([[Span("forward", COMPUTE, 0, math.nan)]], None),
-    ([[Span("forward", COMPUTE, 0, math.inf)]], None), ([[Span("forward", "cpu", 0, 1)]], None)])
+    ([[Span("forward", COMPUTE, 2, 1)]], None), ([[Span("forward", COMPUTE, 0, math.inf)]], None),
+    ([[Span("forward", "cpu", 0, 1)]], None)])
 def test_what_cannot_be_drawn_is_an_error(ranks, names):
     with pytest.raises(ValueError, match="timeline"):
         show.timeline(ranks, names=names, title="")
