@@ -4,6 +4,10 @@ A dispatch mode sees each operation of torch, in backward too, and so each stora
 returns; a weak reference to the storage tells when it is freed. A storage counts once, with its
 size in bytes, whatever views of it there are. Not seen: what a kernel allocates for itself, what
 libraries such as gloo or NCCL hold, and the allocator's rounding and fragmentation.
+
+torch's own trackers (`torch.distributed._tools`) find the same peak, to the byte. They are not
+used, since they know neither buckets nor parameters that the course's own code gathers, and have
+the most that each module holds in place of what is held from operation to operation.
 """
 
 import functools
@@ -11,6 +15,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -21,7 +26,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from dplab.measure.storages import CATEGORIES, Storages, replaced, storages_of
+from dplab.measure.storages import CATEGORIES, Storages, storages_of
 from dplab.predict.memory import States
 
 
@@ -135,9 +140,10 @@ class MemoryTimeline(Sampled):
             stack.callback(setattr, MemoryTimeline, "_active", False)
             # FSDP frees and fills storages past any dispatch, and the course's ring runs in a
             # thread of its own, where this mode is not.
-            stack.enter_context(replaced(torch.UntypedStorage, "resize_", self._resizing))
-            for name in ("send", "recv"):
-                stack.enter_context(replaced(dist.ProcessGroup, name, self._passing))
+            for owner, name, instead in ((UntypedStorage, "resize_", self._resizing),
+                                         (dist.ProcessGroup, "send", self._passing),
+                                         (dist.ProcessGroup, "recv", self._passing)):
+                stack.enter_context(mock.patch.object(owner, name, instead(getattr(owner, name))))
             stack.enter_context(_Mode(self._ran))
             self._stack = stack.pop_all()
         return self

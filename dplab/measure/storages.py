@@ -2,7 +2,6 @@
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -78,14 +77,3 @@ def storages_of(values: Iterable) -> Iterator[torch.UntypedStorage]:
             value = value._local_tensor
         if isinstance(value, torch.Tensor) and value.layout == torch.strided:
             yield value.untyped_storage()
-
-
-@contextmanager
-def replaced(owner, name: str, make: Callable) -> Iterator[None]:
-    """During the block ``owner.name`` is what ``make`` makes of it."""
-    original = getattr(owner, name)
-    setattr(owner, name, make(original))
-    try:
-        yield
-    finally:
-        setattr(owner, name, original)

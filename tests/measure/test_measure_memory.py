@@ -4,8 +4,8 @@ import contextlib
 import functools
 import itertools
 import sys
-import threading
 import time
+from unittest import mock
 
 import cloudpickle
 import pytest
@@ -22,7 +22,6 @@ from wrapped_models import OPTIMIZERS, layers, prepared
 from dplab import run
 from dplab.measure import MemoryTimeline, state_bytes
 from dplab.measure.memory_timeline import CATEGORIES
-from dplab.measure.storages import replaced
 from dplab.predict import shards
 from dplab.predict.activations import activations as kept
 from dplab.predict.memory import States, budget
@@ -55,6 +54,17 @@ def timeline_of_a_step(implementation, make_optimizer=OPTIMIZERS["fp32, SGD"]):
     return memory.samples, memory.phases, memory.peak, memory.at_peak, held
 
 
+SHARDED = ["fully_shard", "fully_shard, reshard_after_forward=False", "FullyShardedModel"]
+
+
+@functools.cache
+def steps_on_4_ranks():
+    """By implementation, what each rank finds."""
+    kinds = ["DDP", *SHARDED, "ShardedGradientOptimizer"]
+    ranks = run(lambda: {kind: timeline_of_a_step(kind) for kind in kinds}, 4, backend="gloo")
+    return {kind: [found[kind] for found in ranks] for kind in kinds}
+
+
 def most(samples, category, phase=None):
     return max(sample.bytes[category] for sample in samples
                if phase is None or phase.start <= sample.op <= phase.end)
@@ -85,15 +95,14 @@ def test_the_timeline_of_one_process():
 
 
 def test_ddp_holds_its_buckets_all_along():
-    for samples, *_ in run(timeline_of_a_step, 2, "DDP", backend="gloo"):
+    for samples, *_ in steps_on_4_ranks()["DDP"]:
         assert {sample.bytes["communication"] for sample in samples} == {LAYERS * LAYER}
 
 
-@pytest.mark.parametrize(("implementation", "gathered"), [
-    ("fully_shard", [2, 2]), ("fully_shard, reshard_after_forward=False", [4, 4]),
-    ("FullyShardedModel", [2, 2])])
+@pytest.mark.parametrize(("implementation", "gathered"),
+                         list(zip(SHARDED, ([2, 2], [4, 4], [2, 2]), strict=True)))
 def test_sharded_parameters_are_gathered_and_freed(implementation, gathered):
-    for samples, phases, _, _, held in run(timeline_of_a_step, 4, implementation, backend="gloo"):
+    for samples, phases, _, _, held in steps_on_4_ranks()[implementation]:
         shard = LAYERS * LAYER // 4
         assert {sample.bytes["parameters"] for sample in samples} == {shard}
         assert held == States(shard, shard, 0)
@@ -108,8 +117,7 @@ def test_sharded_parameters_are_gathered_and_freed(implementation, gathered):
 
 
 def test_whole_gradients_of_zero_2_live_in_buckets_and_shards_remain():
-    for samples, phases, _, _, held in run(
-            timeline_of_a_step, 4, "ShardedGradientOptimizer", backend="gloo"):
+    for samples, phases, _, _, held in steps_on_4_ranks()["ShardedGradientOptimizer"]:
         whole = LAYERS * LAYER
         assert {sample.bytes["parameters"] for sample in samples} == {whole}
         assert held.gradients == whole // 4 == samples[-1].bytes["gradients"]
@@ -158,7 +166,7 @@ def test_the_peak_is_what_torchs_own_tracker_finds():
     kinds = ["plain", "DDP", "fully_shard", "fully_shard, reshard_after_forward=False"]
 
     def peaks():
-        with replaced(dist.Work, "wait", letting_go):
+        with mock.patch.object(dist.Work, "wait", letting_go(dist.Work.wait)):
             return [peaks_of_a_step(kind) for kind in kinds]
 
     for ranks in run(peaks, 2, backend="gloo"):
@@ -309,14 +317,6 @@ def test_optimizer_state_and_that_of_an_optimizer_inside_are_told_from_the_rest(
     assert memory.samples[-1].bytes["optimizer"] == masters + moments + steps
     assert memory.samples[-1].bytes["gradients"] == (4 + 8) * count
     assert state_bytes(model, optimizer) == States(4 * count, 12 * count, masters + moments + steps)
-
-
-def test_what_other_threads_do_is_left_alone():
-    with MemoryTimeline(layers([4, 4])) as memory:
-        thread = threading.Thread(target=lambda: torch.zeros(10_000).sum())
-        thread.start()
-        thread.join()
-    assert memory.peak == 80
 
 
 def test_one_timeline_at_a_time_and_everything_is_put_back():
