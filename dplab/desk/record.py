@@ -30,14 +30,14 @@ def folder() -> Path:
 
 
 def entries(kind: str) -> dict[str, dict]:
-    """All that is kept of this kind, by slug. Raises KeyError for another than `KINDS`."""
-    kept = {}
+    """All that is kept of this kind, by slug."""
     with contextlib.suppress(OSError):
         kept = _load()
-        if _is_damaged(kept):
-            with _locked():
-                pass  # that sets it aside
-    return _by_kind(kept)[kind]
+        if not _is_damaged(kept):
+            return _by_kind(kept)[kind]
+        with _locked():
+            pass  # that sets it aside
+    return {}
 
 
 def update(kind: str, slug: str, change: Callable[[dict], object]) -> bool:
@@ -62,11 +62,7 @@ def forget(kind: str, slug: str) -> bool:
 
 
 def _by_kind(kept):
-    if _is_damaged(kept):
-        kept = {}
-    found = {kind: kept.get(kind) for kind in KINDS}
-    return {kind: {slug: entry for slug, entry in value.items() if isinstance(entry, dict)}
-            if isinstance(value, dict) else {} for kind, value in found.items()}
+    return {kind: kept.get(kind, {}) for kind in KINDS}
 
 
 def _is_damaged(kept):

@@ -150,16 +150,6 @@ def test_cells_with_magic_lines_and_blocks(written, cell, text):
     assert source.startswith(text)
 
 
-def test_names_that_only_inner_functions_use_are_followed(written):
-    source = written("FACTOR = 3\nimport math", """
-        def attempt(numbers):
-            def scaled(number):
-                return (lambda: math.sqrt(number) * FACTOR)()
-            return [scaled(number) for number in numbers]
-        """)
-    assert defined(source)([4]) == [6.0]
-
-
 def test_local_names_and_attributes_are_not_taken_for_the_notebooks(written):
     source = written("data = (n for n in [])\nnumber = data\nexit = data\nself = data", """
         class attempt:
@@ -171,42 +161,30 @@ def test_local_names_and_attributes_are_not_taken_for_the_notebooks(written):
     assert "=" not in source.split("def all")[0]
 
 
-def test_a_name_that_shadows_a_builtin(written):
-    source = written("def sum(numbers):\n    return -1\nlen = 5",
-                     "def attempt():\n    return sum([1, 2]), len, max(1, 2)")
-    assert defined(source)() == (-1, 5, 2)
-
-
-def test_what_is_looked_up_at_definition(written):
-    source = written("from typing import Sequence\nSTART = 2", """
-        def attempt(numbers: Sequence, start=START) -> 'NotThere':
-            return start + numbers[0]
-        """)
-    assert defined(source)([1]) == 3
-
-
-def test_imports_of_every_form(written):
-    source = written("import concurrent.futures\nimport os.path as p", """
+def test_names_of_every_kind_are_followed(written):
+    source = written(
+        "import concurrent.futures\nimport os.path as p\nimport re, math", """
         try:
             from math import floor as down
         except ImportError:
-            down = int
+            raise
         from math import pi, inf
-        """, """
-        def attempt():
+        from typing import Sequence
+        """, "FACTOR = 3\nSTART = 2\nFLAG = re.IGNORECASE\nroot = math.sqrt\nedge = -math.inf",
+        "len = 5\ndef sum(numbers):\n    return -1",
+        "def helper():\n    return 3", "other = helper\nadd = lambda a, b: a + b", """
+        def attempt(numbers: Sequence = (4,), start=START) -> 'NotThere':
+            def scaled(number):
+                return (lambda: root(number) * FACTOR)()
             with concurrent.futures.ThreadPoolExecutor() as pool:
-                return pool.submit(down, 2.5).result(), p.join("a", "b"), pi, inf
+                lower = pool.submit(down, 2.5).result()
+            return (*map(scaled, numbers), start, lower, p.join("a", "b"), pi, inf, FLAG.name,
+                    edge, len, sum(numbers), max(1, 2), add(1, other()))
         """)
     done = subprocess.run([sys.executable, "-c", f"{source}\nprint(attempt())"],
                           capture_output=True, text=True)
-    assert done.stdout == f"(2, 'a/b', {math.pi}, inf)\n", done.stderr
-
-
-def test_other_names_for_functions_modules_and_their_constants(written):
-    source = written("import re, math\nFLAG = re.IGNORECASE\nroot = math.sqrt\nedge = -math.inf",
-                     "def helper():\n    return 3", "other = helper\nadd = lambda a, b: a + b",
-                     "def attempt():\n    return other(), FLAG.name, root(4), edge, add(1, 2)")
-    assert defined(source)() == (3, "IGNORECASE", 2.0, -math.inf, 3)
+    assert done.stdout == (f"(6.0, 2, 2, 'a/b', {math.pi}, inf, 'IGNORECASE', -inf, 5, -1, 2, 4)\n"
+                           ), done.stderr
 
 
 def test_what_is_checked_under_another_name_gets_that_of_the_exercise(written):

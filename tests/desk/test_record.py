@@ -25,19 +25,9 @@ def test_entries_are_kept_by_kind_and_slug():
     assert record.entries("exercises") == {} and record.entries("guesses")
 
 
-@pytest.mark.parametrize("content", [
-    "{}", '{"edition": 2, "exercises": [1]}',
-    '{"edition": 2, "exercises": {"global-mean": "passed"}}'])
-def test_a_record_without_entries_starts_over(home, content):
-    (home / "progress.json").write_text(content)
-    assert record.entries("exercises") == {}
-    assert record.update("exercises", "global-mean", lambda entry: entry.update(outcome="wrong"))
-    assert record.entries("exercises") == {"global-mean": {"outcome": "wrong"}}
-
-
 @pytest.mark.parametrize(("content", "is_read_first"), [
-    (b"", True), (b"\xff", False), (b"[]", True), (b'{"4.2": {}}', False),
-    (b'{"edition": 2, "exercises": {"global-me', False), (b'{"edition": 3}', True)])
+    (b"[]", True), (b"\xff", False), (b'{"edition": 2, "exercises": {"global-me', False),
+    (b'{"edition": 3}', True)])
 def test_a_damaged_record_is_set_aside_and_said_to_be_so_once(
         home, capsys, content, is_read_first):
     (home / "progress-damaged-1.json").write_text("an earlier one")
