@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import tempfile
 from pathlib import Path
 
 
@@ -13,24 +12,14 @@ def write_whole(path: Path, data: str | bytes) -> None:
     missing. Raises OSError.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    second = None
+    second = path.with_name(f".{path.name}-{os.getpid()}.part")
     try:
-        with tempfile.NamedTemporaryFile("wb", dir=path.parent, prefix=".", suffix=".part",
-                                         delete=False) as file:
-            second = file.name
+        with open(second, "wb") as file:
             file.write(data.encode() if isinstance(data, str) else data)
             file.flush()
             os.fsync(file.fileno())
-        os.chmod(second, 0o666 & ~_umask())
         os.replace(second, path)
     except BaseException:
-        if second:
-            with contextlib.suppress(OSError):
-                os.unlink(second)
+        with contextlib.suppress(OSError):
+            second.unlink()
         raise
-
-
-def _umask():
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

@@ -30,8 +30,6 @@ def guess(slug: str, question: str, answer: Any = None, *,
     ``choices`` are the possible results, or map each of them to the words for it. In a notebook a
     widget takes the answer; ``answer`` is for where there are no widgets. What the reader answers
     is kept under ``slug`` and can be changed until `Guess.reveal` has shown the result beside it.
-    Raises ValueError for both choices and a unit, and for choices that are fewer than two or not
-    all different.
     """
     made = Guess(slug, question, choices, unit)
     if answer is not None:
@@ -62,10 +60,6 @@ class Guess:
         if choices is not None:
             words = choices.values() if isinstance(choices, Mapping) else choices
             self._choices = dict(zip(map(str, words), choices, strict=True))
-        if choices is not None and unit:
-            raise ValueError(f"the guess {slug!r} has choices, so its answer has no unit")
-        if choices is not None and not 2 <= len(choices) == len(self._choices or ()):
-            raise ValueError(f"the choices of the guess {slug!r} must be two or more, each once")
         self._entry = self._recalled()
         self._asks_back = ""  # what the reader is asked about an answer that was not understood
         self._measured = None  # the result, once `reveal` has told it
@@ -81,8 +75,6 @@ class Guess:
         a number in the unit, and ``when``; once revealed, ``measured`` and whether it was ``good``.
         """
         entry = record.entries("guesses").get(self.slug, {})
-        if self._choices is None and isinstance(entry.get("measured"), str):
-            return {}  # of a time when the question had choices
         with contextlib.suppress(NotUnderstood, KeyError):
             return entry | {"value": self._understood(str(entry["answer"]))}
         return {}

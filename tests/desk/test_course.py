@@ -22,8 +22,3 @@ def test_notebooks_come_in_the_order_of_the_course_and_others_are_left_out(tmp_p
 def test_what_a_reader_sees_of_a_key(monkeypatch, key, label, heading):
     monkeypatch.setattr(course, "TITLES", {key: "T"})
     assert (course.label(key), course.heading(key)) == (label, heading)
-
-
-def test_the_course_has_these_appendices():
-    assert sorted(course.APPENDICES.values()) == [
-        "appendix_other_cuts", "appendix_rounding", "appendix_switches", "appendix_whole_matrices"]

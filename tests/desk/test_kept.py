@@ -178,7 +178,7 @@ def test_a_check_that_has_changed_tries_again(capsys, passed, monkeypatch):
 
 
 @pytest.mark.parametrize("content", [
-    b"", b"def global_mean(values:", b"\xff\xfe", b"global_mean = 3", b"raise SystemExit(3)"])
+    b"def global_mean(values:", b"\xff\xfe", b"global_mean = 3", b"raise SystemExit(3)"])
 def test_a_broken_file_is_said_in_one_line(capsys, passed, content):
     passed.write_bytes(content)
     value, line = whose(capsys)
