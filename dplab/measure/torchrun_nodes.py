@@ -13,11 +13,12 @@ from typing import NamedTuple
 
 import psutil
 
+from dplab.measure.wire import LOOPBACK
+
 # A torchrun whose notebook is gone would train on: on Linux, it dies with it (PR_SET_PDEATHSIG).
 _TORCHRUN = ("import ctypes, runpy, sys\n"
              "if sys.platform == 'linux': ctypes.CDLL(None).prctl(1, 9)\n"
              "runpy.run_module('torch.distributed.run', run_name='__main__')")
-_LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 # A node that says nothing for three seconds is taken for dead, and nobody is waited for who has
 # not come within two: short times, since all nodes are on one machine.
 _PATIENCE = "keep_alive_interval=1,keep_alive_max_attempt=3,last_call_timeout=2,join_timeout=120"
@@ -122,7 +123,7 @@ class TorchrunNodes:
                    "--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{self._port}",
                    "--rdzv-conf", f"is_host={int(node == 0)},{_PATIENCE}", *self.command]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "",
-                       "GLOO_SOCKET_IFNAME": _LOOPBACK,
+                       "GLOO_SOCKET_IFNAME": LOOPBACK,
                        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
         # A session of its own: an interrupt of the notebook's cell reaches this class first.
         return subprocess.Popen([*map(str, command)], env=environment, text=True,

@@ -13,6 +13,8 @@ from torch.utils._pytree import tree_leaves
 
 from dplab.measure.storages import Storages, storages_of
 
+PADDING = 64  # bytes, at most, behind a unit
+
 
 @dataclass(frozen=True)
 class Whole:
@@ -27,14 +29,14 @@ class WholeUnits(TorchDispatchMode):
     """Follows on this rank, during a ``with`` block, which units are whole.
 
     ``units``: the flat parameters of each, of one dimension and without padding, as they are
-    throughout the block. A storage that holds them may be longer by up to ``padding`` bytes.
+    throughout the block. A storage that holds them may be longer, by PADDING.
     Afterwards: ``spans``, a list of `Whole` in order of their ends, and ``operations``, how many of
     torch the block has run. ``mark(name)`` notes the number of the operation in ``marks``.
     """
 
-    def __init__(self, units: Sequence[torch.Tensor], padding: int = 64):
+    def __init__(self, units: Sequence[torch.Tensor]):
         super().__init__()
-        self.units, self.padding = [unit.detach().clone() for unit in units], padding
+        self.units = [unit.detach().clone() for unit in units]
         self.spans: list[Whole] = []
         self.marks: dict[str, int] = {}
         self.operations = 0
@@ -65,7 +67,7 @@ class WholeUnits(TorchDispatchMode):
     def _unit_in(self, storage):
         """The number of the unit whose parameters the storage holds, or None."""
         for index, unit in enumerate(self.units):
-            if unit.nbytes <= storage.nbytes() <= unit.nbytes + self.padding:
+            if unit.nbytes <= storage.nbytes() <= unit.nbytes + PADDING:
                 held = torch.empty(0, dtype=unit.dtype).set_(storage, 0, unit.shape)
                 if torch.equal(held, unit):
                     return index

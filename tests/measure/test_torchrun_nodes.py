@@ -67,16 +67,16 @@ def test_a_node_that_comes_back_is_taken_in(tmp_path):
     assert not processes_of(script)
 
 
-def test_an_interrupt_leaves_no_process(script):
+def test_an_interrupt_and_a_wait_in_vain_leave_no_process(script):
     with pytest.raises(KeyboardInterrupt), TorchrunNodes(2, 1, script) as job:
+        with pytest.raises(TimeoutError, match=r"within 0\.1 s"):
+            job.follow(until="rank 1", seconds=0.1)
         job.follow(until="rank 0")
         assert len(processes_of(script)) >= 3
         raise KeyboardInterrupt
     assert not processes_of(script)
 
 
-def test_what_never_comes_is_told(script):
+def test_a_job_that_ends_without_the_line_says_so(script):
     with TorchrunNodes(1, 1, script) as job, pytest.raises(EOFError, match="rank 0 of 1"):
         job.follow(until="rank 1")
-    with TorchrunNodes(2, 1, script) as job, pytest.raises(TimeoutError, match=r"within 0\.1 s"):
-        job.follow(until="rank 1", seconds=0.1)
