@@ -155,13 +155,6 @@ def test_a_long_title_of_a_plot_is_wrapped():
     assert box.x0 > 0 and box.x1 < figure.bbox.x1
 
 
-def test_style_is_put_back():
-    with matplotlib.rc_context({"font.size": 31}):
-        with show.style():
-            assert matplotlib.rcParams["font.size"] == 10.5
-        assert matplotlib.rcParams["font.size"] == 31
-
-
 def test_show_loads_no_torch_and_nothing_else_of_dplab():
     code = ("import sys, dplab; own = {*sys.modules}; import dplab.show; "
             "cheap = 'matplotlib' not in sys.modules; dplab.show.loss_curves; "

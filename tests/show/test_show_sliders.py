@@ -65,14 +65,6 @@ def test_the_slider_changes_the_picture_and_its_alternative_text(walk):
     assert seen(walk) == ('Size 4. "<4>" & so on', png)
 
 
-def test_each_picture_is_drawn_once_and_when_it_is_needed(walk, drawn, outputs):
-    assert drawn == [4]
-    for size in (2000, 4, 1, 2000, 4):
-        walk.sliders["bucket size"].value = size
-    walk._ipython_display_()
-    assert drawn == [4, 2000, 1]
-
-
 def test_the_picture_is_an_output_of_its_own_which_the_slider_changes(walk, outputs):
     walk._ipython_display_()
     walk._ipython_display_()  # and once more: both pictures change
