@@ -113,7 +113,7 @@ class SlicedStep(SickJob):
     cases = CASES
     suspects_known = (
         Suspect("postponed backward", "It runs once, after all slices.", "memory", kept),
-        Suspect("impatient exchange", "The ranks add up after every slice.", "calls", called),
+        Suspect("impatient exchange", "The ranks add up incomplete sums.", "calls", called),
         Suspect("repeated data", "Ranks take rows that others have.", "memory", taken_twice),
         Suspect("solitary training", "No rank gets what others found.", "sums", alone))
 

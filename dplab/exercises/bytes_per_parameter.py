@@ -102,8 +102,7 @@ class BytesPerParameter(Calculation):
              {"memory.nbytes()": "tensor.numel()"},
              {"memory.data_ptr()": "len(sizes)", "memory.nbytes()": "tensor.numel()"}),
         Slip("You compare the addresses of the *tensors*. A piece of a bucket begins somewhere "
-             "inside it, so its own address is another; the address of the storage is the same: "
-             "`tensor.untyped_storage().data_ptr()`.",
+             "inside it, so its own address is another. Both are views on one *storage*.",
              {"memory.data_ptr()": "tensor.data_ptr()", "memory.nbytes()": "tensor.nbytes"},
              {"memory.data_ptr()": "tensor.data_ptr()"},
              {"[*parameters]": "[*parameters, *others]", "tensors += others": "pass",
