@@ -2,8 +2,8 @@
 
 The reader has the code, as on call, and says in which line one rank took another path than the
 others. The losses decide that, and are not shown. The first instrument, torchrun's log, is there
-already; torch's DETAIL costs a rerun of the job, as a wrong answer does, and what only `run` tells
-costs two.
+already; torch's DETAIL costs a rerun of the job, and what only `run` tells costs two. A wrong
+answer costs one, and shows of the latter one rank's line.
 """
 
 import inspect
@@ -81,6 +81,8 @@ class Readings:
         """Where a rank was, with the line of `report` in the place of the drill's own."""
         each = self.ranks[rank]
         doing = each.doing
+        if each.state == "called":  # in words without its number
+            doing = doing.replace(" of ", f" number {each.number} of ", 1)
         if self.error and each.state == "raised":
             doing = f"raised {self.error.error}"
         return f"rank {rank} {doing}: line {line_of(each.source)}, {each.source}"
@@ -94,6 +96,14 @@ class Readings:
     def usual(self) -> str:
         """What most ranks do."""
         return Counter(each.doing for each in self.ranks).most_common(1)[0][0]
+
+    def against(self, name: str, rank: int) -> int:
+        """A rank whose reading cannot be if this rank broke the promise there: first itself."""
+        own, others = COULD_BE[name]
+        odd = self.ranks[rank]
+        if not own(odd):
+            return rank
+        return next(each.rank for each in self.ranks if each is not odd and not others(each, odd))
 
     def to_blame(self) -> int:
         """The rank whose code took another way than that of the others."""
@@ -135,12 +145,27 @@ WOULD_SHOW = {
 }
 
 
+def _is_in(report, *lines):
+    return line_of(report.source) in lines
+
+
+# Where the rank to blame can be, and where each other rank can be then.
+COULD_BE = {
+    "none": (lambda odd: odd.state == "raised", lambda each, _: _is_in(each, 4)),
+    "batches": (lambda odd: _is_in(odd, 15, 17, 18), lambda each, _: _is_in(each, 8, 10, 12)),
+    "finite": (lambda odd: _is_in(odd, 10), lambda each, _: _is_in(each, 8)),
+    "width": (lambda odd: _is_in(odd, 10), lambda each, _: _is_in(each, 10)),
+    "limit": (lambda odd: _is_in(odd, 8, 12),
+              lambda each, odd: _is_in(each, 10 if _is_in(odd, 8) else 8)),
+    "no send": (lambda odd: _is_in(odd, 18), lambda each, _: _is_in(each, 15, 17, 18)),
+}
+
+
 def _suspect(name):
     def finding(readings):
         here = "; ".join(map(readings.words, range(readings.world_size)))
-        if readings.line() == LINES[name]:
-            return True, f"It is so that {WOULD_SHOW[name]}. Here {here}."
-        return False, f"Were it line {LINES[name]}, then {WOULD_SHOW[name]}. Here {here}."
+        return (readings.line() == LINES[name],
+                f"Where this line is to blame, {WOULD_SHOW[name]}. Here {here}.")
 
     return Suspect(f"line-{LINES[name]}", CODE[LINES[name] - 1].strip(), "ranks", finding)
 
@@ -169,18 +194,22 @@ def smaller_than_before(losses, odd, _):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Failure(Fault):
-    """Edits that mend one line, and ``change``, which makes the losses bring it to light."""
+    """Edits that mend one line, and ``change``, which makes the losses bring it to light.
+
+    ``price``: what the mended job does not do.
+    """
 
     change: Callable
+    price: str = ""
 
 
 _COMPLAINT = ("Our job on {n} ranks ended with errors in the night. It was fine last week, on "
               "other data. Is it our network, or do we need a longer timeout?")
 
 
-def _case(slug, name, change, edits):
+def _case(slug, name, change, edits, price=""):
     return Case(slug, f"line-{LINES[name]}", report,
-                (Failure(edits, _COMPLAINT, {"errors"}, (4,), change=change),))
+                (Failure(edits, _COMPLAINT, {"errors"}, (4,), change=change, price=price),))
 
 
 CASES = (
@@ -189,9 +218,11 @@ CASES = (
            'large = torch.cat([losses[losses > 7.5], torch.tensor([float("inf")])])[0]'}),
     _case("b", "batches", of_fewer_batches,
           {"for batch in losses.split(4):":
-           "steps = torch.tensor(len(losses) // 4)\n"
+           "steps = torch.tensor(len(losses.split(4)))\n"
            "dist.all_reduce(steps, op=dist.ReduceOp.MIN)\n"
-           "for batch in losses.split(4)[:steps]:"}),
+           "for batch in losses.split(4)[:steps]:"},
+          "They leave out each batch that not every rank has. To use all data, give every rank as "
+          "many batches."),
     _case("c", "finite", in_one_batch(lambda batch: batch[2].fill_(float("nan"))),
           {"if total.isfinite():\n            dist.all_reduce(total)":
            "dist.all_reduce(total)  # a NaN reaches every rank"}),
@@ -258,25 +289,40 @@ class FailingReport(SickJob):
     def _difference(self):
         return self._as_patch("\n".join(CODE), self._mended)
 
+    @property
+    def _legend(self):
+        return f"{super()._legend} {self._fault.price}".strip()
+
     def diagnose(self, line=..., rank=...) -> None:
         """Says whether this line is to blame, and whether it was so on this rank."""
         if isinstance(line, bool) or line not in range(1, len(CODE) + 1):
             cards.card("Which line?", f"`{self.answer}`, with a line from 1 to {len(CODE)}.")
-        elif isinstance(rank, bool) or rank not in range(self._world_size):
-            cards.card("Which rank?", f"The ranks are 0 to {self._world_size - 1}.")
         elif line not in LINES.values():
-            cards.card(f"Line {line} does what it does on every rank that comes to it",
-                       "Look for a line in which a rank's own losses decide which call it makes "
-                       "next, or with how many elements. (This is no try.)")
-        elif not self._has_run():
-            pass
-        elif line == self._readings.line() and rank != self._readings.to_blame():
+            cards.card(f"Line {line} is none of the six",
+                       "No rank's own losses decide there which call it makes next, or with how "
+                       "many elements. Look for such a line. (This is no try.)")
+        elif isinstance(rank, bool) or rank not in range(self._world_size):
+            cards.card("Which rank?", f"Line {line} is one of the six. The ranks are 0 to "
+                       f"{self._world_size - 1}. (This is no try.)")
+        elif self._has_run():
+            self._judge(line, rank)
+
+    def _judge(self, line, rank):
+        readings, [name] = self._readings, [each for each in LINES if LINES[each] == line]
+        if line != readings.line():
+            self._counted(False)
+            self._say(f"not line {line} on rank {rank}",
+                      f"Where line {line} is to blame, {WOULD_SHOW[name]}. But "
+                      f"{readings.words(readings.against(name, rank))}.", color=cards.ORANGE)
+        elif rank != readings.to_blame():
             self._counted(False)
             self._say(f"line {line} is right, but not rank {rank}",
-                      f"{self._readings.words(rank)}, and it did as its losses say. Which rank "
+                      f"{readings.words(rank)}, and it did as its losses say. Which rank "
                       "did what no other did?", color=cards.ORANGE)
         else:
-            super().diagnose(f"line-{line}")
+            _, sentence = self.suspects_known[list(LINES).index(name)].finding(readings)
+            self._is_found = True
+            self._is_solved(f"solved{self._counted(True)}: line {line}, rank {rank}", sentence)
 
     def _counted(self, fits):
         self._reruns += not fits
@@ -296,10 +342,14 @@ class FailingReport(SickJob):
     def detail(self) -> None:
         """The same with TORCH_DISTRIBUTED_DEBUG=DETAIL: one rerun."""
         print(self._readings.detail)
+        if "Detected mismatch" in str(self._readings.detail):
+            print("\nBelieve what a rank says of itself. What it says of another may be wrong, as "
+                  "an OpType=GATHER\nthat is nowhere in the code. SequenceNumber counts from 0, "
+                  "job.ranks() from 1.")
 
     @instrument
     def ranks(self) -> None:
-        """Each rank's line, its call and the call's number, under `dplab.run`: two reruns."""
+        """Each rank's line and call, with a collective's number, under `dplab.run`: two reruns."""
         print(*map(self._readings.words, range(self._world_size)), sep="\n")
 
     def _script(self):

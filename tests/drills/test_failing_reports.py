@@ -77,22 +77,34 @@ def test_torchs_detail_costs_less_than_what_only_run_tells(asked, cost):
 
 
 @each_case
-def test_each_wrong_line_is_ruled_out_by_a_reading_and_costs_a_rerun(case):
+def test_each_wrong_line_costs_a_rerun_and_is_ruled_out_by_one_ranks_reading(case):
     job = job_of_case(case.slug)
-    rank = job._readings.to_blame()
-    for line in LINES.values():
-        if f"line-{line}" != case.suspect:
-            said = said_by(job.diagnose, line, rank=rank)
-            assert f"not “line-{line}”" in said and "+    " not in said
-            assert job._readings.words(rank) in " ".join(said.split())
-    said = said_by(job.diagnose, job._readings.line(), rank=rank)
-    assert f"It took {len(LINES) - 1} reruns" in said
+    ranks = range(job._world_size)
+    wrong = [(line, rank) for line in LINES.values() if f"line-{line}" != case.suspect
+             for rank in ranks]
+    for line, rank in wrong:
+        said = " ".join(said_by(job.diagnose, line, rank=rank).split())
+        assert f"not line {line} on rank {rank}" in said and "+    " not in said
+        assert sum(job._readings.words(each) in said for each in ranks) == 1
+    said = said_by(job.diagnose, job._readings.line(), rank=job._readings.to_blame())
+    assert f"It took {len(wrong)} reruns" in said
+
+
+def test_a_mended_line_that_leaves_batches_out_says_so():
+    legends = {case.slug: job_of_case(case.slug)._legend for case in CASES}
+    assert [slug for slug, legend in legends.items() if "leave out" in legend] == ["b"]
+
+
+@pytest.mark.parametrize("slug", ["b", "d"])  # one waits, one called what does not agree
+def test_the_reading_numbers_each_collective(slug):
+    for line in said_by(job_of_case(slug).ranks).splitlines():
+        assert "all_reduce number " in line or " recv of " in line
 
 
 @pytest.mark.parametrize(("line", "rank", "answer"), [
-    (..., ..., "Which line?"), (7, ..., "Which rank?"), (7, 4, "Which rank?"),
+    (..., ..., "Which line?"), (7, ..., "Line 7 is one of the six"), (7, 4, "Which rank?"),
     (7, True, "Which rank?"), (7, "1", "Which rank?"), (0, 1, "Which line?"),
-    ("7", 1, "Which line?"), (8, 1, "on every rank")])
+    ("7", 1, "Which line?"), (8, 1, "none of the six"), (8, ..., "none of the six")])
 def test_an_answer_that_can_be_none_is_no_try(line, rank, answer):
     assert answer in said_by(job_of_case("b").diagnose, line, rank=rank)
     assert record.entries("drills") == {}
