@@ -25,7 +25,7 @@ COLLECTIVES = (
     ("gather", "one rank collects", OWN, [ALL, [], [], []]),
 )
 
-TITLE = "Five collectives move numbers, three also add them up"
+TITLE = "Of eight collectives, five only move numbers and three add them up"
 ALT = (
     "Eight before-and-after panels for ranks 0 to 3. Rank 0 has the thousands 1000 to 4000, rank 1 "
     "the hundreds, rank 2 the tens, rank 3 the ones. Broadcast gives every rank rank 0's numbers. "
@@ -95,7 +95,7 @@ def draw_cell(canvas: Canvas, x: float, y: float, cell) -> None:
             canvas.box(x + rank * CELL / 4, y + HEIGHT - 6, CELL / 4, 6, rank_color(rank), radius=0)
         canvas.line(x, y + HEIGHT - 6.5, x + CELL, y + HEIGHT - 6.5, "white", 1.2)
     number = (place + 1) * (1111 if origin == SUM else 10 ** (3 - origin))
-    canvas.text(x + CELL / 2, y + (11 if origin == SUM else HEIGHT / 2), str(number), size=13,
+    canvas.text(x + CELL / 2, y + (11 if origin == SUM else HEIGHT / 2), str(number), size=12,
                 weight="bold", color="white", ha="center")
 
 

@@ -37,7 +37,7 @@ TITLES: dict[Key, str] = {
 
 # The slugs of each chapter's guesses, in its order; a test compares.
 GUESSES: dict[Key, tuple[str, ...]] = {
-    0: ("counter-after-ranks", "sum-on-rank-3", "maximum-of-a-pair", "longest-in-the-call",
+    0: ("counter-after-ranks", "sum-on-rank-3", "sum-in-two-steps", "longest-in-the-call",
         "rank-to-blame", "both-send-first"),
     1: ("bytes-of-an-all-reduce", "messages-after-backward", "rows-of-wider-layers",
         "numbers-a-block-keeps", "limit-on-32-nodes"),

@@ -75,6 +75,9 @@ class GatherByAdding(Exercise):
              {"dist.all_reduce(rows)": "dist.reduce(rows, dst=0)"}),
         Slip("The other rows hold numbers too when you add. A row must be zero on all ranks but "
              "its own.", {"new_zeros": "new_ones"}),
+        Slip("`torch.zeros` makes float32, which holds only some of the large int64 numbers. Take "
+             "the dtype of `x`: `torch.zeros(…, dtype=x.dtype)`, or `x.new_zeros(…)`.",
+             {"x.new_zeros(": "torch.zeros("}),
         Slip("0 times NaN is NaN: write `x` into your row, do not multiply by a mask.",
              {"rows[dist.get_rank()] = x":
               "rows[:] = (torch.arange(len(rows)) == dist.get_rank())[:, None] * x"}),
