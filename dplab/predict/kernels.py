@@ -31,7 +31,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from dplab.predict.catalogue import Gpu
-from dplab.predict.catalogue import matmul_share as matmul_share
 from dplab.predict.checks import one_of, whole
 from dplab.predict.job import RECOMPUTE, Cluster, Job
 from dplab.predict.pace import PACES
