@@ -86,7 +86,7 @@ class _Source:
         if isinstance(value, types.ModuleType):
             return f"import {value.__name__} as {name}"
         module, own = getattr(value, "__module__", None), getattr(value, "__name__", None)
-        found = vars(sys.modules.get(module or "", types))
+        found = vars(sys.modules[module]) if module in sys.modules else {}
         if own and found is not self.home and found.get(own, _MISSING) is value:
             return f"from {module} import {own}" + (f" as {name}" if own != name else "")
         return None
@@ -108,10 +108,10 @@ def _home(value) -> dict:
         return main
     for each in [value, *(vars(value).values() if isinstance(value, type) else ())]:
         function = inspect.unwrap(each) if callable(each) else getattr(each, "__func__", None)
-        if isinstance(function, types.FunctionType) and (
-                function.__code__.co_filename != "<string>"):  # as of a dataclass
+        if isinstance(function, types.FunctionType):
             return function.__globals__
-    return vars(sys.modules.get(getattr(value, "__module__", None) or "__main__", types))
+    module = sys.modules.get(getattr(value, "__module__", None) or "")
+    return vars(module) if module else {}
 
 
 def _run_so_far(home) -> Iterator[Statement]:

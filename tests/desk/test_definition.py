@@ -199,7 +199,7 @@ def test_what_is_checked_under_another_name_gets_that_of_the_exercise(written):
     (("@staticmethod\ndef attempt():\n    pass", "def make(n):\n    return lambda: n",
       "attempt = make(3)"), "`attempt`"),
     (("def make(n):\n    def helper():\n        return n\n    return helper", "helper = make(2)",
-      "def attempt():\n    return helper()"), "`helper`"),
+      "def attempt():\n    return helper()"), "`helper` is a function"),
     (("def attempt():\n    return 1", "import functools\nattempt = functools.cache(attempt)"),
      "`attempt`"),
     (("class Scale:\n    pass", "attempt = Scale()\nScale.__call__ = lambda self: 1"), "`attempt`"),
