@@ -42,8 +42,9 @@ class FitAlphaBeta(Calculation):
     def prepare(self):
         """Known links, as points with noise: (sizes, seconds) of each."""
         found = {}
-        for seed, (name, alpha, beta) in enumerate((("a slow link", 4e-4, 1.2e8),
-                                                    ("a fast link", 3e-6, 4e10))):
+        links = (("noisy times over a link of 0.0004 s and 1.2e8 bytes/s", 4e-4, 1.2e8),
+                 ("noisy times over a link of 3e-06 s and 4e10 bytes/s", 3e-6, 4e10))
+        for seed, (name, alpha, beta) in enumerate(links):
             noise = numpy.random.default_rng(seed)
             sizes = [1024.0 * 4**power for power in range(7)]
             found[name] = sizes, [float((alpha + n / beta) * (1 + 0.25 * noise.standard_normal()))
@@ -62,7 +63,8 @@ class FitAlphaBeta(Calculation):
             alpha, beta = function(list(sizes), list(seconds))
             facts |= {f"that α of {name} comes from all points, and is no message's own time":
                       alpha not in seconds,
-                      f"α in seconds of {name}": alpha, f"β in bytes/s of {name}": beta}
+                      f"α in seconds, fitted to {name}": alpha,
+                      f"β in bytes/s, fitted to {name}": beta}
         return facts
 
     hints = (

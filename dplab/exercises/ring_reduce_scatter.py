@@ -82,13 +82,13 @@ class OnARing(Exercise):
         before = tensor.clone()
         with CallLog() as log:
             returned = attempt(tensor, group)
-        result, own = returned, False
+        result, own = returned, where != ", float32"  # what is said of one dtype is enough
         if isinstance(returned, torch.Tensor):
             result = returned.clone()
-            if where == ", float32":
+            if not own:
                 attempt(-tensor, group)
-            own = torch.equal(returned, result) and (
-                returned.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr())
+                own = torch.equal(returned, result) and (
+                    returned.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr())
         sent = [call for call in log.calls if call.operation == "send"]
         others = len(log.calls) - len(sent) - log.count("recv")
         return self._named(where, result, torch.equal(tensor, before), own, len(sent),

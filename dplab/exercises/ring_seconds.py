@@ -83,7 +83,8 @@ class RingSeconds(Calculation):
         Slip("A rank sends more than its tensor once. Count the chunks of both halves.",
              {"(latency + chunk / bandwidth)": "latency + nbytes / bandwidth"}),
         Slip("You counted the messages of all ranks one after another. In each step all ranks send "
-             "at the same time, each on its own link.", {"return": "return ranks *"}),
+             "at the same time; only the messages of one rank wait for one another.",
+             {"return": "return ranks *"}),
         Slip("You multiplied by the bandwidth. Bytes over bytes per second are seconds.",
              {"/ bandwidth": "* bandwidth"}),
         Slip("You turned bytes into bits. The bandwidth is in bytes per second here.",
