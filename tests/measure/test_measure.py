@@ -79,7 +79,7 @@ def test_the_log_holds_every_call_with_its_facts():
         assert calls[5].peer == (rank - 1) % ranks
         assert [call.time for call in calls] == sorted(call.time for call in calls)
         assert (count, all_reduces, broadcast_bytes) == (7, 1, 56)
-        assert "all_reduce of float32[3, 5], MAX" in text
+        assert text.startswith("  1  all_reduce of float32[3, 5], MAX")
 
 
 def sent_for_each_call(length):
