@@ -8,20 +8,19 @@ from dplab.checks.mistakes import Slip
 from dplab.checks.trials import seeded
 
 
-def clip_and_log(gradient, summed, tokens, limit):
+def clip_and_log(gradient, losses, limit):
     mean = gradient.clone()
     dist.all_reduce(mean)
     mean /= dist.get_world_size()
     scale = min(1, limit / mean.norm())
-    sums = torch.stack([summed, tokens])
+    sums = torch.tensor([losses.sum(), len(losses)])
     dist.all_reduce(sums)
     return mean * scale, (sums[0] / sums[1]).exp()
 
 
 LONG, SHORT, PERPLEXITY = "a gradient to clip", "a gradient below the limit", "the perplexity"
-OWN_GRADIENT = "that the rank's own gradient stays as it is"
-OWN_COUNTS = "that the rank's own sum and number of tokens stay as they are"
-TOKENS = 40.0, 10.0, 300.0, 90.0  # of each rank
+OWN = "that the rank's own gradient and losses stay as they are"
+TOKENS = 40, 10, 300, 90  # of each rank
 SCALE = "scale = min(1, limit / mean.norm())"
 
 
@@ -34,17 +33,15 @@ class ClipAndLog(Exercise):
     def trial(self, attempt):
         given, again = of_rank(dist.get_rank()), of_rank(dist.get_rank())
         long, perplexity = attempt(*given, 0.5)
-        kept = [torch.equal(*each) for each in zip(given, again, strict=True)]
+        kept = all(torch.equal(*each) for each in zip(given, again, strict=True))
         short, _ = attempt(*again, 100.0)
-        return {LONG: long, SHORT: short, PERPLEXITY: perplexity,
-                OWN_GRADIENT: kept[0], OWN_COUNTS: all(kept[1:])}
+        return {LONG: long, SHORT: short, PERPLEXITY: perplexity, OWN: kept}
 
     def expected(self, world_size):
-        gradients, summed, tokens = zip(*map(of_rank, range(world_size)), strict=True)
+        gradients, losses = zip(*map(of_rank, range(world_size)), strict=True)
         mean = torch.stack(gradients).mean(dim=0)
         return {LONG: 0.5 * mean / mean.norm(), SHORT: mean,
-                PERPLEXITY: (sum(summed) / sum(tokens)).exp(),
-                OWN_GRADIENT: True, OWN_COUNTS: True}
+                PERPLEXITY: torch.cat(losses).mean().exp(), OWN: True}
 
     hints = (
         "What would one process do that has the whole batch? Write its steps down in order. Which "
@@ -78,45 +75,46 @@ class ClipAndLog(Exercise):
              "clipped too often.", {"mean /= dist.get_world_size()": ""}),
         Slip("You divided the gradient by tokens. `loss_for_ddp` has done that already: it divides "
              "by the tokens of all ranks. What does DDP do with the gradients of this loss?",
-             {"mean = gradient.clone()": "mean = gradient / tokens"},
-             {"mean = gradient.clone()": "mean = gradient / tokens",
+             {"mean = gradient.clone()": "mean = gradient / len(losses)"},
+             {"mean = gradient.clone()": "mean = gradient / len(losses)",
               "mean /= dist.get_world_size()": ""},
              *({"mean /= dist.get_world_size()":
-                f"count = tokens.clone()\ndist.all_reduce(count)\nmean /= count{also}"}
+                "count = torch.tensor(len(losses))\ndist.all_reduce(count)\n"
+                f"mean /= count{also}"}
                for also in ("", " * dist.get_world_size()"))),
         Slip("You weighed the ranks' gradients by their tokens. `loss_for_ddp` has done that "
              "already: it sums over this rank's tokens, and few of them make a small loss. What "
              "does DDP do with the gradients of this loss?",
-             {"mean = gradient.clone()": "mean = gradient * tokens",
+             {"mean = gradient.clone()": "mean = gradient * len(losses)",
               "mean /= dist.get_world_size()":
-              "count = tokens.clone()\ndist.all_reduce(count)\nmean /= count"}),
+              "count = torch.tensor(len(losses))\ndist.all_reduce(count)\nmean /= count"}),
         Slip("You limit each element. That turns the gradient: all its elements are scaled by one "
              "number.", {"mean * scale": "mean.clamp(-limit, limit)"}),
         Slip("This is the mean of the ranks' perplexities. `exp` bends upwards, so that their mean "
              "is too large where the losses differ, and the ranks have unequal tokens besides.",
-             {"dist.all_reduce(sums)": "each = (summed / tokens).exp()\ndist.all_reduce(each)",
+             {"dist.all_reduce(sums)": "each = losses.mean().exp()\ndist.all_reduce(each)",
               "(sums[0] / sums[1]).exp()": "each / dist.get_world_size()"}),
         Slip("You weigh the ranks' perplexities by their tokens. That mean is still too large, "
              "because `exp` bends upwards. Of what has the mean to be taken?",
              {".exp()": "",
-              "torch.stack([summed, tokens])":
-                  "torch.stack([(summed / tokens).exp() * tokens, tokens])"}),
+              "losses.sum(),": "losses.mean().exp() * len(losses),"}),
+        Slip("You take `exp` of each token's cross-entropy, and their mean. That mean is too "
+             "large, because `exp` bends upwards. Of what has the mean to be taken?",
+             {".exp()": "", "losses.sum(),": "losses.exp().sum(),"}),
         Slip("You take `exp` last, but of the mean of the ranks' means: a token of a rank with few "
              "counts too much. Exercise 2.1 had this in its loss.",
-             {"torch.stack([summed, tokens])": "torch.stack([summed / tokens, torch.ones(())])"}),
+             {"losses.sum(), len(losses)": "losses.mean(), 1.0"}),
         Slip("This is the perplexity of this rank's own tokens, another one on each rank.",
              {"dist.all_reduce(sums)": ""}),
         Slip("This is the mean cross-entropy. The perplexity is e to it.", {".exp()": ""}),
         Slip("You overwrite the rank's own gradient: an all-reduce works in place. Take a copy.",
              {"gradient.clone()": "gradient"}),
-        Slip("You overwrite this rank's own sum or its number of tokens: an all-reduce works in "
-             "place. Take copies.",
-             {"sums = torch.stack([summed, tokens])": "sums = summed, tokens",
-              "dist.all_reduce(sums)": "dist.all_reduce(summed)\ndist.all_reduce(tokens)"}),
+        Slip("You divide as if every rank had as many tokens as this one. Sum their numbers.",
+             {"sums[1]": "(len(losses) * dist.get_world_size())"}),
     )
 
 
 def of_rank(rank):
-    """Its gradient, the sum of its cross-entropies, and its number of tokens."""
-    tokens = torch.tensor(TOKENS[rank])
-    return (1 + rank) * seeded(f"gradient of rank {rank}", 12), (1 + 0.5 * rank) * tokens, tokens
+    """Its gradient, and the cross-entropies of its tokens."""
+    return ((1 + rank) * seeded(f"gradient of rank {rank}", 12),
+            (1 + 0.5 * rank) * torch.linspace(0.5, 1.5, TOKENS[rank]))

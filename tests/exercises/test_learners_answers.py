@@ -492,9 +492,9 @@ def by_the_rows_that_fit(ranks, batch, parameters, states, row, memory, flops, b
     return slices, "memory" if fit < needed else "nothing"
 
 
-def divided_by_tokens(gradient, summed, tokens, limit):
+def divided_by_tokens(gradient, losses, limit):
     """2.2"""
-    of_all = torch.stack([summed, tokens])
+    of_all = torch.tensor([losses.sum(), len(losses)])
     dist.all_reduce(of_all)
     mean = gradient.clone()
     dist.all_reduce(mean)
