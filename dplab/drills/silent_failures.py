@@ -390,7 +390,7 @@ class SilentFailure(SickJob):
 
     @instrument
     def gradients(self, step: int = 1) -> None:
-        """The norm of each gradient in step 1; gradients(20): in step 20."""
+        """The norm of each gradient that step 1 applies; gradients(20): step 20."""
         *ranks, alone = (each.steps for each in (*self._readings.ranks, self._readings.one_process))
         steps = min(len(alone), len(ranks[0]))
         if not 1 <= step <= steps:

@@ -133,7 +133,7 @@ class UnevenLoop(Exercise):
         Slip("You sum over the samples and do not divide by their number in this step.",
              {LOSS: "loss"}, {" / samples": ""}),
         Slip("The gradient is N times too small. You divide by all samples of this step, and "
-             "`average_gradients` divides by the number of ranks once more: multiply by it.",
+             "`average_gradients` divides by the number of ranks once more.",
              {WEIGHT: "1 / samples"}),
         Slip("A rank that is out of data takes part in the average, but not in the step, so its "
              "weights stay behind. Every rank takes every step.",
