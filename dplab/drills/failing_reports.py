@@ -227,7 +227,8 @@ CASES = (
           {"if total.isfinite():\n            dist.all_reduce(total)":
            "dist.all_reduce(total)  # a NaN reaches every rank"}),
     _case("d", "width", in_one_batch(lambda batch: batch.clamp_(max=5.5)),
-          {"bincount()": "bincount(minlength=10)"}),
+          {"long().bincount()": "clamp(max=9).long().bincount(minlength=10)"},
+          "A loss of 10 or more then counts as a 9."),
     _case("e", "limit", in_one_batch(lambda batch: batch[2].fill_(7.95)),
           {"if worst > 7.9:\n            dist.all_reduce(worst, op=dist.ReduceOp.MAX)":
            "dist.all_reduce(worst, op=dist.ReduceOp.MAX)"}),
@@ -335,7 +336,7 @@ class FailingReport(SickJob):
 
     @instrument
     def log(self) -> None:
-        """From torchrun's log each rank's line and error: it is there already."""
+        """Line and error of each rank that wrote one, from torchrun's log: it is there already."""
         print(self._readings.log)
 
     @instrument

@@ -62,7 +62,7 @@ OF_ALL = "the number of collectives of all ranks"
 BOTH_WAYS = "the number of sends and receives in two swaps"
 SENDS_OPEN = "the number of sends without a `wait()`"
 RECEIVES_OPEN = "the number of receives without a `wait()`"
-SHARED = "the number of tensors that are sent and received into at once"
+SHARED = "the number of receives into a tensor while it is being sent"
 CHANGED = "the number of tensors that are written to before the `wait()` of their send"
 OWN = "that a rank sends its own numbers"
 
