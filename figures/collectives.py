@@ -35,9 +35,9 @@ ALT = (
     "All-to-all gives rank r the number at place r of each rank."
 )
 
-CELL, HEIGHT, GAP = 38, 28, 3
+CELL, HEIGHT, GAP = 40, 28, 2
 PANEL_WIDTH, PANEL_HEIGHT = 420, 178
-BEFORE, AFTER = 65, 250  # where a panel's cells begin
+BEFORE, AFTER = 62, 250  # where a panel's cells begin
 MARGIN = 24
 
 
@@ -81,7 +81,7 @@ def draw_panel(canvas: Canvas, x: float, y: float, name: str, caption: str, befo
                 words = "nothing" if left == BEFORE else "no result"
                 canvas.text(x + left + 6, row + HEIGHT / 2, words, size=13, color=MUTED)
     middle = y + 46 + 2 * (HEIGHT + GAP) - 2
-    canvas.arrow(x + 229, middle, x + 247, middle, INK, 2.4)
+    canvas.arrow(x + 230, middle, x + 247, middle, INK, 2.4)
 
 
 def draw_cell(canvas: Canvas, x: float, y: float, cell) -> None:
@@ -95,7 +95,7 @@ def draw_cell(canvas: Canvas, x: float, y: float, cell) -> None:
             canvas.box(x + rank * CELL / 4, y + HEIGHT - 6, CELL / 4, 6, rank_color(rank), radius=0)
         canvas.line(x, y + HEIGHT - 6.5, x + CELL, y + HEIGHT - 6.5, "white", 1.2)
     number = (place + 1) * (1111 if origin == SUM else 10 ** (3 - origin))
-    canvas.text(x + CELL / 2, y + (11 if origin == SUM else HEIGHT / 2), str(number), size=12,
+    canvas.text(x + CELL / 2, y + (11 if origin == SUM else HEIGHT / 2), str(number), size=13,
                 weight="bold", color="white", ha="center")
 
 

@@ -9,7 +9,7 @@ from dplab.exercises.ring_seconds import seconds_of
 
 
 def halving_seconds(nbytes, ranks, bandwidth, latency):
-    steps = int(math.log2(ranks))
+    steps = ranks.bit_length() - 1
     paired = 2**steps  # so many ranks halve and double
     half = steps * latency + (paired - 1) / paired * nbytes / bandwidth
     extra = latency + nbytes / bandwidth if ranks > paired else 0
@@ -49,7 +49,7 @@ class HalvingSeconds(Calculation):
         cases = {"a power of two": {}, "another N": {}}
         for case in CASES:
             nbytes, ranks, bandwidth, latency = case
-            steps, whole = int(math.log2(ranks)), nbytes / bandwidth
+            steps, whole = ranks.bit_length() - 1, nbytes / bandwidth
             sizes = {"the latency of one message": latency,
                      "the latency of log₂P messages": steps * latency,
                      "the bytes of the whole tensor": whole,
@@ -82,11 +82,11 @@ class HalvingSeconds(Calculation):
              {"latency + nbytes / bandwidth if ranks > paired else 0": "0"}),
         Slip("There is no part of a step. Only a power of two of the ranks can halve in pairs, and "
              "the others are left over.",
-             {"int(math.log2(ranks))": "math.log2(ranks)",
+             {"ranks.bit_length() - 1": "math.log2(ranks)",
               "latency + nbytes / bandwidth if ranks > paired else 0": "0"}),
         Slip("You rounded the number of steps up, as if there were more ranks than there are. The "
              "power of two that is not above N halves, and the others are left over.",
-             {"int(math.log2(ranks))": "math.ceil(math.log2(ranks))"}),
+             {"ranks.bit_length() - 1": "math.ceil(math.log2(ranks))"}),
         Slip("You charge for ranks that are left over where N is a power of two. Then there are "
              "none.", {" if ranks > paired else 0": ""}),
         Slip("The ranks that are left over do not wait for one another: each sends to another "
