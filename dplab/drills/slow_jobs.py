@@ -264,7 +264,7 @@ def calls_differ(readings):
 SUSPECTS = (
     Suspect("straggler", "One rank computes longer than the others, which wait for it.", "kernels",
             one_computes_longer),
-    Suspect("late input", "Ranks wait for their data.", "split", waits_for_data),
+    Suspect("late input", "Ranks wait for their data.", "timeline", waits_for_data),
     Suspect("unhidden traffic", "The link works while nobody computes.", "split", link_alone),
     Suspect("slower everywhere", "Every rank computes longer than one rank alone.", "kernels",
             all_compute_longer),
@@ -417,8 +417,8 @@ class SlowJob(SickJob):
     def split(self) -> None:
         """What each rank does with its time in a step, as `split_time` has it."""
         readings = self._readings
-        print("Median over the steps; what is spent on data is a part of what is idle")
-        self._print_seconds([*split_time(readings.steps[0])[0], "for data"])
+        print("Median over the steps")
+        self._print_seconds([*split_time(readings.steps[0])[0]])
         print(f"at its own speed the link works for {ms(readings.link_seconds)} of a step; beside "
               "no computing, in each step and on each rank: "
               f"{100 * readings.least_unhidden:.0f} % of that or more\n"

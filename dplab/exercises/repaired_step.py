@@ -79,8 +79,17 @@ class RepairedStep(Calculation):
              {"+ slower, job": ", job", "/ layers + slower": "/ layers + 2 * slower"}),
         Slip("The straggler's delay stands in forward alone. Half of it is in backward.",
              {"+ slower, job": "+ 2 * slower, job", "/ layers + slower": "/ layers"}),
-        Slip("Each layer gets the whole delay of the straggler. `straggler` is that of the step.",
-             {"ill[\"straggler\"] / 2 / job[\"layers\"]": "ill[\"straggler\"] / 2"}),
+        Slip("You count one half of the straggler's delay: one stands in forward, and one in "
+             "backward.", {"+ slower, job": ", job"}, {"/ layers + slower": "/ layers"}),
+        Slip("You count the straggler's delay twice. Forward has half of it, and backward the "
+             "other half.", {"ill[\"straggler\"] / 2 / job": "ill[\"straggler\"] / job"}),
+        Slip("Each layer gets a delay that is the whole step's. `straggler` is that of the step: "
+             "spread it over the layers, in forward and in backward.",
+             {"ill[\"straggler\"] / 2 / job[\"layers\"]": "ill[\"straggler\"] / 2"},
+             {"ill[\"straggler\"] / 2 / job[\"layers\"]": "ill[\"straggler\"]"},
+             {"+ slower, job": "+ layers * slower, job"},
+             {"/ layers + slower": "/ layers + layers * slower"},
+             {"/ layers + slower": "/ layers + 2 * layers * slower"}),
         Slip("Each layer gets all seconds of the slower kernels. `kernels` is those of the step.",
              {"ill[\"kernels\"] / layers": "ill[\"kernels\"]"}),
         Slip("The slower kernels stand in forward. They are those of backward.",
