@@ -29,6 +29,8 @@ SHARE, EACH, BACKWARD = "len(x) / len(images)", "for x, y in slices:", "loss.bac
 REDUCED, DIVIDED = "dist.all_reduce(parameter.grad)", "parameter.grad /= dist.get_world_size()"
 REDUCED_EACH_TIME = {REDUCED: "pass", BACKWARD: f"{BACKWARD}\nfor each in model.parameters():\n"
                                                 "    dist.all_reduce(each.grad)"}
+LATE = {EACH: f"losses = []\n{EACH}", BACKWARD: "losses.append(loss)",
+        "for parameter in model": "sum(losses).backward()\nfor parameter in model"}
 
 
 class AccumulateGradients(Exercise):
@@ -139,6 +141,8 @@ class AccumulateGradients(Exercise):
         Slip("The last, smaller micro-batch is left out: its samples belong to the batch.",
              {EACH: "for x, y in list(slices)[:-1]:"},
              {EACH: "for x, y in list(slices)[:-1]:", SHARE: "1 / (len(images) // micro_batch)"}),
+        Slip("You call one `backward()`, after all micro-batches, so the activations of all "
+             "samples are kept until then. Call it for each micro-batch: `.grad` adds up.", LATE),
         Slip("`chunk(n)` makes n slices, of whatever size. You want slices of at most n samples: "
              "`split(n)`.", {"split(": "chunk("}),
         Slip("You all-reduce after every micro-batch. By then `.grad` holds the sum over the ranks "

@@ -68,9 +68,9 @@ class RowsToHide(Calculation):
         "the first time by backward's time for one row.",
     )
     slips = (
-        Slip("You took half of backward's operations. Backward of a layer computes the gradient of "
-             "its weights, and that of its input, which the layer before it needs. How many "
-             "products are these? Each multiplies *and* adds once for every row and weight.",
+        Slip("You took half of backward's operations. Which gradients does a layer in the middle "
+             "compute? And how many operations does each of their products take for one row and "
+             "one weight?",
              {"2 * product": "product"}),
         Slip("You took a quarter of backward's operations. A layer has two products in backward, "
              "and each multiplies *and* adds once for every row and weight.",
