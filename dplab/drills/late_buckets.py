@@ -246,12 +246,12 @@ CASES = (
               "communication together.", {"slow", "nothing overlaps"}, (2, 3)))),
     Case("c", "tiny buckets", make_buckets, (
         Fault({"stages[0].parameters())": "stages[0].parameters()) / 1024"},
-              "Since our last release the step on {n} GPUs takes more than twice as long as its "
-              "computing. The loss is what it was.", {"very slow"}, (2, 3)),
+              "Since our last release the step on {n} GPUs takes much longer than its computing. "
+              "The loss is what it was.", {"slow"}, (2, 3)),
         Fault({"sum(parameter.nbytes for parameter in model.stages[0].parameters())":
                "next(iter(model.stages[0].parameters())).shape[0] * 4"},
-              "The step is far too long on {n} GPUs, and nobody has made the model larger. Loss is "
-              "fine.", {"very slow"}, (2, 3)))),
+              "The step on {n} GPUs became slower last week, and nobody has made the model "
+              "larger. Loss is fine.", {"slow"}, (2, 3)))),
     Case("d", "wrong tensor", OverlappedBuckets, (
         Fault({"each.grad.flatten()": "each.data.flatten()",
                "parameter.grad.copy_": "parameter.data.copy_"},
@@ -292,7 +292,7 @@ class LateBuckets(SickJob):
         settings = self._settings
         return (f"The job runs on {self._world_size} ranks. The model has {settings.stages} "
                 "stages of four parameters each. The last two are parallel branches: backward "
-                "begins with them, in either order. Backward computes "
+                "begins with them. Backward computes "
                 f"{1e3 * settings.seconds:.0f} ms in each stage. "
                 f"One all-reduce takes {1e3 * settings.latency:.0f} ms on this link, whatever its "
                 "size. A bucket should hold one stage.")
@@ -343,8 +343,8 @@ class LateBuckets(SickJob):
         mean = (sum(rank.own for rank in ranks) / len(ranks)).norm(dim=1)
         print_table(["stage", *(f"rank {rank}{when}" for rank in range(len(ranks))
                                 for when in (" computed", " has")), "mean"],
-                    *([stage, *(f"{each[stage].norm():.6f}" for rank in ranks
-                                for each in (rank.own, rank.after)), f"{mean[stage]:.6f}"]
+                    *([stage, *(f"{each[stage].norm():.3e}" for rank in ranks
+                                for each in (rank.own, rank.after)), f"{mean[stage]:.3e}"]
                       for stage in range(len(mean))))
 
 
