@@ -165,7 +165,8 @@ PARTS = (
                 "dist.new_group()",
           blocking="hooks return at once. One thread with a queue runs the blocking ring, as NCCL "
                    "runs its kernels on a stream of their own. finish() blocks"),
-    _part("predict-step", "05", "predict_step(layers, bucket_bytes, ranks, bandwidth, latency)",
+    _part("predict-step", "05",
+          "predict_step(layers, bucket_bytes, ranks, bandwidth, latency, first_bytes=None)",
           predict_step, uses="make-buckets ring-seconds",
           gives="(seconds of the step, seconds of exposed communication), from layers, each a "
                 "dplab.predict.step.Layer",

@@ -8,7 +8,7 @@ from dplab.exercises.ring_seconds import ring_seconds
 from dplab.predict.step import Layer
 
 
-def predict_step(layers, bucket_bytes, ranks, bandwidth, latency):
+def predict_step(layers, bucket_bytes, ranks, bandwidth, latency, first_bytes=None):
     """The seconds of a step whose buckets leave during backward, and how many of them are exposed.
 
     ``layers`` in the order of forward, each with ``forward_seconds``, ``backward_seconds`` and
@@ -21,19 +21,21 @@ def predict_step(layers, bucket_bytes, ranks, bandwidth, latency):
         ready[index] = now
 
     free = 0.0  # when the link has sent everything that was launched so far
-    for bucket in make_buckets([layer.gradient_bytes for layer in layers], bucket_bytes):
+    gradients = [layer.gradient_bytes for layer in layers]
+    for bucket in make_buckets(gradients, bucket_bytes, first_bytes):
         nbytes = sum(layers[index].gradient_bytes for index in bucket)
         start = max(free, ready[bucket[-1]])
         free = start + ring_seconds(nbytes, ranks, bandwidth, latency)
     return free, free - now
 
 
-def bucket_by_bucket(layers, bucket_bytes, ranks, bandwidth, latency):
+def bucket_by_bucket(layers, bucket_bytes, ranks, bandwidth, latency, first_bytes=None):
     """The same from two lists: when each bucket is ready, and how long it takes to send."""
     forward = sum(layer.forward_seconds for layer in layers)
     backward = sum(layer.backward_seconds for layer in layers)
     end = forward + backward
-    buckets = make_buckets([layer.gradient_bytes for layer in layers], bucket_bytes)
+    gradients = [layer.gradient_bytes for layer in layers]
+    buckets = make_buckets(gradients, bucket_bytes, first_bytes)
     nbytes = [sum(layers[index].gradient_bytes for index in bucket) for bucket in buckets]
     sending = [ring_seconds(each, ranks, bandwidth, latency) for each in nbytes]
     ready = [end - sum(layer.backward_seconds for layer in layers[: bucket[-1]])
@@ -54,7 +56,8 @@ def layers_of(*numbers):
 
 UNEVEN = layers_of((3, 7, 10), (2, 9, 30), (4, 11, 20), (5, 13, 25), (1, 6, 5))
 
-# By what each is about: layers, bytes of a bucket, ranks, bytes/s and s of the link.
+# By what each is about: layers, bytes of a bucket, ranks, bytes/s and s of the link; and maybe the
+# bytes of the first bucket.
 CASES = (
     ("a link that is late at the end", UNEVEN, 30e6, 4, 5e9, 1e-4),
     ("a link that falls behind", UNEVEN, 25e6, 3, 1.25e9, 5e-5),
@@ -65,13 +68,14 @@ CASES = (
     ("layers without parameters", layers_of((2, 3, 8), (1, 2, 0), (5, 9, 40), (1, 4, 0)), 20e6, 5,
      3e9, 2e-4),
     ("one rank", UNEVEN, 30e6, 1, 5e9, 1e-4),
+    ("a first bucket of 4e+06 bytes", UNEVEN, 40e6, 4, 2e9, 1e-4, 4e6),
 )
 
 
 class PredictStep(Calculation):
     number = "5.4"
     title = "A scheduler: how long will the step take?"
-    minutes = 25
+    minutes = 15
     solution = staticmethod(predict_step)
     also_right = (bucket_by_bucket,)
 
@@ -84,14 +88,15 @@ class PredictStep(Calculation):
 
     def terms(self):
         terms = {"what the step takes": {}, "what is exposed": {}}
-        for name, layers, bucket_bytes, ranks, bandwidth, latency in CASES:
+        for name, layers, bucket_bytes, ranks, bandwidth, latency, *first in CASES:
             if ranks > 1:  # with one rank nothing is exposed, which is a sum of nothing
-                buckets = make_buckets([layer.gradient_bytes for layer in layers], bucket_bytes)
+                buckets = make_buckets([layer.gradient_bytes for layer in layers], bucket_bytes,
+                                       *first)
                 sending = [ring_seconds(sum(layers[index].gradient_bytes for index in bucket),
                                         ranks, bandwidth, latency) for bucket in buckets]
                 forward = sum(layer.forward_seconds for layer in layers)
                 backward = sum(layer.backward_seconds for layer in layers)
-                step, _ = predict_step(layers, bucket_bytes, ranks, bandwidth, latency)
+                step, _ = predict_step(layers, bucket_bytes, ranks, bandwidth, latency, *first)
                 sizes = {"the step": step, "computing": forward + backward, "forward": forward,
                          "backward": backward, "all communication": sum(sending),
                          "the last all-reduce": sending[-1]}
@@ -156,9 +161,11 @@ class PredictStep(Calculation):
              "one.", {"forward = sum(": "layers = layers[::-1]\nforward = sum("},
              {"reversed(range(len(layers)))": "range(len(layers))"}),
         Slip("Each layer's gradient travels by itself. Ask `make_buckets` which ones go together.",
-             {"make_buckets([layer.gradient_bytes for layer in layers], bucket_bytes)":
+             {"make_buckets(gradients, bucket_bytes, first_bytes)":
               "[[index] for index in range(len(layers))[::-1]]"},
-             {"layers], bucket_bytes)": "layers], 1)"}),
+             {"(gradients, bucket_bytes, first_bytes)": "(gradients, 1)"}),
+        Slip("The first bucket may close earlier than the others: hand `first_bytes` on to "
+             "`make_buckets`.", {"bucket_bytes, first_bytes)": "bucket_bytes)"}),
         Slip("A bucket leaves with its first gradient. It is complete with its last one.",
              {"bucket[-1]": "bucket[0]"},
              {"bucket[-1]": "bucket[0]", "step = done": "step = done = max(end, done)"}),

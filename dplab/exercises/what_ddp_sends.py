@@ -48,7 +48,7 @@ CASES = tuple((*each, iteration) for each in (UNEVEN, SMALL, EXACT, TIGHT)
 class WhatDDPSends(Calculation):
     number = "5.5"
     title = "What DDP sends"
-    minutes = 8
+    minutes = 5
     solution = staticmethod(what_ddp_sends)
     also_right = (by_ready,)
 
@@ -69,7 +69,7 @@ class WhatDDPSends(Calculation):
     )
     slips = (
         Slip("The buckets of iteration 1 are rebuilt already. In iteration 1 all gradients travel "
-             "together: DDP has not yet seen in which order they come.",
+             "together, and DDP notes in which order they come.",
              {"iteration == 1": "iteration == 0"}),
         Slip("From iteration 2 on the buckets are rebuilt, and you still send all gradients "
              "together.",

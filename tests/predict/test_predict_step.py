@@ -53,7 +53,8 @@ def test_buckets_close_when_they_reach_their_size(bucket_bytes, expected):
     assert step.bucket_layers(THREE, bucket_bytes) == expected
 
 
-@pytest.mark.parametrize("case", predict_step.CASES, ids=lambda case: case[0])
+@pytest.mark.parametrize("case", [case for case in predict_step.CASES if len(case) == 6],
+                         ids=lambda case: case[0])  # those whose buckets all close at one size
 def test_the_end_of_a_step_is_that_of_the_exercise(case):
     _, layers, bucket_bytes, ranks, *link = case
     spans = step.ddp_spans(layers, ranks, Link("any", *link), bucket_bytes=bucket_bytes)
