@@ -49,7 +49,7 @@ class HalvingSeconds(Calculation):
         cases = {"a power of two": {}, "another N": {}}
         for case in CASES:
             nbytes, ranks, bandwidth, latency = case
-            steps, whole = ranks.bit_length() - 1, nbytes / bandwidth
+            steps, whole = int(math.log2(ranks)), nbytes / bandwidth
             sizes = {"the latency of one message": latency,
                      "the latency of log₂P messages": steps * latency,
                      "the bytes of the whole tensor": whole,
