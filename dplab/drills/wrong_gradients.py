@@ -229,8 +229,8 @@ def premature(readings):
     fits = readings.same_loss and behind > 1e-3 and not readings.is_a_factor
     return fits, (f"Forward is {'right' if readings.same_loss else 'wrong already'}. The last "
                   f"layer, which is nearest to the loss, has the error {behind:.4f} and the length "
-                  f"ratio {ratio:.4f}. Where ranks' gradients are cut one by one, the two add up "
-                  "to more than 1.")
+                  f"ratio {ratio:.4f}. Where ranks' gradients are cut one by one, the error is "
+                  "larger than |length ratio - 1|.")
 
 
 SUSPECTS = (
