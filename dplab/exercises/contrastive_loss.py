@@ -8,7 +8,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dplab.checks.exercise import Exercise
 from dplab.checks.mistakes import Slip
-from dplab.checks.trials import gradients, reduced, seeded
+from dplab.checks.trials import gradients, seeded
 from dplab.exercises.sum_over_ranks import SumOverRanks
 from dplab.exercises.weighted_mean import after_backward
 
