@@ -220,8 +220,8 @@ CASES = (
         Fault({"    sampler.set_epoch(epoch)\n": ""},
               "All through epoch 0 the log is that of the one-GPU run. In epoch 1 the curves part, "
               "and ours goes on falling as if nothing had happened.", {"in epoch 1", "falls"},
-              also=("I compared the logs with a script, one GPU against {n}. For an epoch it had "
-                    "nothing to print. Then it complained, though the loss still falls.",)),)),
+              also=("My script prints each step whose loss is not that of the one-GPU run. In "
+                    "epoch 0 it printed nothing. Then it did, though the loss still falls.",)),)),
     Case("d", "different start", healthy.begin, (
         Fault({"dist.broadcast(tensor,": "message = tensor.clone()\ndist.broadcast(message,"},
               "Since the move to {n} GPUs the loss is off from the first step on. My colleague "
@@ -246,19 +246,19 @@ CASES = (
                "    counts = torch.tensor([right, len(labels)])\n": "",
                "all_reduce(counts)": "all_reduce(right)",
                "(counts[0] / counts[1]).item()": "right.item() / dist.get_world_size()"},
-              "I was about to report the accuracy in the log. Then I evaluated the final model in "
-              "one process and got another number. The losses are fine. Which one do I report?",
+              "A customer tests our final model on one GPU, and comes to another result than we "
+              "did on {n}. Which of us is mistaken?",
               {"only in the accuracy"},
-              also=("A reviewer took our final model and does not get our accuracy on one GPU. "
-                    "Training is beyond doubt, since its losses agree in every step.",)),
+              also=("A reviewer took our final model, and on one GPU does not get what we "
+                    "reported. Did we send another file?",)),
         Fault({"images, labels =": "longest = torch.tensor(len(mine))\n"
                "dist.all_reduce(longest, op=dist.ReduceOp.MAX)\n"
                "mine = mine.repeat(longest)[:longest]  # equally many on each rank\n"
                "images, labels ="},
-              "I had thought that an accuracy belongs to a model. Ours is another one on one GPU "
-              "than in the log of {n}, and it is the same file.", {"only in the accuracy"},
-              also=("No loss in the log is another than on one GPU. The accuracy is, as soon as I "
-                    "compute it by myself from the final model.",))),
+              "I had thought that a model is a model. On one GPU, ours does not score what it "
+              "scored on {n}, and it is the same file.", {"only in the accuracy"},
+              also=("Training on {n} GPUs raised no error. But when I evaluate the final model "
+                    "by myself, I do not find what I was told to expect of it.",))),
         to_repair=True),
     Case("g", "lossy restart", healthy.load, (
         Fault({'    optimizer.load_state_dict(saved["optimizer"])\n': ""},

@@ -128,8 +128,8 @@ class BroadcastWeights(InPairsToo):
         Slip("You left out the frozen parameters: they differ between ranks too, and the forward "
              "pass uses them.",
              {"*model.parameters()": f"*{TRAINED}"}),
-        Slip("`state_dict()` leaves out buffers that are registered with `persistent=False`; "
-             "`model.buffers()` has them.", {EVERYTHING: "model.state_dict().values()"}),
+        Slip("`state_dict()` leaves out buffers that are registered with `persistent=False`. A "
+             "forward pass may read them too.", {EVERYTHING: "model.state_dict().values()"}),
         Slip("You left out what is not floating point: BatchNorm counts its batches in an integer "
              "buffer.", {EVERYTHING: FLOATS}),
         Slip("Every rank named itself as the source. All ranks must name the same one, "

@@ -135,8 +135,9 @@ class ExactResume(Exercise):
         "which each rank has its own of. BatchNorm has buffers, which each rank computes from its "
         "own samples.",
         "Let each rank write a file of its own: f\"{path}.{dist.get_rank()}\". In it: `step`, "
-        "`model.state_dict()`, `optimizer.state_dict()`, `torch.get_rng_state()`. `load` gives all "
-        "of it back, the last with `torch.set_rng_state`, and returns the step.",
+        "`model.state_dict()` (which has all buffers of this model), `optimizer.state_dict()`, "
+        "`torch.get_rng_state()`. `load` gives all of it back, the last with "
+        "`torch.set_rng_state`, and returns the step.",
     )
     slips = (
         Slip("You give back the model and nothing else: the optimizer begins without momenta, and "
