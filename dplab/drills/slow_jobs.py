@@ -419,9 +419,9 @@ class SlowJob(SickJob):
         readings = self._readings
         print("Median over the steps")
         self._print_seconds([*split_time(readings.steps[0])[0]])
-        print(f"at its own speed the link works for {ms(readings.link_seconds)} of a step; beside "
-              "no computing, in each step and on each rank: "
-              f"{100 * readings.least_unhidden:.0f} % of that or more\n"
+        print(f"at its own speed the link works for {ms(readings.link_seconds)} of a step; "
+              f"computing hides at most {100 * (1 - readings.least_unhidden):.0f} % of that, in "
+              "each step and on each rank\n"
               f"one rank alone computes for {ms(readings.alone_computes)}")
 
     def _print_seconds(self, kinds, *rows):

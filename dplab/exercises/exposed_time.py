@@ -35,18 +35,23 @@ SLOW_LINK = [
 def recordings():
     """By name: the spans of all ranks of a step."""
     steps = {f"a step on {size} rank{'s' * (size > 1)}": recording(size) for size in (1, 2, 3, 4)}
-    return steps | {"a step on 2 ranks with a slow link": [list(spans) for spans in SLOW_LINK]}
+    return steps | {"a step on 2 ranks with a slow link": [list(spans) for spans in SLOW_LINK],
+                    "a step on 3 ranks that note an end at different times":
+                        recording(3, (0.0004, 0.0, 0.0007))}
 
 
-def recording(world_size):
-    """The spans of all ranks; all-reduces follow one another on the link."""
+def recording(world_size, late=(0.0,) * 4):
+    """The spans of all ranks; all-reduces follow one another on the link.
+
+    late: by rank, how long after the link is done with a collective it notes the end.
+    """
     ranks, free = [[] for _ in range(world_size)], 0.0
     for share, seconds in BUCKETS:
         launches = [forward + share * (backward - forward)
                     for _, forward, backward, _ in RANKS[:world_size]]
         free = max(free, *launches) + seconds
-        for spans, launch in zip(ranks, launches, strict=True):
-            spans.append(Span("all_reduce", COMMUNICATION, launch, free, 2**20))
+        for spans, launch, later in zip(ranks, launches, late, strict=False):
+            spans.append(Span("all_reduce", COMMUNICATION, launch, free + later, 2**20))
     for spans, (data, forward, backward, optimizer) in zip(ranks, RANKS, strict=False):
         spans += [Span("data", STALLED, 0.0, data),
                   Span("forward", COMPUTE, data, forward),
@@ -121,6 +126,13 @@ class ExposedTime(Calculation):
         Slip("You take it that the link works from the first collective to the end of the last "
              "one. In between there are pauses in which it carries nothing.",
              {"is_in(carried, start)": "carried[0][0] <= start < carried[-1][1]"}),
+        Slip("You take it that the link carries a collective until the last rank has noted its "
+             "end. It was done at the earliest of these ends: the others woke later, and wait.",
+             {"min(call.end": "max(call.end"}),
+        Slip("You take it that the link carries a collective until this rank has noted its end. "
+             "It was done at the earliest end of all ranks: who wakes later waits meanwhile.",
+             {"is_in(carried, start)": "is_in([(last, call.end) for call, (last, _) in "
+                                       "zip(own, carried)], start)"}),
         # What is exposed.
         Slip("You add up what is exposed of each collective. Where two go on at the same time, "
              "that time counts once.",
@@ -168,6 +180,10 @@ class ExposedTime(Calculation):
         Slip("You count as idle the time in which a rank is in a collective that is not carried "
              "yet. That is waiting: for another rank.",
              {'"waiting" if is_in(launched, start) else "idle"': '"idle"'}),
+        Slip("Your waiting ends at the earliest end that a rank noted. That is where the link is "
+             "done: a rank is in the collective until its own end.",
+             {"[(call.start, call.end) for call in own]":
+              "[(call.start, end) for call, (_, end) in zip(own, carried)]"}),
         # The rest.
         Slip("You count all that is left over as waiting. Outside of collectives a rank is idle: "
              "it may wait for data, for instance.", {'else "idle"': 'else "waiting"'}),
@@ -199,7 +215,8 @@ def _fact(kind, rank, name):
 def times_of(rank, ranks):
     """Seconds of this rank, by name: of each kind, and of parts that may be taken for another."""
     calls = [[span for span in spans if span.lane == COMMUNICATION] for spans in ranks]
-    carried = [Span("", "carried", max(call.start for call in same), same[0].end)
+    carried = [Span("", "carried", max(call.start for call in same),
+                    min(call.end for call in same))
                for same in zip(*calls, strict=True)]
     moments = sorted({moment for spans in ranks for span in spans
                       for moment in (span.start, span.end)})

@@ -46,7 +46,7 @@ CASES = tuple((name, repair) for name in JOBS for repair in REPAIRS)
 class RepairedStep(Calculation):
     number = "6.4"
     title = "What does a repair bring back?"
-    minutes = 12
+    minutes = 8
     tolerance = 1e-3
     solution = staticmethod(repaired_step)
 
