@@ -99,9 +99,9 @@ class ExposedTime(Calculation):
         "Rank 1 launches an all-reduce 20 ms after rank 0. What can the link carry in these 20 ms?",
         "Collect all starts and ends, and sort them. Between two neighbours nothing begins or "
         "ends, so each such piece of time is of one kind on each rank.",
-        "Of each collective, take the latest launch of all ranks: from there to its end the link "
-        "carries it. Then ask of each piece, in this order: does the rank compute? Does the link "
-        "carry a collective? Is one of the rank's own collectives going on?",
+        "Of each collective, take the latest launch of all ranks: from there to its earliest end "
+        "the link carries it. Then ask of each piece, in this order: does the rank compute? Does "
+        "the link carry a collective? Is it before the rank's own end of one it has launched?",
     )
     slips = (
         # Computing.
