@@ -118,8 +118,9 @@ class PredictStep(Calculation):
         "the end of backward.",
     )
     slips = (
-        Slip("You count the last bucket only. Where the link is slow, those before it are still on "
-             "their way when backward ends.", {"max(done, when) + seconds": "end + seconds"}),
+        Slip("You count the last bucket only, or let it leave as soon as it is ready. Where the link "
+             "is slow, those before it are still on their way when backward ends.",
+             {"max(done, when) + seconds": "end + seconds"}),
         Slip("You count all of communication as exposed. What runs before the end of backward is "
              "hidden.", {"exposed = done - end": "exposed = sum(sending)"}),
         Slip("What you return second is all communication less what is computed. But the link also "
