@@ -118,8 +118,8 @@ class PredictStep(Calculation):
         "the end of backward.",
     )
     slips = (
-        Slip("You count the last bucket only, or let it leave as soon as it is ready. Where the link "
-             "is slow, those before it are still on their way when backward ends.",
+        Slip("You count the last bucket only, or let it leave as soon as it is ready. Where the "
+             "link is slow, those before it are still on their way when backward ends.",
              {"max(done, when) + seconds": "end + seconds"}),
         Slip("You count all of communication as exposed. What runs before the end of backward is "
              "hidden.", {"exposed = done - end": "exposed = sum(sending)"}),
