@@ -100,9 +100,9 @@ class MakeBuckets(Calculation):
         Slip("Index 0 is in no bucket. `range(a, b, -1)` ends before it comes to b.",
              {"index == 0": "index == 1",
               "reversed(range(len(sizes)))": "range(len(sizes) - 1, 0, -1)"}),
-        Slip("You close a bucket before it would exceed (or reach) `bucket_bytes`. Here, as in "
-             "DDP, the size is a threshold: the gradient that reaches it still belongs to the "
-             "bucket, which closes after it.",
+        Slip("You close a bucket before it would exceed (or reach) `bucket_bytes`. Here the "
+             "size is a threshold: the gradient that reaches it still belongs to the bucket, "
+             "which closes after it.",
              {"if held >= limit:": "if not buckets or held + sizes[index] > limit:"},
              {"if held >= limit:": "if not buckets or held + sizes[index] >= limit:"}),
         Slip("A bucket that holds exactly `bucket_bytes` is full, and you go on filling it: close "
