@@ -321,7 +321,7 @@ def _flat(module):
 
 
 def _until_nothing_is_sent(group):
-    """Returns on all ranks together, when none has sent anything in the group for three rounds.
+    """Returns on all ranks together, when none has sent anything in the group for ten rounds.
 
     An attempt's threads may still send what backward has begun. A round takes longer where the
     machine has other work, as those threads do.
@@ -333,7 +333,7 @@ def _until_nothing_is_sent(group):
             heard.append(call)
 
     recording.recorder_here().listeners.append(hear)
-    while quiet < 3:
+    while quiet < 10:
         before = len(heard)
         time.sleep(0.01)
         sent = torch.tensor(float(len(heard) > before))
