@@ -52,7 +52,6 @@ class ZeRO2:
 
 SHAPES = (((5, 7), (3,)), ((4, 9), (2,)), ((6, 6), (2,)))  # 38 elements in each bucket
 STEPS = range(3)
-LATER = " where the last rank's gradients become ready in another order"
 SENDING = "how many times the bytes of DDP this rank sends in a step"
 LEFT = "the bytes of whole gradients at the end of backward"
 AT_ONCE = "the bytes of whole gradients after each hook, at most"
