@@ -1,54 +1,55 @@
-"""What a reader does, done in a real JupyterLab: Run All, an exercise, ■, widgets, guesses.
+"""What a reader does, from the one command to an update of the course: in a real JupyterLab.
 
-With the mouse or by keyboard, on a wide screen or a narrow one, with eyes or a screen reader.
+With the mouse or by keyboard, on a wide screen or a narrow one, with eyes or a screen reader. One
+JupyterLab serves all, on a copy that ``dplab lab`` makes. One notebook, EVERYTHING, has cells for
+most; its tests follow each other as a reader's evening does.
 """
 
 import io
+import os
 import shutil
+import subprocess
+import sys
+from types import SimpleNamespace
 
+import notebooks
 import numpy as np
 import psutil
 import pytest
-from jupyter import copy_course, jupyter_lab, until, write_cells
+from jupyter import OWN_FOLDERS, dplab_lab, until, write_cells
 from matplotlib import image
 from nbformat.v4 import new_markdown_cell
-from notebooks import read
 from reading import clipped_controls, controls_without_name, cut_off, focus_by_tab, window
+from sandbox import ROOT
 
 from dplab.checks import solution_source
 from dplab.desk import course
 
 pytestmark = pytest.mark.slow
 
-EXERCISE = "ring-seconds"
-HANG = """\
-import os, pathlib, time
-rank = dist.get_rank()
-pathlib.Path(folder, str(rank)).write_text(str(os.getpid()))
-if rank == 1:
-    time.sleep(600)
-dist.all_reduce(torch.ones(1))
+FIRST = "chapters/00_start_here.ipynb"
+STUB, CHECK = "stub-global-mean", "check-global-mean"
+WRONG = """\
+def global_mean(values):
+    total = values.mean()
+    dist.all_reduce(total)
+    return total / dist.get_world_size()
+"""
+RIGHT = """\
+def global_mean(values):  # written in the evening
+    sums = torch.stack([values.sum(), torch.tensor(float(len(values)))])
+    dist.all_reduce(sums)
+    return sums[0] / sums[1]
 """
 
-# By chapter: the cells that make a widget, and its keys with what the picture then says.
-WIDGETS = {
-    "03_all_reduce": (["setup", "two-halves", "your-numbers", "step-through"], [
-        ("step", "ArrowRight", "After step 4 of 6, 8 of 16 chunks are complete"),
-        ("step", "ArrowLeft", "After step 3 of 6, 4 of 16 chunks are complete"),
-        ("step", "Home", "Before the first step, 0 of 16 chunks are complete")]),
-    "08_zero_by_hand": (["setup", "imports", "mixed", "calculator-parts", "calculator"], [
-        ("ranks", "ArrowRight", "on 16 × H100"), ("GPU", "Home", "on 16 × A100")]),
-}
-
+EXERCISE = "ring-seconds"
 WAY = "Which way sends the fewest bytes from the busiest rank?"
 SHARE = "Which share of the step is communication?"
 GUESSES = {
-    "setup": "import dplab",
     "way": f'way = dplab.guess("way", "{WAY}", choices=["a tree", "a star", "a ring"])',
     "share": f'share = dplab.guess("share", "{SHARE}", unit="%")\nshare',
     "results": 'way.reveal("a ring")\nshare.reveal(37)',
 }
-CHECK = f'dplab.check("{EXERCISE}", lambda *case: 1.0)'
 STEPPER = """\
 from dplab import show
 
@@ -59,120 +60,173 @@ def draw(size):
 
 show.stepper(draw, (1, 3, 6), label="bucket size", unit="MiB", start=3)
 """
+RESET = {
+    "answer": solution_source(EXERCISE),
+    "solved": f'dplab.check("{EXERCISE}", ring_seconds)',
+    "spare": f'before = 1\ndplab.reset("{EXERCISE}")  # once more\nafter = before',
+    "kept": f"from dplab.desk import record\nrecord.entries('exercises').get('{EXERCISE}')",
+}
+RANKS = """\
+%%ranks 2 --timeout 600
+import os, pathlib, time
+rank = dist.get_rank()
+pathlib.Path(folder, f"pid-{rank}").write_text(str(os.getpid()))
+if rank == 1 and pathlib.Path(folder, "hang").exists():
+    time.sleep(600)
+dist.all_reduce(torch.ones(1))
+"""
+# By chapter: the cells that make a widget, and its keys with what the picture then says.
+WIDGETS = {
+    "03_all_reduce": (["setup", "two-halves", "your-numbers", "step-through"], [
+        ("step", "ArrowRight", "After step 4 of 6, 8 of 16 chunks are complete"),
+        ("step", "ArrowLeft", "After step 3 of 6, 4 of 16 chunks are complete"),
+        ("step", "Home", "Before the first step, 0 of 16 chunks are complete")]),
+    "08_zero_by_hand": (["setup", "imports", "mixed", "calculator-parts", "calculator"], [
+        ("ranks", "ArrowRight", "on 16 × H100"), ("GPU", "Home", "on 16 × A100")]),
+}
+EVERYTHING = "chapters/everything.ipynb"  # beside the chapters, for their data
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("course")
-    copy_course(folder)
-    return folder
+def folders(tmp_path_factory):
+    """A clone of the course; the reader's copy, in a folder whose name has a space."""
+    base = tmp_path_factory.mktemp("evening")
+    found = SimpleNamespace(clone=base / "clone", place=base / "my course", private=base / "kept",
+                            notes=base / "notes")
+    for folder in (found.private, found.notes):
+        folder.mkdir()
+    for name in ("chapters", "dplab", "figures"):
+        shutil.copytree(ROOT / name, found.clone / name,
+                        ignore=shutil.ignore_patterns("__pycache__", ".*", "node_modules"))
+    shutil.copy(ROOT / "README.md", found.clone)
+    return found
 
 
 @pytest.fixture(scope="module")
-def lab(root):
-    with jupyter_lab(root) as lab:
+def lab(folders):
+    with dplab_lab(folders.place, folders.private, folders.clone) as lab:
         yield lab
 
 
-def test_run_all_of_an_untouched_chapter_and_how_it_reaches_its_reader(lab):
-    with lab.open("chapters/appendix_rounding.ipynb") as notebook:
-        notebook.run_all()
-        assert notebook.errors() == []
-        assert notebook.not_run() == []
-        texts = notebook.page.evaluate("() => [...panel.node.querySelectorAll('.jp-Cell img')]"
-                                       ".map(image => image.getAttribute('alt'))")
-        assert len(texts) == 2 and not [text for text in texts if len(text or "") < 30]
+@pytest.fixture(scope="module")
+def notebook(lab, folders):
+    """EVERYTHING, after Run All."""
+    cells = {
+        "load": "%load_ext dplab\nimport dplab, torch, torch.distributed as dist\n"
+                f"folder = {str(folders.notes)!r}",
+        **GUESSES, "wrong": 'dplab.check("exposed-time", lambda *case: 1.0)', **RESET,
+        "stepper": STEPPER,
+        "drawing": new_markdown_cell("![A drawing](../figures/one_step.svg)", id="drawing"),
+        "ranks": RANKS,
+        **{f"{cell.id}-{stem[:2]}": cell.source for stem, (ids, _) in WIDGETS.items()
+           for cell in notebooks.read(ROOT / f"chapters/{stem}.ipynb").cells if cell.id in ids}}
+    write_cells(folders.place / EVERYTHING, cells)
+    with lab.open(EVERYTHING) as opened:
+        opened.run_all()
+        assert opened.errors() == [] and opened.not_run() == []
+        yield opened
+
+
+# The first evening
+
+
+def test_a_first_evening(lab, folders):
+    with lab.open(FIRST) as notebook:
+        assert not any(cell.get("outputs") for cell in notebook.cells())
+        sees_a_picture_and_follows_a_link(notebook)
+        guesses_and_sees_the_result(notebook)
+        answers_wrongly_takes_a_hint_and_passes(notebook)
+        notebook.output(CHECK).get_by_role("link", name="Next").click()
+        notebook.page.get_by_role("heading", name="Exercise 0.3").wait_for()
         with window(notebook, 700, 900):
             assert cut_off(notebook) == []
+        assert notebook.save()["metadata"]["widgets"]
+    with lab.open(FIRST) as notebook:
+        finds_everything_as_it_was_left(notebook)
+    updates_the_course(folders)
 
 
-def test_a_reset_is_done_once_and_stays_done_when_all_runs_again(lab, root):
-    cells = {
-        "load": "import dplab",
-        "answer": solution_source(EXERCISE),
-        "check": f'dplab.check("{EXERCISE}", ring_seconds)',
-        "spare": f'before = 1\ndplab.reset("{EXERCISE}")  # once more\nafter = before',
-        "kept": f"from dplab.desk import record\nrecord.entries('exercises').get('{EXERCISE}')"}
-    write_cells(root / "reset.ipynb", cells)
-    with lab.open("reset.ipynb") as notebook:
-        notebook.run_all()
-        assert "passed" in notebook.output_text("check")
-        assert "is kept as" in notebook.output_text("spare")
-        assert notebook.output_text("kept") == ""
-        after = notebook.cells()
-        assert [cell["id"] for cell in after] == list(cells)
-        first, *stub, last = after[3]["source"].split("\n")
-        assert (first, "\n".join(stub), last) == (
-            "before = 1", course.stub_of(3, EXERCISE), "after = before")
-        notebook.run_all()
-        assert "'passed'" in notebook.output_text("kept")
-        assert notebook.cells()[3]["source"] == after[3]["source"]
+def sees_a_picture_and_follows_a_link(notebook):
+    picture = notebook.page.locator(".jp-MarkdownOutput img").first
+    until(lambda: picture.evaluate("one => one.complete && one.naturalWidth"), 20, "no picture")
+    notebook.page.locator(".jp-MarkdownOutput a[href*='README']").first.click()
+    opened = "() => jupyterapp.shell.currentWidget.context?.path"
+    until(lambda: notebook.page.evaluate(opened) == "README.md", 20, "the link opens nothing")
+    notebook.page.locator(".jp-MarkdownViewer h1").wait_for()  # a page, not its text
+    notebook.page.evaluate("jupyterapp.shell.activateById(panel.id)")
 
 
-def test_the_stop_button_and_a_restart_end_hung_ranks(lab, root, tmp_path):
-    write_cells(root / "ranks.ipynb", {
-        "load": f"%load_ext dplab\nimport torch, torch.distributed as dist\n"
-                f"folder = {str(tmp_path)!r}",
-        "hang": f"%%ranks 2 --timeout 600\n{HANG}", "next": "1 + 1"})
-    with lab.open("ranks.ipynb") as notebook:
-        processes = hang(notebook, tmp_path)
-        notebook.interrupt()
-        notebook.wait(timeout=10)
-        text = notebook.output_text("hang")
-        assert "stopped by you; where the ranks were:" in text
-        assert "time.sleep(600)" in text and "waits in all_reduce" in text
-        assert psutil.wait_procs(processes, timeout=5)[1] == []
-
-        processes = hang(notebook, tmp_path)
-        processes.append(processes[0].parent())  # the server
-        notebook.restart()
-        assert psutil.wait_procs(processes, timeout=5)[1] == []
-        notebook.run_cell("next")
-        assert notebook.output_text("next") == "2"
+def guesses_and_sees_the_result(notebook):
+    for cell in ("load", "predict-the-counter"):
+        notebook.run_cell(cell)
+    notebook.output("predict-the-counter").get_by_role("radio", name="4").check()
+    noted(notebook, "predict-the-counter", "Your guess: 4")
+    for cell in ("four-ranks-count", "the-counter-afterwards"):
+        notebook.run_cell(cell)
+    assert notebook.errors() == []
+    shown = notebook.output_text("the-counter-afterwards")
+    assert "Your guess: 4" in shown and "Result: 0" in shown
 
 
-def hang(notebook, folder):
-    """Two ranks that hang in the notebook, as processes."""
-    files = [folder / "0", folder / "1"]
-    for file in files:
-        file.unlink(missing_ok=True)
-    notebook.run_cell("load")
-    notebook.run_cell("hang", wait=False)
-    until(lambda: all(f.exists() and f.read_text() for f in files), 60, "no ranks started")
-    return [psutil.Process(int(file.read_text())) for file in files]
+def answers_wrongly_takes_a_hint_and_passes(notebook):
+    assert "You averaged the ranks' means" in answers(notebook, WRONG)
+    notebook.output(CHECK).get_by_role("button", name="Hint").click()
+    notebook.output(CHECK).get_by_text("hint 1 of 3").wait_for()
+    shown = answers(notebook, RIGHT)
+    assert "passed" in shown and "It is kept" in shown
+    notebook.run_cell("use-mine")
+    assert "yours" in notebook.output_text("use-mine")
+    assert "[2.0, 2.0, 2.0, 2.0]" in notebook.output_text("use-mine")
 
 
-def test_a_widget_by_keyboard_alone(lab, root):
-    """The cells of two chapters in one notebook; beside the chapters, for their data."""
-    cells = {f"{cell.id}-{stem[:2]}": cell.source for stem, (ids, _) in WIDGETS.items()
-             for cell in read(root / f"chapters/{stem}.ipynb").cells if cell.id in ids}
-    write_cells(root / "chapters/widgets.ipynb", cells)
-    with lab.open("chapters/widgets.ipynb") as notebook:
-        for stem, (ids, keys) in WIDGETS.items():
-            for cell in ids:
-                notebook.run_cell(f"{cell}-{stem[:2]}")
-            assert notebook.errors() == []
-            press_and_look(notebook, f"{cell}-{stem[:2]}", keys)
-        focus_by_tab(notebook, "step-through-03", "play or pause")
-        notebook.page.keyboard.press("Enter")
-        notebook.output("step-through-03").get_by_alt_text("After step").first.wait_for()
-        for width in (700, 760):
-            with window(notebook, width, 900):
-                assert cut_off(notebook) == []
-                for cell in ("step-through-03", "calculator-08"):
-                    assert clipped_controls(notebook, cell) == []
+def answers(notebook, answer):
+    notebook.replace_source(STUB, answer)
+    for cell in (STUB, CHECK):
+        notebook.run_cell(cell)
+    return notebook.output_text(CHECK)
 
 
-def press_and_look(notebook, cell, keys):
-    picture = notebook.output(cell).locator("img:visible")
-    assert controls_without_name(notebook, cell) == []
-    for label, key, says in keys:
-        focus_by_tab(notebook, cell, label)
-        source = picture.get_attribute("src")
-        notebook.page.keyboard.press(key)
-        until(lambda source=source: picture.get_attribute("src") != source, 20,
-              f"{key} left the picture as it was")
-        assert says in picture.get_attribute("alt")
+def finds_everything_as_it_was_left(notebook):
+    """After save and close; no kernel runs the cells again."""
+    output = notebook.output("predict-the-counter")
+    output.get_by_text("What is counter").locator("visible=true").first.wait_for()
+    assert notebook.output(CHECK).get_by_text("passed").first.is_visible()
+    assert not any(each.is_visible() for each in notebook.output(CHECK).get_by_role("button").all())
+    assert not any(each.is_visible() for each in
+                   notebook.page.get_by_text("Error displaying widget").all())
+    assert RIGHT.strip() in notebook.cells()[notebook.index(STUB)]["source"]
+
+
+def updates_the_course(folders):
+    """With the runtime folder of another machine, so that no JupyterLab seems to run."""
+    path, other = folders.clone / FIRST, folders.notes / "other"
+    newer = notebooks.read(path)
+    newer.cells.insert(3, new_markdown_cell("News of the course", id="news"))
+    path.write_text(notebooks.normalise(newer), encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, "-m", "dplab", "lab", folders.place, "--update", "00", "--copy-only"],
+        env=os.environ | dict.fromkeys(OWN_FOLDERS, str(other)) | {
+            "PYTHONPATH": str(folders.clone)},
+        cwd=folders.private, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and "brought over" in done.stdout, done.stdout + done.stderr
+    texts = [cell.source for cell in notebooks.read(folders.place / FIRST).cells]
+    assert "News of the course" in texts and any(RIGHT.strip() in text for text in texts)
+
+
+# EVERYTHING, once
+
+
+def test_a_reset_is_done_once_and_stays_done_when_its_cells_run_again(notebook):
+    assert "passed" in notebook.output_text("solved")
+    assert "is kept as" in notebook.output_text("spare")
+    assert notebook.output_text("kept") == ""
+    spare = notebook.index("spare")
+    source = notebook.cells()[spare]["source"]
+    assert source == f"before = 1\n{course.stub_of(3, EXERCISE)}\nafter = before"
+    for cell in RESET:
+        notebook.run_cell(cell)
+    assert "'passed'" in notebook.output_text("kept")
+    assert notebook.cells()[spare]["source"] == source
 
 
 def role(notebook, cell, *named):
@@ -187,26 +241,8 @@ def noted(notebook, cell, text):
     until(lambda: text in role(notebook, cell, "status").inner_text(), 20, f"not said: {text}")
 
 
-def test_guesses_by_keyboard_alone_are_noted_revealed_and_kept(lab, root):
-    write_cells(root / "guesses.ipynb", GUESSES)
-    with lab.open("guesses.ipynb") as notebook:
-        notebook.run_all()
-        guess_by_keyboard(notebook)
-        notebook.restart()
-        for cell in GUESSES:
-            notebook.run_cell(cell)
-        text = notebook.output_text("results")
-        assert "Your guess: a star · Result: a ring" in text
-        assert "Your guess: 25 % · Result: 37 %" in text
-        assert role(notebook, "way", "radio", "a star").is_checked()
-        assert role(notebook, "way", "radio", "a ring").is_disabled()
-        assert role(notebook, "share", "textbox", SHARE).input_value() == "25 %"
-        assert notebook.errors() == []
-
-
-def guess_by_keyboard(notebook):
+def test_guesses_by_keyboard_alone_are_noted_and_revealed(notebook):
     press = notebook.page.keyboard.press
-    assert notebook.errors() == []
     assert notebook.output_text("results").splitlines() == ["● Result: a ring", "● Result: 37 %"]
     assert notebook.output("share").locator(".dplab-guess").count() == 1
 
@@ -237,85 +273,104 @@ def guess_by_keyboard(notebook):
     noted(notebook, "share", "Result: 37 %")
     assert role(notebook, "share", "textbox", SHARE).is_disabled()
     assert notebook.output("share").get_by_role("button", name="Show the result").count() == 0
-    with window(notebook, 700, 900):
-        assert cut_off(notebook) == []
 
 
-@pytest.mark.parametrize("save_widgets", [False, True])
-def test_a_notebook_that_is_opened_again_is_as_it_was_left_or_says_what_to_do(
-        lab, root, save_widgets):
-    """Saved once while its kernel is there, once after a restart; read in a light and a dark theme.
-    """
-    early, late = (f"{when}-{save_widgets}.ipynb" for when in ("early", "late"))
-    write_cells(root / late, {cell: source.replace('guess("', f'guess("{save_widgets}-')
-                              for cell, source in GUESSES.items()} | {
-        "check": CHECK, "stepper": STEPPER,
-        "drawing": new_markdown_cell("![A drawing](figures/one_step.svg)", id="drawing")})
-    lab.change_setting("@jupyter-widgets/jupyterlab-manager:plugin", saveState=save_widgets)
-    with lab.open(late) as notebook:
-        notebook.run_all()
-        role(notebook, "way", "radio", "a star").check()
-        noted(notebook, "way", "Your guess: a star")
-        moves_the_stepper(notebook)
-        if save_widgets:
-            reads_it_in_the_dark(notebook)
-        assert not notebook.page.locator(".dplab-in-place").locator("visible=true").count()
-        state = notebook.save()["metadata"].get("widgets", {})
-        assert bool(state) == save_widgets and len(str(state)) < 40_000
-        shutil.copy(root / late, root / early)
-        notebook.restart()
-        notebook.save()
-    with lab.open(early if save_widgets else late) as notebook:
-        finds_the_stepper(notebook, save_widgets)
-        if not save_widgets:
-            finds_the_guesses(notebook)
-    if save_widgets:
-        with lab.open(late) as notebook:
-            finds_the_guesses(notebook)
-
-
-def finds_the_stepper(notebook, save_widgets):
-    output = notebook.output("stepper")
-    restored = output.locator(".dplab-sliders" if save_widgets else ".jupyter-widgets")
-    restored.wait_for(state="visible" if save_widgets else "attached")
-    assert output.get_by_alt_text("Buckets of 6 MiB").is_visible()
-    assert output.get_by_text("Run this cell").is_visible()
-    assert not output.get_by_text("model not found").is_visible()
-    notebook.run_cell("stepper")
-    assert not output.get_by_text("Run this cell").is_visible()
-    assert output.get_by_alt_text("Buckets of 3 MiB").is_visible()
-
-
-def finds_the_guesses(notebook):
-    for cell, says in (("way", "Your guess: a star"), ("way", "Run this cell again"),
-                       ("share", SHARE), ("share", "Run this cell again to answer"),
-                       ("check", "Run this cell again for a hint")):
-        notebook.output(cell).get_by_text(says).locator("visible=true").wait_for()
-    assert not notebook.page.get_by_text("model not found").locator("visible=true").count()
-    for cell in ("setup", "share"):
-        notebook.run_cell(cell)
-    role(notebook, "share", "textbox", SHARE)
-    assert not notebook.output("share").locator(".dplab-in-place").is_visible()
-
-
-def moves_the_stepper(notebook):
-    output = notebook.output("stepper")
-    assert not output.get_by_text("Run this cell").is_visible()
-    focus_by_tab(notebook, "stepper", "bucket size")
-    handle = output.locator("[role=slider]")
+def test_widgets_by_keyboard_alone(notebook):
+    for stem, (ids, keys) in WIDGETS.items():
+        cell = f"{ids[-1]}-{stem[:2]}"
+        picture = notebook.output(cell).locator("img:visible")
+        assert controls_without_name(notebook, cell) == []
+        for label, key, says in keys:
+            focus_by_tab(notebook, cell, label)
+            notebook.page.keyboard.press(key)
+            until(lambda says=says, picture=picture: says in picture.get_attribute("alt"), 20,
+                  f"{key}: not {says}")
+    focus_by_tab(notebook, "step-through-03", "play or pause")
+    notebook.page.keyboard.press("Enter")
+    notebook.output("step-through-03").get_by_alt_text("After step").first.wait_for()
+    handle = notebook.output("stepper").locator("[role=slider]")
     assert handle.get_attribute("aria-valuetext") == "3 MiB"
+    focus_by_tab(notebook, "stepper", "bucket size")
     notebook.page.keyboard.press("ArrowRight")
-    output.get_by_alt_text("Buckets of 6 MiB").wait_for()
+    notebook.output("stepper").get_by_alt_text("Buckets of 6 MiB").wait_for()
     assert handle.get_attribute("aria-valuetext") == "6 MiB"
+    for width in (700, 760):
+        with window(notebook, width, 900):
+            assert cut_off(notebook) == []
+            for cell in ("step-through-03", "calculator-08"):
+                assert clipped_controls(notebook, cell) == []
 
 
-def reads_it_in_the_dark(notebook):
-    """The figure and the drawing are dark in the dark theme, and light again in the light one."""
+def test_figure_and_drawing_are_dark_in_the_dark_theme_and_light_again(notebook):
     for theme in ("dark", "light"):
         notebook.set_theme(theme)
         for cell in ("stepper", "drawing"):
-            notebook._until("() => [...document.images].every(image => image.complete)", 30)
-            page = notebook.page.locator(f".jp-Cell >> nth={notebook.index(cell)}")
-            pixels = image.imread(io.BytesIO(page.locator("img:visible").screenshot()))
+            notebook.page.wait_for_function(
+                "() => [...document.images].every(image => image.complete)")
+            place = notebook.page.locator(f".jp-Cell >> nth={notebook.index(cell)}")
+            pixels = image.imread(io.BytesIO(place.locator("img:visible").screenshot()))
             ground = np.median(pixels[8:-8, 8:-8, :3].reshape(-1, 3), axis=0)
             assert ground.max() < 0.15 if theme == "dark" else ground.min() > 0.95, (theme, cell)
+
+
+def test_the_stop_button_and_a_restart_end_hung_ranks_and_guesses_stay(notebook, folders):
+    processes = hang(notebook, folders.notes)
+    notebook.interrupt()
+    notebook.wait(timeout=10)
+    text = notebook.output_text("ranks")
+    assert "stopped by you; where the ranks were:" in text
+    assert "time.sleep(600)" in text and "waits in all_reduce" in text
+    assert psutil.wait_procs(processes, timeout=5)[1] == []
+
+    assert not notebook.page.locator(".dplab-in-place").locator("visible=true").count()
+    assert len(str(notebook.save()["metadata"]["widgets"])) < 400_000
+    shutil.copy(folders.place / EVERYTHING, folders.place / "chapters/early.ipynb")
+    processes = hang(notebook, folders.notes)
+    processes.append(processes[0].parent())  # the server
+    notebook.restart()
+    assert psutil.wait_procs(processes, timeout=5)[1] == []
+    notebook.save()
+    shutil.copy(folders.place / EVERYTHING, folders.place / "chapters/late.ipynb")
+
+    for cell in ("load", *GUESSES):
+        notebook.run_cell(cell)
+    text = notebook.output_text("results")
+    assert "Your guess: a star · Result: a ring" in text
+    assert "Your guess: 25 % · Result: 37 %" in text
+    assert role(notebook, "way", "radio", "a star").is_checked()
+    assert role(notebook, "way", "radio", "a ring").is_disabled()
+    assert role(notebook, "share", "textbox", SHARE).input_value() == "25 %"
+
+
+def hang(notebook, folder):
+    """Two ranks that hang in the notebook, as processes."""
+    files = [folder / "pid-0", folder / "pid-1"]
+    for file in files:
+        file.unlink()
+    (folder / "hang").touch()
+    notebook.run_cell("ranks", wait=False)
+    until(lambda: all(f.exists() and f.read_text() for f in files), 60, "no ranks started")
+    return [psutil.Process(int(file.read_text())) for file in files]
+
+
+def test_a_notebook_that_is_opened_again_is_as_it_was_left_or_says_what_to_do(notebook, lab):
+    """First with the state of its widgets, then as saved after a restart, without."""
+    for saved, restored, state in (("early", ".dplab-sliders", "visible"),
+                                   ("late", ".jupyter-widgets", "attached")):
+        with lab.open(f"chapters/{saved}.ipynb") as again:
+            output = again.output("stepper")
+            output.locator(restored).wait_for(state=state)
+            assert output.get_by_alt_text("Buckets of 6 MiB").is_visible()
+            assert output.get_by_text("Run this cell").is_visible()
+            assert not again.page.get_by_text("model not found").locator("visible=true").count()
+            if saved == "early":
+                continue
+            for cell, says in (("way", "Your guess: a star"), ("way", "Run this cell again"),
+                               ("share", SHARE), ("wrong", "Run this cell again for a hint")):
+                again.output(cell).get_by_text(says).locator("visible=true").wait_for()
+            for cell in ("load", "stepper", "share"):
+                again.run_cell(cell)
+            assert not output.get_by_text("Run this cell").is_visible()
+            assert output.get_by_alt_text("Buckets of 3 MiB").is_visible()
+            role(again, "share", "textbox", SHARE)
+            assert not again.output("share").locator(".dplab-in-place").is_visible()
