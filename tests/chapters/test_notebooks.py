@@ -1,4 +1,4 @@
-"""The chapters: how the .ipynb files are written, and that stub and check stand in them in pairs.
+"""The chapters: how the .ipynb files are written, what they ask of a reader, stubs and checks.
 
 That each notebook runs, and that each solution passes its check, shows the run of the notebook
 itself: see `Chapter` in tests/tools/sandbox.py.
@@ -8,33 +8,35 @@ import re
 import tempfile
 from pathlib import Path
 
+import aims
+import colab
 import nbformat
 import notebooks
 import pytest
-from nbformat.v4 import new_notebook, new_output
+from nbformat.v4 import new_code_cell, new_notebook, new_output
 from sandbox import CHECK, ROOT, VERDICT
 
 from dplab.checks import every_exercise, solution_source
-from dplab.desk import course
+from dplab.desk import course, record
 from dplab.desk.buttons import InPlace
 
 PATHS = sorted((ROOT / "chapters").glob("*.ipynb"))
+MINUTES = {exercise.slug: exercise.minutes for exercise in every_exercise()}
 
-READABLE_ID = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
-RANDOM_ID = re.compile(r"(?=.*\d)[0-9a-f-]{8,}")
+READABLE_ID = re.compile(r"(?!(?=.*\d)[0-9a-f-]{8,}$)[a-z][a-z0-9]*(-[a-z0-9]+)*")  # none drawn
 HEADING = re.compile(
     r"^### Exercise ((?:\d+|[A-Z])\.\d+) · (.+)\n\n"
     r"Difficulty [●○]{5} · importance [●○]{5} · (\d+) minutes$", re.MULTILINE)
 HERE = [re.escape(str(path)[1:]) for path in (Path.home(), Path.cwd(), Path(tempfile.gettempdir()))
         if path.parent != path]
-MACHINE_PATH = re.compile(
+OF_A_MACHINE = re.compile(  # a path, or the address of an object
     rf"(?<![\w/+.~])/(?:home|root|Users|work|tmp|mnt|opt|var/folders|{'|'.join(HERE)})/\S+"
-    r"|/\S+/site-packages/\S*")
-ADDRESS = re.compile(r"\bat 0x[0-9a-f]{6,}")
-MARKDOWN_PICTURE = re.compile(r"!\[([^\]]*)\]")
-HTML_PICTURE = re.compile(r"<img\b[^>]*>", re.IGNORECASE)
-ALT_TEXT = re.compile(r"""\balt\s*=\s*(["'])\s*[^"'\s]""", re.IGNORECASE)
+    r"|/\S+/site-packages/\S*|\bat 0x[0-9a-f]{6,}")
+PICTURE = re.compile(r"!\[[^\]]*\]|<img\b[^>]*>", re.IGNORECASE)
+WITH_TEXT = re.compile(r"""!\[[^\]]*\w|.*\balt\s*=\s*["']\s*[^"'\s]""", re.IGNORECASE | re.DOTALL)
 CODE_IN_MARKDOWN = re.compile(r"^```.*?^```|`[^`\n]+`", re.DOTALL | re.MULTILINE)
+# Lines that an editor has filled as one: the indents of a list's lines stand amid them.
+JOINED_LIST = re.compile(r"^(?!\||\s*(?:\d+\.|-) ).*\S  +\S.*$", re.MULTILINE)
 # Whole seconds and minutes are limits and reading times; what is measured has a fraction,
 # a smaller unit, a rate or a comparison.
 TIMING = re.compile(
@@ -72,106 +74,76 @@ def code_cells(notebook, tag=None):
             and (tag is None or tag in cell.metadata.get("tags", []))]
 
 
-def markdown(notebook):
-    return [cell for cell in notebook.cells if cell.cell_type == "markdown"]
+def prose(notebook):
+    """(cell's id, text without code) of each cell of Markdown."""
+    return [(cell.id, CODE_IN_MARKDOWN.sub("code", cell.source)) for cell in notebook.cells
+            if cell.cell_type == "markdown"]
 
 
 def texts(cell, *kinds):
     """What the cell put out, as text: its streams, errors, and data whose type is among `kinds`."""
     for output in cell.outputs:
-        if output.output_type == "error":
-            yield "\n".join(output.traceback)
-        elif output.output_type == "stream":
+        if output.output_type == "stream":
             yield output.text
         else:
-            yield from (text for kind, text in output.data.items() if kind.startswith(kinds))
-
-
-def exercise_ids(notebook):
-    return [cell.metadata.get("dplab", {}).get("exercise")
-            for cell in code_cells(notebook, "exercise")]
+            yield from (str(text) for kind, text in output.get("data", {}).items()
+                        if kind.startswith(kinds))
 
 
 @each_notebook
-def test_file_is_normalised(path):
-    """It holds no counts and no live state, and no id twice."""
-    normal = notebooks.normalise(notebooks.read(path))
-    assert path.read_text(encoding="utf-8") == normal, (
-        f"python tests/tools/notebooks.py refresh {path}")
+def test_the_file_is_as_the_tools_write_it(path):
+    """It holds no counts and no live state, no id twice, and Colab's cell if that can work."""
+    text = notebooks.normalise(colab.for_colab(notebooks.read(path)))
+    assert path.read_text(encoding="utf-8") == text, (
+        f"python tests/tools/notebooks.py refresh {path}, python tests/tools/colab.py")
 
 
 @each_notebook
-def test_cell_ids_are_readable(path):
-    ids = [cell.id for cell in notebooks.read(path).cells]
-    assert not [name for name in ids
-                if not READABLE_ID.fullmatch(name) or RANDOM_ID.fullmatch(name)]
-
-
-@each_notebook
-def test_outputs_are_there_without_errors_and_show_nothing_of_the_machine(path):
-    cells = code_cells(notebooks.read(path))
-    assert not cells or any(cell.outputs for cell in cells)
-    for cell in cells:
-        assert "error" not in [output.output_type for output in cell.outputs], cell.id
-        for text in texts(cell, "text/", "image/svg", "application/json"):
-            found = MACHINE_PATH.findall(str(text)) + ADDRESS.findall(str(text))
-            assert not found, f"{cell.id} shows {found}"
-
-
-@each_notebook
-def test_pictures_have_alt_text(path):
+def test_ids_are_readable_and_outputs_there_and_neither_shows_an_error_or_the_machine(path):
     notebook = notebooks.read(path)
-    pages = [(cell.id, CODE_IN_MARKDOWN.sub("", cell.source)) for cell in markdown(notebook)]
-    for name, text in pages:
-        assert all(alt.strip() for alt in MARKDOWN_PICTURE.findall(text)), name
-    pages += [(cell.id, text) for cell in code_cells(notebook) for text in texts(cell, "text/html")]
-    for name, text in pages:
-        assert all(ALT_TEXT.search(tag) for tag in HTML_PICTURE.findall(text)), name
+    assert not [cell.id for cell in notebook.cells if not READABLE_ID.fullmatch(cell.id)]
+    cells = code_cells(notebook)
+    assert any(cell.outputs for cell in cells)
+    assert not [cell.id for cell in cells for output in cell.outputs
+                if output.output_type == "error"]
+    assert not [(cell.id, found) for cell in cells
+                for text in texts(cell, "text/", "image/svg", "application/json")
+                if (found := OF_A_MACHINE.findall(text))]
 
 
 @each_notebook
-def test_prose_quotes_no_timing(path):
-    quoted = {match[0]: cell.id for cell in markdown(notebooks.read(path))
-              for match in TIMING.finditer(CODE_IN_MARKDOWN.sub("", cell.source))}
-    excused = NO_TIMING.get(path.stem, set())
-    assert not {text: cell for text, cell in quoted.items() if text not in excused}
-    assert not excused - quoted.keys(), "no longer there"
+def test_pictures_have_a_text_lists_are_lists_and_prose_quotes_no_timing(path):
+    notebook = notebooks.read(path)
+    shown = prose(notebook) + [(cell.id, text) for cell in code_cells(notebook)
+                               for text in texts(cell, "text/html")]
+    assert not [(cell, picture) for cell, text in shown for picture in PICTURE.findall(text)
+                if not WITH_TEXT.match(picture)]
+    assert not [cell for cell, text in prose(notebook) if JOINED_LIST.search(text)]
+    quoted = {match[0] for _, text in prose(notebook) for match in TIMING.finditer(text)}
+    assert quoted == NO_TIMING.get(path.stem, set())
 
 
 @each_notebook
-def test_no_list_was_joined_to_a_paragraph(path):
-    """Lines that an editor has filled as one: the indents of a list's lines stand amid them."""
-    for cell in markdown(notebooks.read(path)):
-        prose = CODE_IN_MARKDOWN.sub("code", cell.source)
-        assert not re.findall(r"^(?!\||\s*(?:\d+\.|-) ).*\S  +\S.*$", prose, re.MULTILINE), cell.id
-
-
-@each_notebook
-def test_each_exercise_has_a_heading_a_stub_and_then_a_check(path):
+def test_each_exercise_has_a_heading_a_stub_and_then_a_check_that_was_not_attempted(path):
     """`Next` on a card leads to the heading, and `reset` takes the stub, by the cells' ids."""
-    notebook = notebooks.read(path)
-    stubs, by_id = exercise_ids(notebook), {cell.id: cell for cell in notebook.cells}
-    order = list(by_id)
+    notebook, key = notebooks.read(path), course.key_of(path.stem)
+    by_id = {cell.id: cell for cell in notebook.cells}
+    order, stubs = list(by_id), [cell.metadata.dplab.exercise
+                                 for cell in code_cells(notebook, "exercise")]
     for slug in stubs:
         heading, stub, check = (f"{kind}-{slug}" for kind in ("exercise", "stub", "check"))
         assert order.index(heading) < order.index(stub) < order.index(check)
-        assert course.stub_of(course.key_of(path.stem), slug) == by_id[stub].source
+        assert course.stub_of(key, slug) == by_id[stub].source
         assert CHECK.findall(by_id[check].source) == [slug]
+        said = [found[1] for text in texts(by_id[check], "text/plain")
+                if (found := VERDICT.match(text))]
+        assert said == ["not attempted"], check
     checks = [cell.id for cell in code_cells(notebook) if CHECK.search(cell.source)]
     tagged = [cell.id for cell in code_cells(notebook, "check")]
     assert checks == tagged and sorted(checks) == sorted(f"check-{slug}" for slug in stubs)
-    stated = [found for cell in markdown(notebook) for found in HEADING.findall(cell.source)]
+    stated = [found for _, text in prose(notebook) for found in HEADING.findall(text)]
     assert stated == [(exercise.number, exercise.title, str(exercise.minutes))
-                      for exercise in every_exercise()
-                      if exercise.chapter == course.key_of(path.stem)]
-
-
-@each_notebook
-def test_checks_of_an_untouched_chapter_say_not_attempted(path):
-    for cell in code_cells(notebooks.read(path), "check"):
-        shown = list(texts(cell, "text/plain"))
-        outcomes = [found[1] for text in shown if (found := VERDICT.match(text))]
-        assert outcomes == ["not attempted"], f"{cell.id} shows {shown}"
+                      for exercise in every_exercise() if exercise.chapter == key]
 
 
 @each_notebook
@@ -181,75 +153,55 @@ def test_no_other_cell_uses_what_an_exercise_defines(path):
     As no cell notices the difference, either of them shows what the other does. A name that
     `dplab.mine` has bound is no longer what the exercise's cell defined.
     """
-    cells = code_cells(notebooks.swap(notebooks.read(path), solution_source))
-    theirs = [cell for cell in cells if {"exercise", "check"} & set(cell.metadata.get("tags", []))]
+    notebook = notebooks.swap(notebooks.read(path), solution_source)
+    theirs = code_cells(notebook, "exercise") + code_cells(notebook, "check")
     solutions = set().union(*(notebooks.names(cell.source)[0] for cell in theirs))
-    shared, rebound = {}, set()
-    for cell in cells:
+    for cell in code_cells(notebook):
         if cell not in theirs:
-            rebound |= set(re.findall(r"^(\w+) = dplab\.mine\(", cell.source, re.MULTILINE))
-            if both := solutions & set().union(*notebooks.names(cell.source)) - rebound:
-                shared[cell.id] = both
-    assert not shared
+            solutions -= set(re.findall(r"^(\w+) = dplab\.mine\(", cell.source, re.MULTILINE))
+            assert not solutions & set().union(*notebooks.names(cell.source)), cell.id
+
+
+@each_notebook
+def test_it_asks_no_more_of_its_reader_than_it_says(path):
+    """What is shown, what is folded, what time it takes."""
+    chapter = aims.Chapter(path)
+    assert chapter.over() == {}
+    assert list(aims.faults_of_cells(chapter)) == []
+    stated = int(re.search(r"\babout (\d+) minutes\b", chapter.cells[0].source)[1])
+    computed = chapter.minutes(MINUTES)
+    assert abs(stated - computed) <= 0.1 * computed, f"computed: {computed} minutes"
 
 
 # The tool that keeps the notebooks
 
-DRAFT = '''\
-# %% [markdown] id=the-question
-# # Title
-#
-# #hashes, ![a picture](x.svg)
-#! # %% is no header here
-
-# %% id=magics
-#! %load_ext dplab
-#! !true
-#! # %% is no header here
-from dplab.desk import record
-print(record.entries('exercises'))
-
-# %% id=stub tags=exercise,slow exercise=rows-to-hide
-def answer():
-    """Up to you."""
-
-# %% id=check-4-1 tags=check
-print(f"Exercise 4.1: {answer()}")
-'''
-
-
-def test_percent_format_and_notebook_turn_into_each_other():
-    notebook = notebooks.from_percent(DRAFT)
-    question, magics, stub, _ = notebook.cells
-    assert question.source == "# Title\n\n#hashes, ![a picture](x.svg)\n%% is no header here"
-    assert magics.source.splitlines()[:3] == [
-        "%load_ext dplab", "!true", "# %% is no header here"]
-    assert stub.metadata == {"tags": ["exercise", "slow"], "dplab": {"exercise": "rows-to-hide"}}
-    assert notebooks.to_percent(notebook) == DRAFT
-
 
 def test_what_needs_a_kernel_is_not_kept():
     light = '<img src="light">'
-    [cell] = notebooks.from_percent("# %% id=a\nshow\n").cells
+    cell = new_code_cell("show", id="a", execution_count=3, metadata={
+        "collapsed": True, "tags": ["hide-input"]})
     cell.outputs = [new_output("display_data", data) for data in (
         {notebooks.WIDGET: {"model_id": "1"}, "text/plain": ""},
         {notebooks.WIDGET: {"model_id": "1"}, "text/plain": "a guess"},
         InPlace().bundle("in place of a widget"),
         {"text/html": f'{light}<style class="dplab-dark">.a\n{{}}</style> and'})]
+    cell.outputs += [new_output("stream", text=text) for text in ("one ", "line")]
+    cell.outputs.append(new_output("execute_result", {"text/plain": "4"}, execution_count=3))
     text = notebooks.normalise(new_notebook(cells=[cell]))
     [cell] = nbformat.reads(text, as_version=4).cells
-    assert [output.data for output in cell.outputs] == [
-        {"text/plain": "a guess"}, {"text/html": f"{light} and"}]
+    assert [output.get("data") or output.text for output in cell.outputs] == [
+        {"text/plain": "a guess"}, {"text/html": f"{light} and"}, "one line", {"text/plain": "4"}]
+    assert (cell.execution_count, cell.outputs[-1].execution_count) == (None, None)
+    assert cell.metadata == {"jupyter": {"source_hidden": True}, "tags": ["hide-input"]}
 
 
 @pytest.mark.slow
 def test_refresh_writes_what_a_reader_without_progress_sees(tmp_path, monkeypatch):
-    from dplab.desk import record
-
     monkeypatch.setenv("DPLAB_HOME", str(tmp_path / "home"))
     assert record.update("exercises", "global-mean", lambda entry: entry.update(outcome="passed"))
     path = tmp_path / "04_sample.ipynb"
-    path.write_text(notebooks.normalise(notebooks.from_percent(DRAFT)), encoding="utf-8")
+    path.write_text(notebooks.normalise(new_notebook(cells=[new_code_cell(
+        "from dplab.desk import record\nprint(record.entries('exercises'))", id="progress")])))
     notebooks.refresh(path)
-    cells = code_cells(notebooks.read(path))
-    assert [list(texts(cell)) for cell in cells] == [["{}\n"], [], ["Exercise 4.1: None\n"]]
+    [cell] = notebooks.read(path).cells
+    assert list(texts(cell)) == ["{}\n"]

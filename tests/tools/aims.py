@@ -7,8 +7,6 @@ An appendix has half of each aim.
 
 import ast
 import re
-import sys
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import colab
@@ -28,36 +26,23 @@ WORDS_A_MINUTE, LINES_A_MINUTE, MINUTES_OF_A_PICTURE = 180, 12, 0.5
 NOT_FOLDED = re.compile(r"\brun\(|%%ranks|\bdist\.\w+\(|\.backward\(|autograd")
 
 
-@dataclass
 class Chapter:
-    path: Path
-    cells: list = field(init=False)
+    """A notebook, its cells by what a reader does with them; ``shown``: code to read."""
 
-    def __post_init__(self):
-        self.cells = [cell for cell in notebooks.read(self.path).cells if cell.id != colab.ID]
-
-    @property
-    def code(self):
-        return [cell for cell in self.cells if cell.cell_type == "code"]
-
-    @property
-    def prose(self):
-        return [cell for cell in self.cells if cell.cell_type == "markdown"]
-
-    @property
-    def folded(self):
-        return [cell for cell in self.code if FOLDED in tags(cell)]
-
-    @property
-    def shown(self):
-        """Cells to read; those of exercises are the reader's own."""
-        return [cell for cell in self.code if not {FOLDED, "exercise", "check"} & set(tags(cell))]
+    def __init__(self, path):
+        self.path = path
+        self.cells = [cell for cell in notebooks.read(path).cells if cell.id != colab.ID]
+        self.prose = [cell for cell in self.cells if cell.cell_type == "markdown"]
+        self.code = [cell for cell in self.cells if cell.cell_type == "code"]
+        self.folded = [cell for cell in self.code if FOLDED in tags(cell)]
+        self.shown = [cell for cell in self.code
+                      if not {FOLDED, "exercise", "check"} & set(tags(cell))]
 
     def counts(self):
         source = "\n".join(cell.source for cell in self.code)
         return {"words": sum(len(cell.source.split()) for cell in self.prose),
                 "shown cells": len(self.shown), "shown lines": sum(map(lines, self.shown)),
-                "guesses": len(re.findall(r"\bguess_\w+ *= *None|\bguess\(", source)),
+                "guesses": len(re.findall(r"\bguess\(", source)),
                 "drill cells": sum("drill(" in cell.source or "diagnose(" in cell.source
                                    for cell in self.code),
                 "folded lines": sum(map(lines, self.folded))}
@@ -65,14 +50,15 @@ class Chapter:
     def over(self):
         """The counts that are more than their aims, as (count, aim) by name."""
         half = 2 if self.path.stem in course.APPENDICES.values() else 1
-        return {name: (count, AIMS[name] // half) for name, count in self.counts().items()
-                if name in AIMS and count > AIMS[name] // half}
+        counts = self.counts()
+        return {name: (counts[name], aim // half) for name, aim in AIMS.items()
+                if counts[name] > aim // half}
 
     def minutes(self, exercises):
         """That a reader needs; ``exercises``: the minutes of each, by slug."""
         counts = self.counts()
         pictures = sum(cell.source.count("](../figures/") for cell in self.prose) + sum(
-            any("image/png" in output.get("data", {}) for output in cell.get("outputs", ()))
+            any("image/png" in output.get("data", {}) for output in cell.outputs)
             for cell in self.code)
         own = sum(exercises[cell.metadata["dplab"]["exercise"]]
                   for cell in self.code if "exercise" in tags(cell))
@@ -93,14 +79,10 @@ def lines(cell):
                for line in cell.source.splitlines())
 
 
-def faults_of_folds(chapter):
-    """What is wrong with its folded cells, a sentence each."""
-    for cell in chapter.code:
-        folded = bool(cell.metadata.get("jupyter", {}).get("source_hidden"))
-        if folded != (FOLDED in tags(cell)):
-            yield f"{cell.id}: a fold in JupyterLab goes with the tag {FOLDED}"
+def faults_of_cells(chapter):
+    """What is wrong with its folded cells and with long ones, a sentence each."""
     used = {name for cell in chapter.code if FOLDED not in tags(cell)
-            for name in notebooks.names(body(cell))[1]}
+            for name in notebooks.names(re.sub(r"\A%%ranks.*\n", "", cell.source))[1]}
     for cell in chapter.folded:
         if not cell.source.startswith("# "):
             yield f"{cell.id}: its first line says what the cell does"
@@ -108,26 +90,15 @@ def faults_of_folds(chapter):
             yield f"{cell.id}: calls {found[0]!r} out of sight"
         if hidden := notebooks.names(cell.source)[0] & used:
             yield f"{cell.id}: a shown cell needs {', '.join(sorted(hidden))}"
-
-
-def body(cell):
-    """The cell's code, that for ranks too."""
-    return re.sub(r"\A%%ranks.*\n", "", cell.source)
-
-
-def long_cells(chapter):
-    """Shown cells of more lines than a reader takes in at once; a list of imports may be long."""
-    return [f"{cell.id}: {lines(cell)} lines" for cell in chapter.shown
-            if lines(cell) > LONGEST_CELL and not is_imports(cell)]
+    for cell in chapter.shown:
+        if lines(cell) > LONGEST_CELL and not is_imports(cell):
+            yield f"{cell.id}: {lines(cell)} lines are more than a reader takes in at once"
 
 
 def is_imports(cell):
-    """Whether the cell only imports."""
-    code = "\n".join(line for line in cell.source.splitlines() if not line.startswith("%"))
-    try:
-        return all(isinstance(node, ast.Import | ast.ImportFrom) for node in ast.parse(code).body)
-    except SyntaxError:
-        return False
+    """Whether the cell only imports: then it may be long."""
+    code = "\n".join(line for line in cell.source.splitlines() if not line.startswith(("%", "!")))
+    return all(isinstance(node, ast.Import | ast.ImportFrom) for node in ast.parse(code).body)
 
 
 def main():
@@ -142,4 +113,4 @@ def main():
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -37,10 +37,6 @@ def for_colab(notebook, is_known=IS_KNOWN):
     return notebook
 
 
-def main():
+if __name__ == "__main__":
     for path in sorted((ROOT / "chapters").glob("*.ipynb")):
         path.write_text(notebooks.normalise(for_colab(notebooks.read(path))), encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()

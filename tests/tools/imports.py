@@ -11,8 +11,8 @@ import dplab
 
 ROOT = Path(__file__).resolve().parents[2]
 # In a string: a dotted name and nothing else, the rest of a command line, a script's statement.
-DOTTED = re.compile(r"dplab\.(?:\w+(?:\.\w+)*\.?)?")
-NAMED_IN = re.compile(r"-m (dplab(?:\.\w+)*)|^\s*(?:from|import) (dplab(?:\.\w+)*)", re.MULTILINE)
+NAMED_IN = re.compile(r"\A(dplab\.(?:\w+(?:\.\w+)*)?)\.?\Z|-m (dplab(?:\.\w+)*)"
+                      r"|^\s*(?:from|import) (dplab(?:\.\w+)*)", re.MULTILINE)
 
 
 def of_file(path):
@@ -42,21 +42,22 @@ def _of_source(source, where, package=()):
     found, bound = [], {}  # bound: which names stand for what of dplab
     for node in nodes:
         if isinstance(node, ast.Import | ast.ImportFrom):
-            base = [*package[:len(package) + 1 - node.level]] if getattr(node, "level", 0) else []
-            base += [node.module] if getattr(node, "module", None) else []
-            modules = {alias.asname or alias.name: ".".join([*base, alias.name])
-                       for alias in node.names}
-            bound |= {name: module for name, module in modules.items() if "dplab." in module}
-            found += [(module, node) for module in modules.values()]
+            level = getattr(node, "level", 0)
+            base = [*package[:len(package) + 1 - level]] if level else []
+            base += filter(None, [getattr(node, "module", None)])
+            for alias in node.names:
+                module = ".".join([*base, alias.name])
+                found.append((module, node))
+                if "dplab." in module:
+                    bound[alias.asname or alias.name] = module
     for node in nodes:
         if isinstance(node, ast.Attribute):  # dplab loads its parts when they are named
             top, _, rest = ast.unparse(node).partition(".")
             name = f"{bound.get(top, top)}.{rest}"
             found += [(name, node)] if re.fullmatch(r"dplab(\.\w+)+", name) else []
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            names = [node.value] if DOTTED.fullmatch(node.value) else [
-                "".join(match) for match in NAMED_IN.findall(node.value)]
-            found += [(name.rstrip("."), node) for name in names]
+            found += [("".join(match).rstrip("."), node)
+                      for match in NAMED_IN.findall(node.value)]
     return [(module, f"{where}:{node.lineno}") for module, node in found]
 
 

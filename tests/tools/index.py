@@ -9,7 +9,6 @@ introduced; the list of chapters is README's.
 import re
 import sys
 import tomllib
-from dataclasses import dataclass
 from pathlib import Path
 
 import notebooks
@@ -21,7 +20,9 @@ PAGE, CONTENTS = "chapters/glossary.md", "chapters/contents.md"
 TERMS = ROOT / "chapters/book/glossary.toml"
 HEADING = re.compile(r"^#{1,6} +(.+?)\s*$", re.MULTILINE)
 FENCE = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
-CHAPTER_ROW = re.compile(r"\| [\w ]+ \| \[.*?\]\(chapters/\w+\.ipynb\)")
+# README's table of chapters with its head, and what follows up to the next heading.
+CHAPTERS = re.compile(r"(?:^\|.*\n){2}(?:^\| [\w ]+ \| \[.*?\]\(chapters/\w+\.ipynb\).*\n)+",
+                      re.MULTILINE)
 SHORT_WAYS = re.compile(r"<!-- short ways -->\n(.*?)\n## ", re.DOTALL)
 
 HEAD = """\
@@ -37,10 +38,6 @@ click. (`python tests/tools/index.py` makes this page.)
 | term | what it is | chapter |
 |:--|:--|:--|
 """
-HEAD_OF_CONTENTS = """\
-# Chapters
-
-"""
 END_OF_CONTENTS = """
 To look something up: the [glossary](glossary.md). How the time of a step is
 predicted, part by part: [one step by hand](one_step_by_hand.md). How to set up, and what to do when
@@ -52,87 +49,57 @@ with an [AI assistant](book/assistants.md).
 """
 
 
-@dataclass
 class Chapter:
-    path: Path
+    """The notebook of a key of the course, such as 3."""
 
-    def __post_init__(self):
+    def __init__(self, key):
+        self.key, self.path = key, course.notebooks(ROOT / "chapters")[key]
         self.cells = notebooks.read(self.path).cells
+        self.title = HEADING.search(self.cells[0].source)[1]
 
-    @property
-    def key(self):
-        return course.key_of(self.path.stem)
+    def row(self, term):
+        """A term's line of the glossary, with a link to where the chapter introduces it.
 
-    @property
-    def title(self):
-        return next(heading[1] for heading in HEADING.finditer(self.cells[0].source))
-
-    def cell(self, id):
-        found = [cell for cell in self.cells if cell.id == id]
-        if not found:
-            raise ValueError(f"{self.path.name} has no cell {id!r}")
-        return found[0]
-
-    def link(self, id, position=None):
-        """To a cell, by the name of the section that this place in it belongs to.
-
-        The section goes on behind an exercise. JupyterLab finds a cell by its id, and a heading
-        only in a notebook that is open already.
+        That is in bold, in a heading, or as code; ValueError if it is nowhere in the term's cell.
+        The link has the name of the section that this place belongs to, which goes on behind an
+        exercise, and the cell's id: JupyterLab finds a heading only in a notebook that is open.
         """
-        headings = [self.title]
-        for cell in self.cells[:self.cells.index(self.cell(id)) + 1]:
-            if cell.cell_type == "markdown":
-                text = FENCE.sub(lambda match: " " * len(match[0]), cell.source)
-                end = position if cell.id == id and position is not None else len(text)
-                headings += [heading for heading in HEADING.findall(text, 0, end)
-                             if not heading.startswith("Exercise ")]
-        label = "" if headings[-1] == self.title else f"{course.label(self.key)} · "
-        return link(label + headings[-1], f"{self.path.name}#cell-id={id}")
-
-
-def link(text, address):
-    return f"[{escaped(text)}]({address})"
+        words, id = term.get("as", term["name"]), term["cell"]
+        place = next((at for at, cell in enumerate(self.cells) if cell.id == id), None)
+        if place is None:
+            raise ValueError(f"{self.path.name} has no cell {id!r}")
+        name, source = re.escape(words), self.cells[place].source
+        marked = re.search(rf"(?im:\*\*{name}\*\*|^#+ .*\b{name}\b.*$)|`{name}[`(]", source)
+        if marked is None:
+            raise ValueError(f"{term['name']}: {words!r} stands neither in bold nor in a heading "
+                             f"nor as code in {self.path.name}, cell {id}")
+        before = [cell.source for cell in self.cells[:place] if cell.cell_type == "markdown"]
+        text = FENCE.sub("", "\n\n".join([*before, source[:marked.end()]]))
+        section = [heading for heading in HEADING.findall(text)
+                   if not heading.startswith("Exercise ")][-1]
+        if section != self.title:
+            section = f"{course.label(self.key)} · {section}"
+        return (f"| **{term['name']}** | {escaped(term['text'])} | [{escaped(section)}]"
+                f"({self.path.name}#cell-id={id}) |")
 
 
 def escaped(text):
     return re.sub(r"[|\[\]]", lambda match: "\\" + match[0], text)
 
 
-def introduced(term, chapter):
-    """Where in its cell the chapter introduces the term: in bold, in a heading, or as code."""
-    words = term.get("as", term["name"])
-    name = re.escape(words)
-    marked = re.compile(rf"(?i:\*\*{name}\*\*|^#+ .*\b{name}\b.*$)|`{name}[`(]", re.MULTILINE)
-    found = marked.search(chapter.cell(term["cell"]).source)
-    if found is None:
-        raise ValueError(f"{term['name']}: {words!r} stands neither in bold nor in a heading nor "
-                         f"as code in {chapter.path.name}, cell {term['cell']}")
-    return found.end()
-
-
-def rows(terms, chapters):
-    """The table's lines, in the order of the alphabet."""
-    for term in sorted(terms, key=lambda term: (term["name"].casefold(), term["name"])):
-        chapter = chapters[term["chapter"]]
-        place = chapter.link(term["cell"], introduced(term, chapter))
-        yield f"| **{term['name']}** | {escaped(term['text'])} | {place} |"
-
-
-def build(root=ROOT):
-    """The page's text."""
-    chapters = {key: Chapter(path) for key, path in course.notebooks(root / "chapters").items()}
+def build():
+    """The glossary's text, in the order of the alphabet."""
+    chapters = {key: Chapter(key) for key in course.notebooks(ROOT / "chapters")}
     terms = tomllib.loads(TERMS.read_text(encoding="utf-8"))["term"]
-    return HEAD + "\n".join(rows(terms, chapters)) + "\n"
+    terms.sort(key=lambda term: (term["name"].casefold(), term["name"]))
+    return HEAD + "".join(chapters[term["chapter"]].row(term) + "\n" for term in terms)
 
 
-def contents(root=ROOT):
+def contents():
     """The text of the list of chapters: README's table, as seen from the chapters' folder."""
-    lines = (root / "README.md").read_text(encoding="utf-8").splitlines()
-    rows = [line for line in lines if CHAPTER_ROW.match(line)]
-    head = lines.index(rows[0]) - 2
-    table = [line.replace("](chapters/", "](") for line in [*lines[head:head + 2], *rows]]
-    ways = SHORT_WAYS.search((root / "README.md").read_text(encoding="utf-8"))[1]
-    return HEAD_OF_CONTENTS + "\n".join(table) + "\n\n" + ways + END_OF_CONTENTS
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    table = CHAPTERS.search(readme)[0].replace("](chapters/", "](")
+    return f"# Chapters\n\n{table}\n{SHORT_WAYS.search(readme)[1]}{END_OF_CONTENTS}"
 
 
 if __name__ == "__main__":

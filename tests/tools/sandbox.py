@@ -101,13 +101,17 @@ class Chapter(IPyNbFile):
             if "check" not in item.cell.metadata.get("tags", []) or not checked:
                 yield item
                 continue
-            for kind in (Check, Solution, SolvedCheck):
+            for kind in (Check, OfExercise, SolvedCheck):
                 yield kind.from_parent(self, name=f"{checked[1]} {kind.word}", exercise=checked[1],
                                        cell_num=item.cell_num, cell=copy.deepcopy(item.cell),
                                        options=item.options)
 
 
-class CellOfExercise(IPyNbCell):
+class OfExercise(IPyNbCell):
+    """A cell at a check: the check itself, or the solution, as a reader would write it."""
+
+    word = "solution"
+
     def __init__(self, *, exercise, **of_nbval):
         super().__init__(**of_nbval)
         self.exercise = exercise
@@ -115,8 +119,15 @@ class CellOfExercise(IPyNbCell):
     def reportinfo(self):
         return self.path, 0, f"{self.path.name}::{self.name}"
 
+    def setup(self):
+        from dplab.checks import solution_source
 
-class Check(CellOfExercise):
+        super().setup()
+        if self.word == "solution":
+            self.cell.source = solution_source(self.exercise).strip("\n")
+
+
+class Check(OfExercise):
     """The cell that checks an exercise, as it stands behind the stub."""
 
     word = outcome = "not attempted"
@@ -125,22 +136,9 @@ class Check(CellOfExercise):
         super().runtest()
         shown = [output.data.get("text/plain", "") for output in self.test_outputs
                  if "data" in output]
-        outcomes = [found[1] for text in shown if (found := VERDICT.match(text))]
-        if outcomes != [self.outcome]:
+        if [found[1] for text in shown if (found := VERDICT.match(text))] != [self.outcome]:
             self.raise_cell_error(f"this should say {self.outcome!r}, and shows "
                                   + "\n".join(shown))
-
-
-class Solution(CellOfExercise):
-    """The exercise's solution, as a reader would write it into the stub's cell."""
-
-    word = "solution"
-
-    def setup(self):
-        from dplab.checks import solution_source
-
-        super().setup()
-        self.cell.source = solution_source(self.exercise).strip("\n")
 
 
 class SolvedCheck(Check):
