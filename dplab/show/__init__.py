@@ -5,30 +5,19 @@ Names are loaded on first use, so that the palette is at hand without matplotlib
 
 import importlib
 
-_MODULE_OF = {
-    "RANK_COLORS": "palette",
-    "rank_color": "palette",
-    "CourseFigure": "theme",
-    "save_beside": "theme",
-    "style": "theme",
-    "subplots": "theme",
-    "to_png": "theme",
-    "to_svg": "theme",
-    "Canvas": "diagram",
-    "loss_curves": "curves",
-    "time_shares": "shares",
-    "timeline": "timelines",
-    "ring_states": "ring",
-    "ring_step": "ring",
-    "row_limits": "limits",
-    "memory_over_step": "memory_areas",
-    "units_over_step": "units_over_step",
-    "Beside": "predictions",
-    "predicted_beside_published": "predictions",
-    "stepper": "sliders",
-    "calculator": "sliders",
-    "table": "tables",
-}
+_MODULE_OF = {name: module for module, names in {
+    "palette": "RANK_COLORS rank_color",
+    "theme": "CourseFigure save_beside style subplots to_png to_svg",
+    "diagram": "Canvas",
+    "curves": "loss_curves",
+    "shares": "time_shares",
+    "timelines": "timeline",
+    "ring": "ring_states ring_step",
+    "memory_areas": "memory_over_step units_over_step",
+    "predictions": "Beside predicted_beside_published row_limits",
+    "sliders": "calculator stepper",
+    "tables": "table",
+}.items() for name in names.split()}
 
 __all__ = list(_MODULE_OF)
 

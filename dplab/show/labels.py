@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from itertools import accumulate
 
 from matplotlib.font_manager import FontProperties
 from matplotlib.textpath import text_to_path
@@ -58,32 +59,24 @@ def spread(centers: Sequence[float], sizes: Sequence[float], low: float, high: f
            gap: float = 0.0) -> list[float]:
     """Centres as near to ``centers`` as can be, in the same order, that do not overlap.
 
-    Label i takes ``sizes[i]``, neighbours keep ``gap`` between them, all stay in [low, high].
-    Least squares: subtracting what lies before each label leaves an isotonic regression, solved
-    by pooling adjacent violators. Raises ValueError where there is not enough room.
+    Label i takes ``sizes[i]``, neighbours keep ``gap`` between them, and all stay in [low, high],
+    which has room for them. Least squares: subtracting what lies before each label leaves an
+    isotonic regression, solved by pooling adjacent violators.
     """
     room = high - low - sum(sizes) - gap * (len(sizes) - 1)
-    if room < 0:
-        raise ValueError(f"labels need {-room:.1f} pt more than there are")
     order = sorted(range(len(centers)), key=lambda i: centers[i])
-    offsets, used = {}, low
-    for i in order:
-        offsets[i] = used + sizes[i] / 2
-        used += sizes[i] + gap
-
-    blocks: list[tuple[float, int]] = []
-    for i in order:
-        total, count = centers[i] - offsets[i], 1
+    starts = accumulate((sizes[i] + gap for i in order), initial=low)
+    offsets = [start + sizes[i] / 2 for start, i in zip(starts, order, strict=False)]
+    blocks: list[tuple[float, int]] = []  # of labels that touch: the sum of their shifts, and count
+    for i, offset in zip(order, offsets, strict=True):
+        total, count = centers[i] - offset, 1
         while blocks and blocks[-1][0] / blocks[-1][1] >= total / count:
             before = blocks.pop()
             total, count = total + before[0], count + before[1]
         blocks.append((total, count))
-
-    shifts = [total / count for total, count in blocks for _ in range(count)]
-    placed = [0.0] * len(centers)
-    for i, shift in zip(order, shifts, strict=True):
-        placed[i] = offsets[i] + min(max(shift, 0.0), room)
-    return placed
+    shifts = [min(max(total / count, 0.0), room) for total, count in blocks for _ in range(count)]
+    placed = {i: offset + shift for i, offset, shift in zip(order, offsets, shifts, strict=True)}
+    return [placed[i] for i in range(len(centers))]
 
 
 def flow(widths: Sequence[float], width: float, gap: float) -> list[list[int]]:

@@ -86,10 +86,10 @@ def on_dark(color: str) -> str:
     """
     if color in _DARK:
         return _DARK[color]
-    channels = [int(color[i:i + 2], 16) for i in (1, 3, 5)]
+    channels = _channels(color)
     if max(channels) - min(channels) <= 12 and contrast(color, WHITE) < 1.4:
         less = 255 - sum(channels) // 3
-        return _hex(int(GROUND[i:i + 2], 16) + less for i in (1, 3, 5))
+        return _hex(channel + less for channel in _channels(GROUND))
     shades = (_hex(c + (255 - c) * share // 100 for c in channels) for share in range(100))
     return next(shade for shade in shades if contrast(shade, GROUND) >= 3)
 
@@ -97,9 +97,13 @@ def on_dark(color: str) -> str:
 @functools.cache
 def outline(color: str) -> str:
     """``color``, or where white is too near to it, a darker shade with a contrast of 3 to white."""
-    channels = [int(color[i:i + 2], 16) for i in (1, 3, 5)]
-    shades = (_hex(channel * share // 100 for channel in channels) for share in range(100, 0, -1))
+    shades = (_hex(channel * share // 100 for channel in _channels(color))
+              for share in range(100, 0, -1))
     return next(shade for shade in shades if contrast(shade, WHITE) >= 3)
+
+
+def _channels(color):
+    return [int(color[i:i + 2], 16) for i in (1, 3, 5)]
 
 
 def _hex(channels):
@@ -107,6 +111,6 @@ def _hex(channels):
 
 
 def _luminance(color):
-    channels = [int(color[i:i + 2], 16) / 255 for i in (1, 3, 5)]
-    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
+    parts = [channel / 255 for channel in _channels(color)]
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]

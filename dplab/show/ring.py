@@ -20,17 +20,10 @@ def ring_step(states: Sequence[Sequence[Sequence[float]]], step: int) -> CourseF
     ``states[step][rank][chunk]`` is the number that this rank's chunk holds after so many steps,
     0 being before the first; the last steps may be missing. Arrows show what was sent last. A
     chunk is drawn as complete if it equals the sum over the ranks at step 0, up to rounding.
-    Raises ValueError where ``states`` is not so, or lacks the step.
     """
-    states = [[[float(chunk) for chunk in chunks] for chunks in ranks] for ranks in states]
-    size = len(states[0]) if states else 0
-    last = 2 * (size - 1)
-    if not 1 <= size <= 8 or step not in range(len(states)) or any(
-            [*map(len, ranks)] != [size] * size for ranks in states):
-        raise ValueError("ring_step needs N ranks with N chunks each, the same N from 1 to 8 at "
-                         f"every step: states[step][rank][chunk]; and step {step} among them")
-
     own, now = states[0], states[step]
+    size = len(own)
+    last = 2 * (size - 1)
     done = [[_is_sum(number, [chunks[chunk] for chunks in own])
              for chunk, number in enumerate(chunks)] for chunks in now]
     sent = [sent_chunk(rank, step, size) for rank in range(size)] if step else []
@@ -111,9 +104,8 @@ def _compact(number: float, width: float) -> str:
     """With as many digits, up to six, as fit in ``width`` pixels."""
     texts = [re.sub(r"e\+?(-?)0?", r"e\1", text) for digits in range(6, 0, -1)
              for text in (f"{number:.{digits}g}", f"{number:.{digits - 1}e}")]
-    fits = [text for text in texts
-            if text_width(text, 14 * POINTS_PER_PIXEL, "bold") <= width * POINTS_PER_PIXEL]
-    return fits[0] if fits else texts[-1]
+    room, size = width * POINTS_PER_PIXEL, 14 * POINTS_PER_PIXEL
+    return next((text for text in texts if text_width(text, size, "bold") <= room), texts[-1])
 
 
 def _in_words(rank: int, numbers: Sequence[float], done: list[bool], sent: list[int]) -> str:

@@ -10,18 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
 from pathlib import Path
 
+import ipywidgets as widgets
 from IPython.display import display
-from ipywidgets import (
-    HTML,
-    Dropdown,
-    GridBox,
-    HBox,
-    Layout,
-    Play,
-    SelectionSlider,
-    VBox,
-    jslink,
-)
 
 from dplab.show.theme import CourseFigure
 
@@ -35,21 +25,21 @@ READOUT = """<style>
 
 
 class Sliders:
-    """``sliders``, by name, laid out by ``arrange`` above the picture that is drawn for them."""
+    """``sliders``, by name, ``arranged`` above the picture that is drawn for their values."""
 
-    def __init__(self, draw: Callable[..., CourseFigure], sliders: Mapping, arrange: Callable):
+    def __init__(self, draw: Callable[..., CourseFigure], sliders: Mapping,
+                 arranged: widgets.Widget):
         self._draw = functools.cache(lambda *values: draw(*values).display_data())
         self.sliders = dict(sliders)
         self._pictures: list = []
-        self._names = HTML(layout=Layout(display="none"))
-        widgets = list(self.sliders.values())
-        self.controls = VBox([arrange(widgets), self._names])
-        self.controls.add_class("dplab-sliders")
-        longest = max((len(text) for slider in widgets if isinstance(slider, SelectionSlider)
+        self._names = widgets.HTML(layout={"display": "none"})
+        self.controls = widgets.VBox([arranged, self._names])
+        longest = max((len(text) for slider in self.sliders.values()
+                       if isinstance(slider, widgets.SelectionSlider)
                        for text, _ in slider.options), default=0)
-        self.controls.add_class(f"dplab-readout-{longest}")
+        self.controls.add_class("dplab-sliders").add_class(f"dplab-readout-{longest}")
         self._readout = READOUT.format(longest)
-        for slider in widgets:
+        for slider in self.sliders.values():
             slider.observe(self._show, "value")
         self._show()
 
@@ -80,48 +70,41 @@ class Sliders:
         self._pictures.append(display(data, raw=True, metadata=metadata, display_id=True))
 
 
-def stepper(draw: Callable[..., CourseFigure], values: Sequence, *, label: str = "step",
-            unit: str = "", start=None) -> Sliders:
+def stepper(draw: Callable[..., CourseFigure], values: Sequence, *, start, label: str = "step",
+            unit: str = "") -> Sliders:
     """A slider over ``values``, with a button that plays it, above ``draw`` of the one chosen.
 
-    The slider shows each value with ``unit``. It starts at the value ``start``, by default the
-    first. Each picture is drawn when it is first shown, and kept. Raises ValueError where
-    ``start`` is not one of the values.
+    The slider shows each value with ``unit``, and begins at ``start``. Each picture is drawn when
+    it is first shown, and kept.
     """
-    values = list(values)
-    slider = _control(SelectionSlider, label, values, start, unit,
+    slider = _control(widgets.SelectionSlider, label, values, start, unit,
                       style={"description_width": "initial"})
-    play = Play(values.index(slider.value), 0, len(values) - 1, interval=1500)
-    jslink((play, "value"), (slider, "index"))
-    return Sliders(draw, {label: slider}, lambda sliders: HBox([play, *sliders]))
+    play = widgets.Play(slider.index, 0, len(values) - 1, interval=1500)
+    widgets.jslink((play, "value"), (slider, "index"))
+    return Sliders(draw, {label: slider}, widgets.HBox([play, slider]))
 
 
 def calculator(draw: Callable[..., CourseFigure], options: Mapping[str, Sequence],
-               start: Mapping[str, object], *,
-               units: Mapping[str, str] | None = None) -> Sliders:
+               start: Mapping[str, object], *, units: Mapping[str, str]) -> Sliders:
     """Controls for all ``options``, above ``draw`` of their values by name; as `stepper`.
 
     ``options`` maps an argument of ``draw`` to its values: numbers get a slider, names a
     drop-down. ``start`` says which value each has at first, by default the first; ``units`` what
-    is written after it. Raises ValueError for a start that is not offered.
+    is written after it.
     """
-    units = units or {}
     sliders = {name: _control(
-        SelectionSlider if all(isinstance(each, Real) for each in values) else Dropdown,
-        name, values, start.get(name), units.get(name, ""),
-        style={"description_width": "6em"}, layout=Layout(width="auto"))
+        widgets.SelectionSlider if isinstance(values[0], Real) else widgets.Dropdown,
+        name, values, start.get(name, values[0]), units.get(name, ""),
+        style={"description_width": "6em"}, layout={"width": "auto"})
         for name, values in options.items()}
-    columns = Layout(grid_template_columns="repeat(auto-fit, minmax(22em, 1fr))",
-                     max_width="720px", align_items="center")
+    columns = {"grid_template_columns": "repeat(auto-fit, minmax(22em, 1fr))",
+               "max_width": "720px", "align_items": "center"}
     return Sliders(lambda *values: draw(**dict(zip(options, values, strict=True))), sliders,
-                   lambda sliders: GridBox(sliders, layout=columns))
+                   widgets.GridBox([*sliders.values()], layout=columns))
 
 
 def _control(kind, name, values, start, unit, **looks):
-    """A control that shows each value with the unit, at ``start``, by default the first."""
-    start = values[0] if start is None else start
-    if start not in values:
-        raise ValueError(f"{name} {start!r} is not one of {values}")
+    """A control that shows each value with the unit."""
     texts = [f"{value:,}" if isinstance(value, Real) else str(value) for value in values]
     options = [(f"{text} {unit}".strip(), value) for text, value in zip(texts, values, strict=True)]
     return kind(options=options, value=start, description=name, **looks)

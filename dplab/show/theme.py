@@ -54,10 +54,6 @@ STYLE = {
     "lines.linewidth": 2,
     "lines.solid_capstyle": "round",
     "legend.frameon": False,
-    "figure.figsize": (WIDTH, 3.6),
-    "figure.facecolor": "white",
-    "savefig.facecolor": "auto",
-    "svg.fonttype": "path",
     "svg.hashsalt": "dplab",
 }
 
@@ -94,31 +90,22 @@ class CourseFigure(Figure):
         display(data, raw=True, metadata=metadata)
 
     def display_data(self) -> tuple[dict, dict]:
-        """What a notebook shows of it, by MIME type, and the metadata."""
+        """What a notebook shows of it, by MIME type, and the metadata.
+
+        The picture shows the SVG, in the colours of the page's theme. A page that takes it away, as
+        JupyterLab does with a notebook that it does not trust, shows the PNG, and so does a stored
+        notebook.
+        """
         width, height = (round(96 * inches) for inches in self.get_size_inches())
         png, svg = (base64.b64encode(drawn).decode() for drawn in (to_png(self), to_svg(self)))
-        data = {"text/html": picture(png, svg, self.alt, width, height), "image/png": png,
-                "text/plain": self.alt or repr(self)}
+        picture = (f'<picture><source class="dplab-dark" type="image/svg+xml" '
+                   f'srcset="data:image/svg+xml;base64,{svg}">'
+                   f'<img alt="{html.escape(self.alt)}" width="{width}" height="{height}" '
+                   f'style="max-width:100%;height:auto;border-radius:6px" '
+                   f'src="data:image/png;base64,{png}"></picture>'
+                   f'<style class="dplab-dark">{PAGE_OF_DRAWINGS}</style>')
+        data = {"text/html": picture, "image/png": png, "text/plain": self.alt or repr(self)}
         return data, {"image/png": {"width": width, "height": height, "alt": self.alt}}
-
-
-def picture(png: str, svg: str, alt: str, width: int, height: int) -> str:
-    """An HTML picture, as wide as ``width`` CSS pixels or as the page, from both in base64.
-
-    The SVG is shown, in the colours of the page's theme. A page that takes it away, as JupyterLab
-    does with a notebook that it does not trust, shows the PNG, and so does a stored notebook.
-    """
-    return (f'<picture><source class="dplab-dark" type="image/svg+xml" '
-            f'srcset="data:image/svg+xml;base64,{svg}">'
-            f'<img alt="{html.escape(alt)}" width="{width}" height="{height}" '
-            f'style="max-width:100%;height:auto;border-radius:6px" '
-            f'src="data:image/png;base64,{png}"></picture>'
-            f'<style class="dplab-dark">{PAGE_OF_DRAWINGS}</style>')
-
-
-def with_title(title: str, alt: str) -> str:
-    """A text alternative that begins with what the figure finds: its title."""
-    return alt if alt.startswith(title) else f"{title}. {alt}" if alt else title
 
 
 def wrapped_title(title: str) -> str:
@@ -126,20 +113,27 @@ def wrapped_title(title: str) -> str:
     return wrap(title, TITLE_SIZE, 72 * WIDTH - 24, "bold")
 
 
-def write_title(figure: Figure, title: str, note: str = "") -> None:
-    """Writes ``title``, wrapped already, at the top left, and ``note`` below it."""
-    width, height = (72 * inches for inches in figure.get_size_inches())
-    figure.text(12 / width, 1 - 12 / height, title, size=TITLE_SIZE, weight="bold", va="top",
+def frame(axes, title: str, said: str, *, left: float, right: float, height: float,
+          note: str = "", above: float = 0.0, below: float = 46.0) -> CourseFigure:
+    """Makes the figure of ``axes`` as high as they and all around them need; titles, returns it.
+
+    All in points: the axes' ``height``, and what is kept free beside them, ``below`` them, and
+    ``above`` them up to the title and its ``note``. The text alternative is the title, then
+    ``said``.
+    """
+    figure = axes.figure
+    figure.alt = " ".join(f"{title}. {said}".split())
+    title = wrapped_title(title)
+    note_height = text_height(note, SIZE) if note else 0
+    width = 72 * WIDTH
+    whole = below + height + above + note_height + text_height(title, TITLE_SIZE) + 26
+    figure.set_size_inches(WIDTH, whole / 72)
+    axes.set_position((left / width, below / whole, (width - left - right) / width, height / whole))
+    figure.text(12 / width, 1 - 12 / whole, title, size=TITLE_SIZE, weight="bold", va="top",
                 parse_math=False, linespacing=LINE_SPACING)
-    if note:
-        figure.text(12 / width, 1 - (16 + text_height(title, TITLE_SIZE)) / height, note,
-                    size=SIZE, color=MUTED, va="top", parse_math=False)
-
-
-def place_in_points(figure: Figure, left: float, bottom: float, width: float, height: float):
-    """Where axes lie in ``figure``, as matplotlib takes it, from lengths in points."""
-    across, up = (72 * inches for inches in figure.get_size_inches())
-    return left / across, bottom / up, width / across, height / up
+    figure.text(12 / width, 1 - (16 + text_height(title, TITLE_SIZE)) / whole, note, size=SIZE,
+                color=MUTED, va="top", parse_math=False)
+    return figure
 
 
 def subplots(rows: int = 1, columns: int = 1, *, title: str = "", xlabel: str = "",
@@ -151,7 +145,7 @@ def subplots(rows: int = 1, columns: int = 1, *, title: str = "", xlabel: str = 
     Axes, or an array of shape (rows, columns) squeezed as by ``plt.subplots``.
     """
     with style():
-        figure = CourseFigure(figsize=(WIDTH, height), alt=with_title(title, alt),
+        figure = CourseFigure(figsize=(WIDTH, height), alt=". ".join(filter(None, (title, alt))),
                               layout=ConstrainedLayoutEngine(w_pad=0.14, h_pad=0.14))
         axes = figure.subplots(rows, columns)
         if title:
@@ -171,14 +165,14 @@ def add_area(axes, patch: Rectangle, widest: float = 1.6) -> None:
     axes.add_artist(patch)
     color = to_hex(patch.get_facecolor()).upper()
     if outline(color) != color and not patch.get_hatch():
-        inside = Rectangle(patch.get_xy(), patch.get_width(), patch.get_height(), fill=False,
-                           edgecolor=outline(color), linewidth=min(1.6, widest), label="_outline",
-                           transform=patch.get_data_transform())
-        axes.add_artist(inside)
+        inside = axes.add_artist(Rectangle(
+            patch.get_xy(), patch.get_width(), patch.get_height(), fill=False, label="_outline",
+            edgecolor=outline(color), linewidth=min(1.6, widest),
+            transform=patch.get_data_transform()))
         inside.set_clip_path(patch)
 
 
-def to_png(figure: Figure) -> bytes:
+def to_png(figure: CourseFigure) -> bytes:
     """The figure as PNG, 192 pixels an inch; its 256 colours keep notebooks small.
 
     With fewer of them, small areas such as a rank's name lose their colour, and names contrast.
@@ -191,27 +185,20 @@ def to_png(figure: Figure) -> bytes:
     return small.getvalue()
 
 
-def to_svg(figure: Figure, title: str = "") -> bytes:
+def to_svg(figure: CourseFigure, title: str = "") -> bytes:
     """The figure as SVG, the same bytes each time: no date, ids hashed with a fixed salt.
 
     On a dark page it has other colours, where the browser tells it of that.
     """
-    alt = getattr(figure, "alt", "")
-    metadata: dict[str, str | None] = {"Date": None, "Creator": None}
-    if title or alt:
-        metadata["Title"] = title or alt
-    if alt:
-        metadata["Description"] = alt
-    buffer = io.BytesIO()
+    drawn, alt = io.BytesIO(), figure.alt or None
     with style():
-        figure.savefig(buffer, format="svg", metadata=metadata)
-    text = buffer.getvalue().decode().replace("<svg ", '<svg role="img" ', 1)
+        figure.savefig(drawn, format="svg", metadata={
+            "Date": None, "Creator": None, "Title": title or alt, "Description": alt})
+    text = drawn.getvalue().decode().replace("<svg ", '<svg role="img" ', 1)
     text = text.replace("</style>", f"{dark_colors(text)}</style>", 1)
-    if alt:
-        said = html.escape(alt, quote=False)
-        text = text.replace("</title>", f"</title>\n <desc>{said}</desc>", 1)
-    lines = text.splitlines()
-    return ("\n".join(line.rstrip() for line in lines) + "\n").encode()
+    said = html.escape(figure.alt, quote=False)
+    text = text.replace("</title>", f"</title>\n <desc>{said}</desc>", 1)
+    return ("\n".join(line.rstrip() for line in text.splitlines()) + "\n").encode()
 
 
 def dark_colors(svg: str) -> str:
@@ -229,7 +216,7 @@ def dark_colors(svg: str) -> str:
     return "\n".join(["", "@media (prefers-color-scheme: dark) {", *rules, "}"])
 
 
-def save_beside(figure: Figure, script: str, title: str) -> Path:
+def save_beside(figure: CourseFigure, script: str, title: str) -> Path:
     """Writes the figure as ``NAME.svg`` next to ``NAME.py`` and returns its path."""
     target = Path(script).resolve().with_suffix(".svg")
     target.write_bytes(to_svg(figure, title))

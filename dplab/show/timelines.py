@@ -7,26 +7,17 @@ from itertools import cycle
 
 from matplotlib.patches import Rectangle
 
-from dplab.show import shares
+from dplab.show import palette
 from dplab.show.labels import LINE, SIZE, SWATCH, number, text_height, text_width, wrap
-from dplab.show.palette import (
-    GRID,
-    INK,
-    MUTED,
-    OTHER_COLORS,
-    PART_COLORS,
-    REFERENCE,
-    rank_color,
-    readable_on,
-)
+from dplab.show.shares import LabelledBars
 from dplab.show.theme import WIDTH, CourseFigure, add_area, style
 
-EXPOSED, HIDDEN = PART_COLORS["communication"], "#FBE3A8"
+EXPOSED, HIDDEN = palette.PART_COLORS["communication"], "#FBE3A8"
 BAND, THIN, GAP = 22, 15, 12
 HATCHES = {"data": "....", "stalled": "////"}  # of what is no work
 
 
-def timeline(ranks: Sequence[Sequence], *, title: str, note: str | None = None,
+def timeline(ranks: Sequence[Sequence], *, title: str, note: str = "",
              names: Sequence[str] | None = None,
              since: str = "the step began") -> CourseFigure:
     """Draws a row per rank: a band of what it computes, and below it a bar per collective.
@@ -37,43 +28,35 @@ def timeline(ranks: Sequence[Sequence], *, title: str, note: str | None = None,
     solid where its rank computes nothing, light where it does, and hollow in the seconds at its
     start in which it was ``queued``; those under way at once share the band. ``names`` are the
     rows' labels, by default "rank r"; ``note`` stands below the title, and ``since`` on the axis
-    says what the zero is. Raises ValueError for no rows, a row without spans, and spans that cannot
-    be.
+    says what the zero is.
     """
-    names = [f"rank {rank}" for rank in range(len(ranks))] if names is None else names
-    if not ranks or len(names) != len(ranks) or not all(ranks):
-        raise ValueError("timeline needs at least one row, each with a name and a span")
+    names = names or [f"rank {rank}" for rank in range(len(ranks))]
     last = max(span.end for spans in ranks for span in spans)
     unit, factor = ("s", 1) if last >= 1 else ("ms", 1e3) if last >= 1e-3 else ("µs", 1e6)
     rows = [_Row(name, spans, unit, factor) for name, spans in zip(names, ranks, strict=True)]
     kinds = {re.sub(r"\W*\d+$", "", name).replace("_", "-")
              for row in rows for name, *_ in row.collectives}
     lane = "communication" if len(kinds) > 1 else "".join(kinds)
+    parts = list(dict.fromkeys(part for row in rows for part, *_ in row.doing))
+    colors = dict(zip(parts, cycle(palette.OTHER_COLORS), strict=False)) | palette.PART_COLORS
+    colors |= dict.fromkeys(HATCHES, "#FFFFFF")
+
     left = 20 + max(text_width(text, SIZE) for row in rows for text in (row.label, lane))
     right = 20 + max(max(text_width(row.total, SIZE, "bold"),
                          SWATCH + text_width(row.exposed, SIZE)) for row in rows)
-    plot_width = max(72 * WIDTH - left - right, 120)
-    scale = plot_width / (last * factor or 1)
-    note = wrap(note or "", SIZE, 72 * WIDTH - 24)
-    parts = list(dict.fromkeys(part for row in rows for part, *_ in row.doing))
-    colors = dict(zip(parts, cycle(OTHER_COLORS), strict=False)) | PART_COLORS
-    colors |= dict.fromkeys(HATCHES, "#FFFFFF")
-
+    note = wrap(note, SIZE, 72 * WIDTH - 24)
     with style():
-        figure = CourseFigure(figsize=(WIDTH, 1))
-        axes = figure.add_axes((0, 0, 1, 1))
-        draw = _Rows(axes, scale, plot_width, plot_width + right - 8, colors)
+        draw = _Rows(left, right, last * factor, colors)
         y = text_height(note, SIZE) if note else 0
-        draw.text((12 - left) / scale, y / 2 - 8, note, color=MUTED)
+        draw.text((12 - left) / draw.scale, y / 2 - 8, note, color=palette.MUTED)
         y = top = draw.names(rows[0].doing, parts, y)
         for row in rows:
             y = draw.row(row, lane, max(THIN, min(3 * THIN, 12 * THIN / len(rows))), y)
             lane = "" if row.collectives else lane
         draw.edges()
-        shares.frame_rows(figure, axes, title, f"time since {since} [{unit}]", left,
-                      plot_width, y, scale)
-        axes.vlines(axes.get_xticks(), top, y, GRID, linewidth=0.8, zorder=0.5)
-    figure.alt = " ".join(f"{title}. {'; '.join(row.said for row in rows)}. {note}".split())
+        figure = draw.finished(title, f"{'; '.join(row.said for row in rows)}. {note}",
+                               f"time since {since} [{unit}]", y)
+        draw.axes.vlines(draw.axes.get_xticks(), top, y, palette.GRID, linewidth=0.8, zorder=0.5)
     return figure
 
 
@@ -81,22 +64,19 @@ class _Row:
     """A row's spans as (name, start, end) in the figure's unit, and the texts about them."""
 
     def __init__(self, name, spans, unit, factor):
-        lanes = {"compute": [], "communication": [], "stalled": []}
-        for span in sorted(spans, key=lambda span: (span.start, -span.end)):
-            if span.lane not in lanes or not 0 <= span.start <= span.end < math.inf:
-                raise ValueError(f"timeline cannot draw {span}")
-            lanes[span.lane].append((span.name, span.start * factor, span.end * factor))
-        self.collectives = lanes["communication"]
-        self.queued = [factor * getattr(span, "queued", 0.0)
-                       for span in sorted(spans, key=lambda span: (span.start, -span.end))
-                       if span.lane == "communication"]
-        self.busy, sending = _union(lanes["compute"]), _union(self.collectives)
-        data = _without(_union(span for span in lanes["stalled"] if span[0] == "data"), self.busy)
-        stalled = _without(_union(self.collectives + lanes["stalled"]),
+        spans = sorted(spans, key=lambda span: (span.start, -span.end))
+        computes, self.collectives, stalls = (
+            [(span.name, span.start * factor, span.end * factor)
+             for span in spans if span.lane == lane]
+            for lane in ("compute", "communication", "stalled"))
+        self.queued = [factor * span.queued for span in spans if span.lane == "communication"]
+        self.busy, sending = _union(computes), _union(self.collectives)
+        data = _without(_union(span for span in stalls if span[0] == "data"), self.busy)
+        stalled = _without(_union(self.collectives + stalls),
                            _union([("", *times) for times in self.busy + data]))
-        self.doing = [(next(filter(name.startswith, PART_COLORS), name), *piece)  # innermost wins
-                      for index, (name, *times) in enumerate(lanes["compute"])
-                      for piece in _without([times], _union(lanes["compute"][index + 1:]))]
+        self.doing = [(next(filter(name.startswith, palette.PART_COLORS), name), *piece)
+                      for index, (name, *times) in enumerate(computes)  # the innermost wins
+                      for piece in _without([times], _union(computes[index + 1:]))]
         self.doing += [("data", *times) for times in data]
         self.doing += [("stalled", *times) for times in stalled]
 
@@ -105,7 +85,7 @@ class _Row:
         sent, bare = (sum(end - start for start, end in intervals)
                       for intervals in (sending, _without(sending, self.busy)))
         rank = re.fullmatch(r"rank (\d+)", name)
-        self.color = rank_color(int(rank[1])) if rank else INK
+        self.color = palette.rank_color(int(rank[1])) if rank else palette.INK
         self.label, self.total = wrap(name, SIZE, 150), f"{number(total)} {unit}"
         count = len(self.collectives)
         self.exposed = f"{bare:,.{digits}f} exposed" if count else ""
@@ -115,7 +95,7 @@ class _Row:
                           f"and {abs(sent - bare):,.{digits}f} {unit} hidden")
 
 
-class _Rows(shares.LabelledBars):
+class _Rows(LabelledBars):
     """Draws rows. In its axes x is in the unit of time, y in points, downwards."""
 
     def __init__(self, *args):
@@ -127,19 +107,20 @@ class _Rows(shares.LabelledBars):
         blocks = {part: max(_union([span for span in doing if span[0] == part], 1 / self.scale),
                             key=lambda block: block[1] - block[0], default=(0, 0))
                   for part in parts}
-        above = {part: (start + end) / 2 * self.scale for part, (start, end) in blocks.items()
-                 if text_width(part, SIZE) + 8 > (end - start) * self.scale and part != "stalled"}
-        texts = dict(zip(above, above, strict=True))
+        inside = [part for part, (start, end) in blocks.items()
+                  if text_width(part, SIZE) + 8 <= (end - start) * self.scale]
+        above = {part: sum(blocks[part]) / 2 * self.scale for part in parts
+                 if part not in inside and part != "stalled"}
+        texts = {part: part for part in above}
         if any(blocks[part][1] == 0 for part in above):
             y = self.swatches(list(above), texts, y)
         elif above:
             y = self.outside(list(above), above, texts, y, above=True)
-        for part, (start, end) in blocks.items():
-            if text_width(part, SIZE) + 8 <= (end - start) * self.scale:
-                color = self.colors[part]
-                self.text((start + end) / 2, y + BAND / 2, part, ha="center",
-                          color=readable_on(color),
-                          bbox={"facecolor": color, "edgecolor": "none", "pad": 1})
+        for part in inside:
+            color = self.colors[part]
+            self.text(sum(blocks[part]) / 2, y + BAND / 2, part, ha="center",
+                      color=palette.readable_on(color),
+                      bbox={"facecolor": color, "edgecolor": "none", "pad": 1})
         return y
 
     def row(self, row, lane, most, y):
@@ -171,20 +152,20 @@ class _Rows(shares.LabelledBars):
                               key=lambda piece: piece[1] - piece[0], default=(start, end))
             if pitch == THIN and text_width(text, SIZE) + 3 <= (last - first) * self.scale:
                 self.text((first + last) / 2, top + 0.45 * pitch, text, ha="center",
-                          color=readable_on(EXPOSED))
+                          color=palette.readable_on(EXPOSED))
         middle = low + pitch * (0.9 + max(tracks)) / 2
-        self.bar("_swatch", right, right + 9 / self.scale, middle - 4.5, 9, EXPOSED)
+        self.swatch(self.plot_width + 8, middle, EXPOSED)
         self.text(right + SWATCH / self.scale, middle, row.exposed)
         if lane:
             bottom = max(middle + LINE / 2, bottom + LINE + 3)
-            self.text(left, bottom - LINE / 2, lane, ha="right", color=MUTED)
+            self.text(left, bottom - LINE / 2, lane, ha="right", color=palette.MUTED)
         return max(bottom, 2 * middle - low) + GAP
 
     def bar(self, name, start, end, y, height, color, lines=0.0):
         """A rectangle with white lines at its ends; those of HATCHES are hatched."""
         add_area(self.axes, Rectangle(
             (start, y), end - start, height, label=name, linewidth=0, facecolor=color,
-            edgecolor=REFERENCE, hatch=HATCHES.get(name), clip_on=False),
+            edgecolor=palette.REFERENCE, hatch=HATCHES.get(name), clip_on=False),
             0.2 * min(self.scale * (end - start), height))
         if lines > 0:
             self._edges += [(x, y, y + height, min(0.7, lines)) for x in (start, end)]
@@ -193,7 +174,7 @@ class _Rows(shares.LabelledBars):
         """An outline: what waits there is not under way yet."""
         self.axes.add_patch(Rectangle(
             (start, y + 0.05 * height), end - start, 0.9 * height, label=f"{name} queued",
-            facecolor="none", edgecolor=MUTED, linewidth=0.8, clip_on=False))
+            facecolor="none", edgecolor=palette.MUTED, linewidth=0.8, clip_on=False))
 
     def edges(self):
         """Draws the white lines at the ends of all bars, in one go."""
