@@ -1,34 +1,12 @@
-"""What the tests of figures share: where texts stand, whether they can be read, contrasts."""
+"""What the tests of figures share: whether texts can be read, and contrasts."""
 
 import itertools
 
 import numpy as np
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_hex, to_rgb
+from matplotlib.text import Text
 
 from dplab.show.palette import on_dark
-
-
-def labels_of(figure):
-    """Each text that is shown, ticks apart, with its box in pixels."""
-    texts = [*figure.texts, *(text for axes in figure.axes for text in axes.texts)]
-    texts += [axis.label for axes in figure.axes for axis in (axes.xaxis, axes.yaxis)
-              if axis.get_visible()]
-    renderer = FigureCanvasAgg(figure).get_renderer()
-    figure.draw_without_rendering()
-    return {text: text.get_window_extent(renderer) for text in texts if text.get_text()}
-
-
-def assert_readable(figure, points=10, margin=0):
-    """No text is smaller than ``points``, nearer to the edge than ``margin``, or on another."""
-    boxes = labels_of(figure)
-    paper = figure.bbox.padded(-margin)
-    for text, box in boxes.items():
-        assert text.get_fontsize() >= points, text
-        assert paper.x0 <= box.x0 and box.x1 <= paper.x1, text
-        assert paper.y0 <= box.y0 and box.y1 <= paper.y1, text
-    for one, other in itertools.combinations(boxes, 2):
-        assert not boxes[one].overlaps(boxes[other]), (one, other)
 
 
 def linear(color):
@@ -43,35 +21,33 @@ def contrast(one, other):
     return (lighter + 0.05) / (darker + 0.05)
 
 
-def areas_of(figure):
-    """(box in pixels, colour) of each filled area, in the order in which they are drawn."""
-    return [(patch.get_window_extent(), to_hex(patch.get_facecolor()))
-            for axes in figure.axes for patch in axes.patches if patch.get_fill()]
-
-
-def ground_of(text, box, areas):
-    """The colour on which a text stands: of its own box, the area drawn last there, or white."""
-    if text.get_bbox_patch():
-        return to_hex(text.get_bbox_patch().get_facecolor())
-    middle = (box.x0 + box.x1) / 2, (box.y0 + box.y1) / 2
-    return next((color for extent, color in reversed(areas) if extent.contains(*middle)), "#ffffff")
-
-
-def assert_read_on_either_page(figure):
-    """Each text stands out from the area that it is on, and on a dark page from its counterpart."""
-    texts = shown_texts(figure)  # which lays the figure out
-    areas = areas_of(figure)
-    for text, box in texts.items():
-        color = to_hex(text.get_color()).upper()
-        ground = ground_of(text, box, areas).upper()
-        assert contrast(color, ground) >= 4.4, (text, ground)
-        assert contrast(on_dark(color), on_dark(ground)) >= 4.4, (text, ground)
-
-
 def shown_texts(figure):
-    """Every text that is shown, ticks and all, with its box in pixels."""
-    renderer = FigureCanvasAgg(figure).get_renderer()
+    """Each text that is shown, the ticks' too, with its box in pixels."""
     figure.draw_without_rendering()
-    return {text: text.get_window_extent(renderer)
-            for text in figure.findobj(match=lambda artist: hasattr(artist, "get_text"))
+    texts = set(figure.findobj(Text))
+    for axis in (axis for axes in figure.axes for axis in (axes.xaxis, axes.yaxis)):
+        low, high = sorted(axis.get_view_interval())
+        texts -= {tick.label1 for tick in axis.get_major_ticks() + axis.get_minor_ticks()
+                  if not axis.get_visible() or not low <= tick.get_loc() <= high}
+        texts -= {tick.label2 for tick in axis.get_major_ticks() + axis.get_minor_ticks()}
+    return {text: text.get_window_extent() for text in texts
             if text.get_text() and text.get_visible()}
+
+
+def assert_readable(figure, points=9, margin=0):
+    """Each text is large enough, within the figure, on no other, and stands out on either page."""
+    texts, paper = shown_texts(figure), figure.bbox.padded(-margin)
+    areas = [(patch.get_window_extent(), patch.get_facecolor()) for axes in figure.axes
+             for patch in axes.patches if patch.get_fill()]
+    for text, box in texts.items():
+        assert text.get_fontsize() >= points, text
+        assert paper.x0 <= box.x0 and box.x1 <= paper.x1, text
+        assert paper.y0 <= box.y0 and box.y1 <= paper.y1, text
+        middle = (box.x0 + box.x1) / 2, (box.y0 + box.y1) / 2
+        own = text.get_bbox_patch()
+        ground = own.get_facecolor() if own else next(
+            (color for extent, color in reversed(areas) if extent.contains(*middle)), "#FFFFFF")
+        pair = [to_hex(color).upper() for color in (text.get_color(), ground)]
+        assert contrast(*pair) >= 4.4 and contrast(*map(on_dark, pair)) >= 4.4, (text, pair)
+    for one, other in itertools.combinations(texts, 2):
+        assert not texts[one].overlaps(texts[other]), (one, other)
