@@ -36,15 +36,6 @@ def filled_in_reverse(parameters: list[nn.Parameter],
     return buckets
 
 
-def average_bucket(bucket):
-    """Replaces the gradients of one bucket by their means, with one all-reduce."""
-    flat = torch.cat([parameter.grad.flatten() for parameter in bucket]) / dist.get_world_size()
-    dist.all_reduce(flat)
-    parts = flat.split([parameter.numel() for parameter in bucket])
-    for parameter, part in zip(bucket, parts, strict=True):
-        parameter.grad.copy_(part.view_as(parameter))
-
-
 # --- what production needs beside it -------------------------------------------------------------
 
 

@@ -6,8 +6,8 @@ backward they are gathered again, and the gradient that comes out goes through a
 that each rank is left with the mean for its own part. While one layer computes, the next one's
 parameters are already on their way.
 
-The first part of this file is that idea alone, for one layer. The second part is what production
-needs: the next gather ahead, what belongs to no layer, accumulation, the whole state dict.
+Chapter 09 builds that idea alone, for one layer. Here is what production needs beside it: the next
+gather ahead, what belongs to no layer, accumulation, the whole state dict.
 
 Sources: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
 2020, sections 5.3 and 7.2.2; Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data
@@ -21,60 +21,9 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from dplab.parallel.gathered_parameters import (
-    Gather,
-    Unit,
-    divide,
-    empty,
-    launch_refill,
-    places_of,
-)
+from dplab.parallel.gathered_parameters import Unit, divide, places_of
 from dplab.parallel.manual_ddp import broadcast_tensors
-from dplab.parallel.ownership import (
-    current_backward,
-    own_chunk,
-    pack,
-    unpack,
-)
-
-# --- the idea ------------------------------------------------------------------------------------
-
-
-class ZeRO3Layer:
-    """A module of which this rank keeps a chunk, and that is whole while it computes."""
-
-    def __init__(self, module: nn.Module):
-        self.places = [(part, name) for part in module.modules()
-                       for name, _ in part.named_parameters(recurse=False)]
-        parameters = [getattr(part, name) for part, name in self.places]
-        self.shapes = [parameter.shape for parameter in parameters]
-        self.chunk = nn.Parameter(own_chunk(pack(parameters)).clone())  # for the optimizer
-        self.put(len(parameters) * [None])
-        module.register_forward_pre_hook(self.before_forward)
-        module.register_forward_hook(self.after_forward)
-        self.chunk.register_post_accumulate_grad_hook(self.after_backward)
-
-    def put(self, tensors):
-        for (part, name), tensor in zip(self.places, tensors, strict=True):
-            part._parameters[name] = tensor
-
-    def before_forward(self, module, inputs):
-        self.whole = Gather.apply(self.chunk)
-        self.put(unpack(self.whole, self.shapes))
-
-    def after_forward(self, module, inputs, output):
-        self.put(len(self.places) * [None])
-        empty(self.whole)
-        output.register_hook(self.before_backward)
-
-    def before_backward(self, gradient):
-        launch_refill(self.whole, self.chunk.detach()).wait()
-
-    def after_backward(self, chunk):  # whose gradient has arrived, by Gather's backward
-        empty(self.whole)
-
-
-# --- what production needs -----------------------------------------------------------------------
+from dplab.parallel.ownership import current_backward
 
 
 class FullyShardedModel(nn.Module):

@@ -5,53 +5,14 @@ reduce-scatter: each is the other's transpose. And freeing a parameter empties i
 the tensor stays: what autograd has saved for backward is valid again as soon as the storage is
 filled again.
 
-The first part of this file is these two tricks alone. The second part is what production needs:
-parameters that are tied, frozen or of several dtypes, and gathers that are launched ahead.
+Parameters may be tied, frozen or of several dtypes, and gathers are launched ahead.
 """
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from dplab.parallel.ownership import (
-    Layout,
-    launch_reduce_scatter,
-    mean_for_owner,
-    own_chunk,
-    pack,
-    unpack,
-    whole_from_owners,
-)
-
-# --- the idea ------------------------------------------------------------------------------------
-
-
-class Gather(torch.autograd.Function):
-    """From each rank's chunk to the whole; backward, to the mean of the gradients at its owner."""
-
-    @staticmethod
-    def forward(ctx, chunk):
-        return whole_from_owners(chunk)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return mean_for_owner(gradient.clone())
-
-
-def empty(whole: torch.Tensor) -> None:
-    """Frees the memory behind a tensor that stays."""
-    whole.untyped_storage().resize_(0)
-
-
-def launch_refill(whole: torch.Tensor, chunk: torch.Tensor) -> dist.Work:
-    """Starts to bring the values back, from every rank's chunk."""
-    whole.untyped_storage().resize_(whole.nbytes)
-    # `.data` is the same memory, but to autograd not the same tensor: the same values come back,
-    # which is no change of what it has saved, and it shall not take it for one.
-    return dist.all_gather_single(whole.data, chunk, async_op=True)
-
-
-# --- what production needs -----------------------------------------------------------------------
+from dplab.parallel.ownership import Layout, launch_mean, own_chunk, pack, unpack
 
 
 class Unit:
@@ -105,7 +66,10 @@ class Shard:
         if self.is_gathered:
             return
         self.is_gathered = True
-        self._gathering = launch_refill(self.whole, self.chunk)
+        self.whole.untyped_storage().resize_(self.whole.nbytes)
+        # `.data` is the same memory, but to autograd not the same tensor: the same values come
+        # back, which is no change of what it has saved, and it shall not take it for one.
+        self._gathering = dist.all_gather_single(self.whole.data, self.chunk, async_op=True)
 
     def put_in(self, take_gradient) -> None:
         self._finish_gather()
@@ -117,7 +81,7 @@ class Shard:
             return
         self._finish_gather()
         self._set(self.pieces)
-        empty(self.whole)
+        self.whole.untyped_storage().resize_(0)
         self.is_gathered = False
 
     def _finish_gather(self):
@@ -137,21 +101,19 @@ class Shard:
 
     def launch_reduce(self) -> None:
         """Starts to send what was kept to its owners."""
-        # Scaled before the sum, as in DDP: the sum of N large numbers could overflow.
-        self._sent, self.unsent = self.unsent.mul_(1 / dist.get_world_size()), None
-        self._work = launch_reduce_scatter(self._sent)
+        self._arrived, self.unsent = launch_mean(self.unsent), None
 
     def finish_reduce(self) -> None:
         """Adds what has arrived, the mean of this rank's chunk, to the pieces' gradients."""
-        self._work.wait()
-        arrived = own_chunk(self._sent).clone()
-        del self._sent, self._work
+        arrived = self._arrived()
+        del self._arrived
         for piece, gradient in zip(self.pieces, self.layout.pieces(arrived), strict=True):
             piece.grad = gradient if piece.grad is None else piece.grad.add_(gradient)
 
     def gather_copies(self) -> list[torch.Tensor]:
         """The whole parameters in their shapes, as copies."""
-        whole = whole_from_owners(self.chunk)
+        whole = torch.empty_like(self.chunk).repeat(dist.get_world_size())
+        dist.all_gather_single(whole, self.chunk)
         return [view.clone() for view in unpack(whole, self.layout.shapes)]
 
 
@@ -161,7 +123,7 @@ class _Gathered(torch.autograd.Function):
     @staticmethod
     def forward(ctx, shard, take_gradient, *pieces):
         ctx.shard, ctx.take_gradient = shard, take_gradient
-        return shard.whole.data  # as in `launch_refill`
+        return shard.whole.data  # as in `launch_gather`
 
     @staticmethod
     def backward(ctx, gradient):

@@ -4,24 +4,21 @@ Parameters stand side by side in one flat tensor, which is cut into N equal chun
 rank. Gradients go to their owners by a reduce-scatter, and what owners have comes back to all by
 an all-gather.
 
-The first part of this file is that idea alone. The second part is what production needs: an
-optimizer's view of a chunk, sums that travel while backward goes on, and saved states.
+An optimizer has its own view of a chunk, and sums travel while backward goes on.
 
 Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
 2020, section 5.
 """
 
 import functools
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate, pairwise
 
 import torch
 import torch.distributed as dist
-from torch._C import _distributed_c10d as c10d
 
 from dplab.parallel.collectives import ring_reduce_scatter
-
-# --- the idea ------------------------------------------------------------------------------------
 
 
 def pack(tensors) -> torch.Tensor:
@@ -41,23 +38,6 @@ def unpack(flat: torch.Tensor, shapes) -> list[torch.Tensor]:
 def own_chunk(flat: torch.Tensor) -> torch.Tensor:
     """The chunk that this rank owns, as a view into ``flat``."""
     return flat.chunk(dist.get_world_size())[dist.get_rank()]
-
-
-def mean_for_owner(flat: torch.Tensor) -> torch.Tensor:
-    """This rank's chunk of the mean of all ranks' ``flat``, which is overwritten."""
-    # Scaled before the sum, as in DDP: the sum of N large numbers could overflow.
-    launch_reduce_scatter(flat.mul_(1 / dist.get_world_size())).wait()
-    return own_chunk(flat).clone()  # a view would keep all of ``flat`` alive
-
-
-def whole_from_owners(chunk: torch.Tensor) -> torch.Tensor:
-    """All ranks' chunks, side by side."""
-    whole = chunk.new_empty(len(chunk) * dist.get_world_size())
-    dist.all_gather_single(whole, chunk)
-    return whole
-
-
-# --- what production needs -----------------------------------------------------------------------
 
 
 def into_one(parameters) -> torch.Tensor:
@@ -95,27 +75,25 @@ class Layout:
         return tensor.reshape(-1)[first:last] if first < last else tensor.new_empty(0)
 
 
-def launch_reduce_scatter(flat: torch.Tensor) -> dist.Work:
-    """Starts to sum ``flat`` over the ranks, chunk by chunk, and returns at once.
+def launch_mean(flat: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """Starts to average ``flat`` over the ranks, chunk by chunk, and returns at once.
 
-    After ``wait()`` on the result, this rank's chunk of ``flat`` holds the sum, and the rest
-    nothing of use; nobody else may touch it before. Ranks launch the same ones, in one order.
+    Call the result for this rank's chunk of the mean: it waits. ``flat`` is working space until
+    then, and nobody else may touch it. Ranks launch the same ones, in one order.
     """
-    if flat.device.type != "cpu":
-        return dist.reduce_scatter_single(own_chunk(flat), flat, async_op=True)
-    # gloo sends a whole all-reduce for a reduce-scatter, twice the bytes, so the ring of chapter
-    # 03 does it. Its steps follow one another, and a thread takes them while backward goes on.
-    done: torch.futures.Future[None] = torch.futures.Future()
-    _background().submit(_ring, flat, done)
-    return c10d._create_work_from_future(done)  # type: ignore[attr-defined]  # not in its stubs
+    flat.mul_(1 / dist.get_world_size())  # before the sum, as in DDP: that could overflow
+    if flat.device.type == "cpu":
+        # gloo sends a whole all-reduce for a reduce-scatter, twice the bytes, so the ring of
+        # chapter 03 does it. Its steps follow one another: a thread takes them, in backward.
+        wait = _background().submit(ring_reduce_scatter, flat).result
+    else:
+        wait = dist.reduce_scatter_single(own_chunk(flat), flat, async_op=True).wait
 
+    def arrived():
+        wait()
+        return own_chunk(flat).clone()  # a view would keep all of ``flat`` alive
 
-def _ring(flat, done):
-    try:
-        ring_reduce_scatter(flat)
-        done.set_result(None)
-    except Exception as error:
-        done.set_exception(error)
+    return arrived
 
 
 @functools.cache

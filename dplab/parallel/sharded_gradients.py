@@ -5,8 +5,8 @@ still computes, each bucket that is full is reduce-scattered, so that every rank
 of its own chunk, and the bucket is freed. Whole gradients exist only in the buckets that are just
 being filled or on their way.
 
-The first part of this file is that idea alone. The second part is what production needs: one bucket
-on its way while backward goes on, accumulation, and parameters that a rank does not use.
+Chapter 08 builds that idea alone. Here is what production needs beside it: one bucket on its way
+while backward goes on, accumulation, and parameters that a rank does not use.
 
 Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
 2020, sections 5.2 and 7.2.1.
@@ -15,59 +15,11 @@ Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
 from contextlib import contextmanager
 
 import torch
-import torch.distributed as dist
-from torch import nn
 
 from dplab.parallel.bucketed_ddp import MIB, filled_in_reverse
 from dplab.parallel.manual_ddp import refuse_sparse_gradient
-from dplab.parallel.ownership import (
-    current_backward,
-    into_one,
-    launch_reduce_scatter,
-    mean_for_owner,
-    own_chunk,
-    pack,
-)
+from dplab.parallel.ownership import current_backward, launch_mean
 from dplab.parallel.sharded_optimizer import Flat, ShardedOptimizer
-
-# --- the idea ------------------------------------------------------------------------------------
-
-
-class ZeRO2:
-    """Each rank keeps state and gradients for its own chunk of each bucket."""
-
-    def __init__(self, buckets: list[list[nn.Parameter]], make_optimizer):
-        self.buckets = buckets
-        self.flats = [into_one(bucket) for bucket in buckets]
-        self.own = [own_chunk(flat) for flat in self.flats]
-        self.optimizer = make_optimizer(self.own)
-        for bucket in buckets:
-            for parameter in bucket:
-                parameter.register_post_accumulate_grad_hook(self.gradient_is_ready)
-        self.start_over()
-
-    def start_over(self):
-        self.ready, self.sent = set(), 0
-
-    def gradient_is_ready(self, parameter):
-        self.ready.add(parameter)
-        # In the order of the list, so that all ranks send the same bucket at a time.
-        while self.sent < len(self.buckets) and self.ready.issuperset(self.buckets[self.sent]):
-            bucket, own = self.buckets[self.sent], self.own[self.sent]
-            own.grad = mean_for_owner(pack([each.grad for each in bucket]))
-            for each in bucket:
-                each.grad = None
-            self.sent += 1
-
-    def step(self):
-        self.optimizer.step()
-        for flat, own in zip(self.flats, self.own, strict=True):
-            dist.all_gather_single(flat, own)
-            own.grad = None
-        self.start_over()
-
-
-# --- what production needs -----------------------------------------------------------------------
 
 
 class GradientBucket(Flat):
@@ -89,17 +41,15 @@ class GradientBucket(Flat):
         """Takes the gradients away; a parameter without one counts as zeros."""
         self.used = [used or parameter.grad is not None
                      for used, parameter in zip(self.used, self.parameters, strict=True)]
-        self._whole = self.packed_gradients().mul_(1 / dist.get_world_size())
+        self._arrived = launch_mean(self.packed_gradients())
         for parameter in self.parameters:
             parameter.grad = None
-        self._work = launch_reduce_scatter(self._whole)
 
     def finish(self) -> None:
         """Adds what has arrived to this rank's chunk, and frees the bucket."""
-        self._work.wait()
-        arrived = own_chunk(self._whole)
-        self.chunk = arrived.clone() if self.chunk is None else self.chunk + arrived
-        del self._work, self._whole
+        arrived = self._arrived()
+        self.chunk = arrived if self.chunk is None else self.chunk + arrived
+        del self._arrived
         self.set_gradients(self.chunk)
 
 

@@ -5,8 +5,8 @@ all of them, the same as all others. Here each rank owns 1/N of the elements: it
 these alone and updates these alone. Then the ranks exchange the new *parameters* by an all-gather;
 the states are never sent.
 
-The first part of this file is that idea alone. The second part makes of it a torch optimizer:
-several dtypes and parameter groups, unused parameters, schedulers, saved states.
+Chapter 08 builds that idea alone. This is a torch optimizer made of it: with several dtypes and
+parameter groups, unused parameters, schedulers, saved states.
 
 Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
 2020, sections 5.1 and 7.2.
@@ -20,33 +20,12 @@ from dplab.parallel.manual_ddp import refuse_sparse_gradient, true_on_any_rank
 from dplab.parallel.ownership import (
     Layout,
     into_one,
-    mean_for_owner,
+    launch_mean,
     own_chunk,
     pack,
     refuse_another_shard,
     shard_of,
 )
-
-# --- the idea ------------------------------------------------------------------------------------
-
-
-class ZeRO1:
-    """Every rank has all parameters, and its optimizer knows this rank's chunk of them alone."""
-
-    def __init__(self, parameters: list[nn.Parameter], make_optimizer):
-        self.parameters = parameters
-        self.flat = into_one(parameters)
-        self.own = own_chunk(self.flat)  # a view: what the optimizer writes stands in `flat`
-        self.optimizer = make_optimizer([self.own])
-
-    def step(self):
-        gradients = pack([parameter.grad for parameter in self.parameters])
-        self.own.grad = mean_for_owner(gradients)
-        self.optimizer.step()
-        dist.all_gather_single(self.flat, self.own)
-
-
-# --- what production needs -----------------------------------------------------------------------
 
 
 class Flat:
@@ -72,7 +51,7 @@ class Flat:
 
     def reduce_gradients(self) -> None:
         """Each piece's gradient: its part of the mean over the ranks. Those of parameters stay."""
-        self.set_gradients(mean_for_owner(self.packed_gradients()))
+        self.set_gradients(launch_mean(self.packed_gradients())())
 
     def packed_gradients(self) -> torch.Tensor:
         return pack([torch.zeros_like(parameter) if parameter.grad is None else parameter.grad

@@ -3,15 +3,15 @@
 No two ranks and no two elements of the inputs are equal, and most lengths do not divide.
 """
 
-import functools
+import itertools
 
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import world_sizes
 
 import dplab
 from dplab import run
+from dplab.measure import CallLog
 from dplab.parallel import (
     naive_all_reduce,
     ring_all_gather,
@@ -20,9 +20,23 @@ from dplab.parallel import (
     tree_all_reduce,
 )
 
-LENGTHS = [0, 1, 3, 5, 8, 13, 4099]
-DTYPES = [torch.float64, torch.bfloat16, torch.int64, torch.complex64]
-ALL_REDUCES = [naive_all_reduce, tree_all_reduce, ring_all_reduce]
+LENGTHS = [0, 1, 3, 5, 13, 4099]
+CASES = [(length, torch.float64) for length in LENGTHS] + [
+    (13, dtype) for dtype in (torch.bfloat16, torch.int64, torch.complex64)]
+MESSAGE = 840  # elements; up to eight ranks divide them
+
+
+def ring_halves(tensor, group=None):
+    ring_all_gather(ring_reduce_scatter(tensor, group), tensor, group)
+
+
+def ring_halves_elsewhere(tensor, group=None):
+    """The chunk lies outside of the output, in an odd shape."""
+    chunk = ring_reduce_scatter(tensor.clone(), group)
+    ring_all_gather(chunk.clone().unsqueeze(1), tensor.fill_(7), group)
+
+
+WAYS = [naive_all_reduce, tree_all_reduce, ring_all_reduce, ring_halves, ring_halves_elsewhere]
 
 
 def part(rank, length, dtype=torch.float64):
@@ -33,99 +47,57 @@ def part(rank, length, dtype=torch.float64):
     return torch.randn(length, generator=generator, dtype=torch.float64).to(dtype)
 
 
-def exact_sum(world_size, length, dtype=torch.float64):
-    """The sum of all ranks' inputs (length,), and of their absolute values, in float64."""
-    parts = torch.stack([part(rank, length, dtype) for rank in range(world_size)])
-    wide = parts.to(torch.complex128 if dtype.is_complex else torch.float64)
-    return wide.sum(0), wide.abs().sum(0)
-
-
-def assert_is_sum(tensor, world_size, length, cut=lambda tensor: tensor):
+def assert_is_sum(tensor, ranks, length):
     """Each element is off by no more than N−1 roundings in the tensor's own dtype can explain."""
-    exact, absolute = (cut(total) for total in exact_sum(world_size, length, tensor.dtype))
-    assert tensor.shape == exact.shape
-    is_inexact = tensor.dtype.is_floating_point or tensor.dtype.is_complex
-    rounding = torch.finfo(tensor.dtype).eps if is_inexact else 0.0
-    error = (tensor.to(exact.dtype) - exact).abs()
-    assert bool((error <= (world_size - 1) * rounding * absolute).all()), (length, tensor, exact)
+    parts = torch.stack([part(rank, length, tensor.dtype) for rank in range(ranks)])
+    wide = parts.to(torch.complex128 if tensor.is_complex() else torch.float64)
+    inexact = tensor.is_floating_point() or tensor.is_complex()
+    rounding = torch.finfo(tensor.dtype).eps if inexact else 0.0
+    error = (tensor.to(wide.dtype) - wide.sum(0)).abs()
+    assert bool((error <= (ranks - 1) * rounding * wide.abs().sum(0)).all()), (ranks, length)
 
 
-def assert_same_on_all_ranks(results):
-    for others in results[1:]:
-        for tensor, first in zip(others, results[0], strict=True):
-            assert tensor.dtype == first.dtype
-            assert torch.equal(tensor, first)
+def summed(cases):
+    """By way, length and dtype, the sum; and the bytes that each way sends for one message."""
+    rank, ranks, found, sent = dist.get_rank(), dist.get_world_size(), {}, {}
+    for way, (length, dtype) in itertools.product(WAYS, cases):
+        found[way.__name__, length, dtype] = tensor = part(rank, length, dtype).to(dplab.device())
+        way(tensor)
+        assert tensor.dtype == dtype
+    for length, dtype in cases:
+        chunk = ring_reduce_scatter(part(rank, length, dtype).to(dplab.device()))
+        whole = found["ring_all_reduce", length, dtype]
+        assert torch.equal(chunk, whole.tensor_split(ranks)[rank])
+    for way in WAYS:
+        with CallLog() as log:
+            way(torch.ones(MESSAGE, dtype=torch.uint8, device=dplab.device()))
+        sent[way.__name__] = log.bytes("send")
+    return found, sent
 
 
-# --- one run of the ranks has all that follows --------------------------------------------------
-
-def all_sums():
-    """By dtype and all-reduce, the sums for each length; then the same of the ring's first half."""
-    sums, rank = {}, dist.get_rank()
-    for dtype in DTYPES:
-        for all_reduce in ALL_REDUCES:
-            sums[dtype, all_reduce.__name__] = [part(rank, length, dtype) for length in LENGTHS]
-            for tensor in sums[dtype, all_reduce.__name__]:
-                all_reduce(tensor)
-    chunks = {dtype: [ring_reduce_scatter(part(rank, length, dtype)) for length in LENGTHS]
-              for dtype in DTYPES}
-    return sums, chunks, gathered()
+def assert_sums(results):
+    (first, _), *others = results
+    for (way, length, dtype), tensor in first.items():
+        assert_is_sum(tensor, len(results), length)
+        for other, _ in others:
+            assert torch.equal(other[way, length, dtype], tensor), (way, length, dtype)
 
 
-def gathered():
-    """From chunks that lie elsewhere, in an odd shape, and from chunks already in place."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    outputs = []
-    for length in LENGTHS:
-        full = part(7, length)
-        output = torch.full((length,), torch.nan, dtype=torch.float64)
-        ring_all_gather(full.tensor_split(world_size)[rank].clone().unsqueeze(1), output)
-        in_place = torch.full((length,), torch.nan, dtype=torch.float64)
-        own = in_place.tensor_split(world_size)[rank]
-        own.copy_(full.tensor_split(world_size)[rank])
-        ring_all_gather(own, in_place)
-        outputs += [output, in_place]
-    return outputs
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_every_rank_has_the_sum_to_the_last_bit_and_sends_what_it_must(ranks):
+    results = run(summed, ranks, CASES, backend="gloo")
+    assert_sums(results)
+    ring = 2 * (ranks - 1) * MESSAGE // ranks
+    for _, sent in results:
+        assert sent.pop("naive_all_reduce") == (ranks - 1) * MESSAGE
+        assert sent.pop("tree_all_reduce") <= 3 * MESSAGE
+        assert set(sent.values()) == {ring}
 
 
-on_ranks = functools.cache(lambda world_size: run(all_sums, world_size, backend="gloo"))
+@pytest.mark.gpu
+def test_on_every_gpu():
+    assert_sums(run(summed, torch.cuda.device_count(), [(n, torch.float32) for n in LENGTHS]))
 
-
-@world_sizes
-def test_an_all_reduce_sums_tensors_of_any_length_and_dtype(world_size):
-    results = [sums for sums, _, _ in on_ranks(world_size)]
-    for case in results[0]:
-        assert_same_on_all_ranks([sums[case] for sums in results])
-        for tensor, length in zip(results[0][case], LENGTHS, strict=True):
-            assert tensor.dtype == case[0]
-            assert_is_sum(tensor, world_size, length)
-
-
-@world_sizes
-def test_rank_r_gets_chunk_r_of_the_sum(world_size):
-    for rank, (_, chunks, _) in enumerate(on_ranks(world_size)):
-        for dtype in DTYPES:
-            for chunk, length in zip(chunks[dtype], LENGTHS, strict=True):
-                assert_is_sum(chunk, world_size, length,
-                              lambda total, rank=rank: total.tensor_split(world_size)[rank])
-
-
-@world_sizes
-def test_all_gather_puts_the_chunks_together(world_size):
-    expected = [part(7, length) for length in LENGTHS for _ in range(2)]
-    assert_same_on_all_ranks([expected, *(outputs for _, _, outputs in on_ranks(world_size))])
-
-
-def test_all_gather_refuses_a_chunk_that_is_no_part_of_the_output():
-    def refused():
-        for chunk in (torch.ones(4), torch.ones(3 - dist.get_rank(), dtype=torch.float64)):
-            with pytest.raises(ValueError, match=r"chunk of 5 elements .* on 2 ranks has [23]"):
-                ring_all_gather(chunk, torch.empty(5))
-
-    run(refused, 2, backend="gloo")
-
-
-# --- shapes, strides, autograd, groups ----------------------------------------------------------
 
 def odd_tensors(rank):
     """Name: (what is reduced, the memory that it is part of). No two share memory."""
@@ -140,101 +112,61 @@ def odd_tensors(rank):
             "no element": (first[:0], first), "three dimensions": (last[2:], last)}
 
 
-def reduced_views(all_reduce):
+def reduced_views(way):
     tensors = odd_tensors(dist.get_rank())
     if dist.get_rank() == 0:  # the same values in other strides, which must make no difference
         images = tensors["channels last"][0].contiguous()
         tensors["channels last"] = (images, images)
     for tensor, _ in tensors.values():
-        all_reduce(tensor)
+        way(tensor)
     return {name: memory for name, (_, memory) in tensors.items()}
 
 
 def test_views_are_reduced_in_place_and_their_surroundings_stay():
-    ranks = run(lambda: [reduced_views(all_reduce) for all_reduce in ALL_REDUCES], 3,
-                backend="gloo")
-    for rank, by_each in enumerate(ranks):
-        expected = odd_tensors(rank)
-        others = [odd_tensors(other) for other in range(3)]
+    ranks = run(lambda: [reduced_views(way) for way in WAYS], 3, backend="gloo")
+    inputs = [odd_tensors(rank) for rank in range(3)]
+    sums = {name: sum(tensors[name][0] for tensors in inputs) for name in inputs[0]}
+    for expected, memories_of in zip(inputs, ranks, strict=True):
         for name, (view, memory) in expected.items():
-            view.copy_(torch.stack([tensors[name][0] for tensors in others]).sum(0))
-            for all_reduce, memories in zip(ALL_REDUCES, by_each, strict=True):
-                torch.testing.assert_close(memories[name], memory,
-                                           msg=lambda text, name=name, all_reduce=all_reduce:
-                                           f"{all_reduce.__name__}, {name}: {text}")
+            view.copy_(sums[name])
+            for way, memories in zip(WAYS, memories_of, strict=True):
+                torch.testing.assert_close(memories[name], memory, msg=lambda text, name=name,
+                                           way=way: f"{way.__name__}, {name}: {text}")
 
 
-def halves_of_a_view():
-    wide = part(dist.get_rank(), 60).view(10, 6)
-    chunk = ring_reduce_scatter(wide.t())
-    output = torch.zeros(10, 12, dtype=torch.float64)
-    ring_all_gather(chunk, output.t()[::2])
-    return [output]
-
-
-def test_the_halves_of_the_ring_take_views():
-    results = run(halves_of_a_view, 4, backend="gloo")
-    expected = torch.zeros(10, 12, dtype=torch.float64)
-    expected[:, ::2] = exact_sum(4, 60)[0].view(10, 6)
-    assert_same_on_all_ranks(results)
-    torch.testing.assert_close(results[0][0], expected)
-
-
-def test_what_autograd_would_record_is_refused():
-    def refused(function):
-        with pytest.raises(ValueError, match=r"requires grad.*detach"):
-            function(torch.ones(3, requires_grad=True))
-        leaf = torch.full((3,), dist.get_rank() + 1.0, requires_grad=True)
-        with torch.no_grad():
-            returned = function(leaf)
-        return (leaf if returned is None else returned).detach()
-
-    functions = [*ALL_REDUCES, ring_reduce_scatter]
-    for tensors in run(lambda: [refused(function) for function in functions], 3, backend="gloo"):
-        for function, tensor in zip(functions, tensors, strict=True):
-            assert set(tensor.tolist()) == {6.0}, function
-
-
-def in_two_groups(function):
+def in_two_groups(way):
     rank = dist.get_rank()
     groups = [dist.new_group([0, 2]), dist.new_group([1, 3, 4])]
     tensor = part(rank, 11)
     ours, theirs = groups if rank in (0, 2) else reversed(groups)
-    function(tensor, group=ours)
+    way(tensor, group=ours)
     with pytest.raises(ValueError, match=f"rank {rank} is not in this group"):
-        function(tensor, group=theirs)
+        way(tensor, group=theirs)
     return tensor
 
 
-def ring_halves(tensor, group=None):
-    ring_all_gather(ring_reduce_scatter(tensor.clone(), group), tensor, group)
-
-
 def test_in_a_group_only_its_ranks_take_part():
-    functions = [*ALL_REDUCES, ring_halves]
-    results = run(lambda: [in_two_groups(function) for function in functions], 5, backend="gloo")
+    results = run(lambda: [in_two_groups(way) for way in WAYS], 5, backend="gloo")
     for members in ([0, 2], [1, 3, 4]):
-        expected = torch.stack([part(rank, 11) for rank in members]).sum(0)
-        for rank in members:
-            for tensor in results[rank]:
-                torch.testing.assert_close(tensor, expected)
+        expected = sum(part(rank, 11) for rank in members)
+        for tensor in itertools.chain(*(results[rank] for rank in members)):
+            torch.testing.assert_close(tensor, expected)
 
 
-# --- elsewhere ----------------------------------------------------------------------------------
+def what_is_refused():
+    """What autograd would record, and a chunk of the wrong size or dtype."""
+    rank = dist.get_rank()
+    for way in [*WAYS, ring_reduce_scatter]:
+        leaf = torch.full((3,), rank + 1.0, requires_grad=True)
+        with pytest.raises(ValueError, match=r"requires grad.*detach"):
+            way(leaf)
+        with torch.no_grad():
+            summed = way(leaf)
+        assert set((leaf if summed is None else summed).tolist()) == {3.0}, way
+    for chunk in (torch.ones(4), torch.ones(3 - rank, dtype=torch.float64)):
+        with pytest.raises(ValueError, match=r"chunk of 5 elements .* on 2 ranks has [23]"):
+            ring_all_gather(chunk, torch.empty(5))
 
-def on_gpus():
-    results = []
-    for all_reduce in [*ALL_REDUCES, ring_halves]:
-        for length in LENGTHS:
-            results.append(part(dist.get_rank(), length, torch.float32).to(dplab.device()))
-            all_reduce(results[-1])
-    return results
 
-
-@pytest.mark.gpu
-def test_on_every_gpu():
-    count = torch.cuda.device_count()
-    results = run(on_gpus, count)
-    assert_same_on_all_ranks(results)
-    for tensor, length in zip(results[0], LENGTHS * 4, strict=True):
-        assert_is_sum(tensor, count, length)
+def test_what_cannot_be_summed_is_refused():
+    run(what_is_refused, 2, backend="gloo")

@@ -1,9 +1,9 @@
-"""FullyShardedModel on real ranks: whole gradients, state dicts, and what is left after a failure.
+"""FullyShardedModel on real ranks: gradients of any module, what is gathered when, what is refused.
 
-That it trains as an unsharded model, its memory and its bytes are tested in test_sharded*.py.
+That it trains as one process does, its memory and its bytes are tested in test_zero.py.
 """
 
-
+import pytest
 import torch
 import torch.distributed as dist
 from ranks import inputs, mine, world_sizes
@@ -11,34 +11,17 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from dplab import run
+from dplab.measure import CallLog
 from dplab.parallel import FullyShardedModel
 
-
-def gradients_of(module, x, **options):
-    """The mean gradients over the ranks, whole, by name, from a sharded copy of the module."""
-    model = FullyShardedModel(module, **options)
-    model(mine(x)).square().mean().backward()
-    with torch.no_grad():
-        for piece in model.parameters():
-            if piece.grad is not None:
-                piece.copy_(piece.grad)  # so that full_state_dict gathers the gradients
-    return model.full_state_dict()
-
-
-def expected_gradients(module, x):
-    module(x).square().mean().backward()
-    return {name: p.grad if p.requires_grad else p.detach()
-            for name, p in module.named_parameters()}
-
+# --- gradients ------------------------------------------------------------------------------------
 
 class Twice(nn.Module):
     """One unit runs twice, one never, and a branch runs beside the rest."""
 
     def __init__(self):
         super().__init__()
-        torch.manual_seed(2)
         self.first, self.never, self.again, self.beside = (nn.Linear(6, 6) for _ in range(4))
-        self.double()
 
     def forward(self, x):
         x = torch.tanh(self.again(torch.tanh(self.first(x))))
@@ -46,23 +29,20 @@ class Twice(nn.Module):
 
 
 class Checkpointed(nn.Module):
-    """Activation checkpointing inside of units, and around them."""
+    """Activation checkpointing inside of units, or around them."""
 
     def __init__(self, inside, on=True):
         super().__init__()
-        torch.manual_seed(2)
-        self.inside, self.on = inside, on
+        self.around = on and not inside
         self.layers = nn.ModuleList(
             [nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 6)) for _ in range(3)])
-        if inside and on:
-            for layer in self.layers:
-                whole = layer.forward
-                layer.forward = lambda x, whole=whole: checkpoint(whole, x, use_reentrant=False)
-        self.double()
+        for layer in self.layers if inside and on else ():
+            whole = layer.forward
+            layer.forward = lambda x, whole=whole: checkpoint(whole, x, use_reentrant=False)
 
     def forward(self, x):
         for layer in self.layers:
-            if self.on and not self.inside:
+            if self.around:
                 with set_checkpoint_early_stop(False):  # or the layer's hooks would not all run
                     x = x + checkpoint(layer, x, use_reentrant=False)
             else:
@@ -75,7 +55,6 @@ class Structured(nn.Module):
 
     def __init__(self):
         super().__init__()
-        torch.manual_seed(2)
 
         class Layer(nn.Linear):
             def forward(self, *, x):
@@ -83,7 +62,6 @@ class Structured(nn.Module):
 
         self.layers = nn.ModuleDict({"a": Layer(6, 6), "b": Layer(6, 6)})
         self.scale = nn.Parameter(torch.randn(()))
-        self.double()
 
     def forward(self, x):
         for layer in self.layers.values():
@@ -95,49 +73,60 @@ class FrozenBetween(nn.Sequential):
     """Frozen units, through which gradients flow on to trainable ones."""
 
     def __init__(self):
-        torch.manual_seed(2)
         super().__init__(*[nn.Linear(6, 6) for _ in range(5)])
         self[1].requires_grad_(False)
         self[3].requires_grad_(False)
-        self.double()
 
 
 MODELS = {
     "a unit twice": Twice,
-    "checkpointing inside": lambda: Checkpointed(inside=True),
-    "checkpointing around": lambda: Checkpointed(inside=False),
+    "checkpointing inside": lambda on=True: Checkpointed(True, on),
+    "checkpointing around": lambda on=True: Checkpointed(False, on),
     "dicts": Structured,
     "frozen units": FrozenBetween,
-    "no units": lambda: nn.Linear(6, 4).double(),
+    "no units": lambda: nn.Linear(6, 4),
 }
 
 
+def made(name, **options):
+    torch.manual_seed(2)
+    return MODELS[name](**options).double()
+
+
 def gradients_of_each():
-    x = inputs(12)
-    return {name: gradients_of(model(), x) for name, model in MODELS.items()}
+    """By model, its mean gradients over the ranks, whole, by name."""
+    found, x = {}, mine(inputs(12))
+    for name in MODELS:
+        model = FullyShardedModel(made(name))
+        model(x).square().mean().backward()
+        with torch.no_grad():
+            for piece in model.parameters():
+                if piece.grad is not None:
+                    piece.copy_(piece.grad)  # so that full_state_dict gathers the gradients
+        found[name] = model.full_state_dict()
+    return found
 
 
 @world_sizes
 def test_gradients_are_those_of_the_whole_batch(world_size):
     results = run(gradients_of_each, world_size, backend="gloo")
-    for name, model in MODELS.items():
-        whole = model()
-        if isinstance(whole, Checkpointed):
-            whole = Checkpointed(whole.inside, on=False)
-        expected = expected_gradients(whole, inputs(12))
-        for result in results:
-            for key, value in expected.items():
-                if value is not None:  # a unit that never ran has none
-                    torch.testing.assert_close(result[name][key], value, rtol=0, atol=1e-13,
-                                               msg=lambda m, n=name, k=key: f"{n}, {k}: {m}")
+    for name in MODELS:
+        whole = made(name, **({"on": False} if name.startswith("checkpointing") else {}))
+        whole(inputs(12)).square().mean().backward()
+        for key, parameter in whole.named_parameters():
+            expected = parameter.grad if parameter.requires_grad else parameter.detach()
+            if expected is not None:  # a unit that never ran has none
+                for result in results:
+                    torch.testing.assert_close(result[name][key], expected, rtol=0, atol=1e-13,
+                                               msg=lambda m, at=(name, key): f"{at}: {m}")
 
 
 def use_outside_of_training():
-    model = FullyShardedModel(Twice())
-    x = mine(inputs(12))
+    """Forward without backward; two forwards before a backward, which are one after another."""
+    model, x = FullyShardedModel(made("a unit twice")), mine(inputs(12))
     with torch.no_grad():
         quiet = model(x)
-    loud = model(x)  # and no backward
+    loud = model(x)
     assert torch.equal(quiet, loud)
     first, second = model(x).square().mean(), model(x).square().mean()
     (first + second).backward()
@@ -146,72 +135,103 @@ def use_outside_of_training():
     for _ in range(2):
         model(x).square().mean().backward()
     once_each = [p.grad for p in model.parameters() if p.grad is not None]
-    left = sum(shard.whole.untyped_storage().nbytes() for shard in model._shards())
-    unused = model.module.never.weight.grad
-    close = all(torch.allclose(a, b, rtol=0, atol=1e-14)
-                for a, b in zip(twice, once_each, strict=True))
-    return close, left, unused, model(x).detach(), loud.detach()
+    torch.testing.assert_close(twice, once_each, rtol=0, atol=1e-14)
+    assert model.module.never.weight.grad is None
+    assert sum(shard.whole.untyped_storage().nbytes() for shard in model._shards()) == 0
+    assert torch.equal(model(x), loud)
 
 
 def test_forward_without_backward_and_two_forwards_before_one():
-    for close, left, unused, after, before in run(use_outside_of_training, 3, backend="gloo"):
-        assert close and left == 0 and unused is None
-        assert torch.equal(after, before)
+    run(use_outside_of_training, 3, backend="gloo")
 
 
-def which_belong_where(units):
+# --- units ----------------------------------------------------------------------------------------
+
+class Noting(nn.Module):
+    """Notes how many gathers have been launched when forward and backward pass by."""
+
+    def forward(self, x):
+        return Note.apply(x, self.note)
+
+
+class Note(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, note):
+        ctx.note = note
+        note()
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        ctx.note()
+        return gradient, None
+
+
+def order_of_gathers():
+    """Elements of each gather and reduce-scatter, and how many gathers each layer has seen."""
+    layers = [nn.Sequential(nn.Linear(size, 4, bias=False), Noting(), nn.Linear(4, size + 2))
+              for size in (2, 4, 6)]
+    model, seen = FullyShardedModel(nn.Sequential(*layers, nn.ReLU())), []
+    with CallLog() as log:
+        for layer in layers:
+            layer[1].note = lambda: seen.append(log.count("all_gather"))
+        model(torch.randn(2, 2)).sum().backward()
+    gathers = [call.shape[0] for call in log.calls if call.operation == "all_gather"]
+    return gathers, seen, log.bytes("send") // 4
+
+
+def test_the_next_unit_is_on_its_way_while_one_computes():
+    sizes = [(8 + 20) // 2, (16 + 30) // 2, (24 + 40) // 2]
+    for gathers, seen, reduced in run(order_of_gathers, 2, backend="gloo"):
+        assert gathers == [*sizes, *reversed(sizes)]
+        assert seen == [2, 3, 3, 5, 6, 6]
+        assert reduced == sum(sizes)
+
+
+def sizes_by_unit(names):
     module = Twice()
     module.beside.weight = module.first.weight
-    chosen = None if units is None else [getattr(module, name) for name in units]
-    model = FullyShardedModel(module, units=chosen)
+    units = None if names is None else [getattr(module, name) for name in names]
     return [[piece.numel() for shard in unit.shards for piece in shard.pieces]
-            for unit in model._units]
+            for unit in FullyShardedModel(module, units)._units]
 
 
 def test_what_is_tied_or_belongs_to_no_unit_is_gathered_for_the_whole_step():
-    assert run(which_belong_where, 1, None) == [[[36], [6], [36, 6], [36, 6], [6]]]
-    assert run(which_belong_where, 1, ["again", "first"]) == [
-        [[36, 36, 6, 6], [36, 6], [6]]]
+    assert run(sizes_by_unit, 1, None) == [[[36], [6], [36, 6], [36, 6], [6]]]
+    assert run(sizes_by_unit, 1, ["again", "first"]) == [[[36, 36, 6, 6], [36, 6], [6]]]
 
 
 def wrong_units():
     module = nn.Sequential(nn.Sequential(nn.Linear(2, 2)), nn.Linear(2, 2))
-    errors = []
-    for units in ([nn.Linear(2, 2)], [module], [module[0], module[0][0]], [module[1]] * 2):
-        try:
+    for units, words in (([nn.Linear(2, 2)], "not a submodule"), ([module], "not a submodule"),
+                         ([module[0], module[0][0]], "part of another"),
+                         ([module[1]] * 2, "given twice")):
+        with pytest.raises(ValueError, match=words):
             FullyShardedModel(module, units)
-        except ValueError as error:
-            errors.append(str(error))
-    return errors
 
 
 def test_units_that_make_no_sense_are_refused():
-    for errors in run(wrong_units, 2, backend="gloo"):
-        foreign, whole, nested, twice = errors
-        assert "not a submodule" in foreign and "not a submodule" in whole
-        assert "part of another" in nested and "twice" in twice
+    run(wrong_units, 1)
 
 
-# --- state dicts --------------------------------------------------------------------------------
+# --- the whole state ------------------------------------------------------------------------------
 
-class WithBuffer(nn.Module):
-    def __init__(self, seed, size=5):
-        super().__init__()
-        torch.manual_seed(seed)
-        self.inner, self.tied = nn.Linear(3, size), nn.Linear(3, size)
-        self.norm = nn.BatchNorm1d(size)
-        self.tied.weight = self.inner.weight
-
-
-def save():
-    model = FullyShardedModel(WithBuffer(dist.get_rank()))
-    return model.full_state_dict()
+def with_buffers(seed):
+    """Tied weights of different types, and BatchNorm's buffers."""
+    torch.manual_seed(seed)
+    module = nn.ModuleDict({"a": nn.Linear(3, 5), "b": nn.Linear(3, 5), "c": nn.Linear(4, 3),
+                            "norm": nn.BatchNorm1d(5)})
+    module["b"].weight = module["a"].weight
+    module["c"].to(torch.bfloat16)
+    module["norm"].running_mean += seed + 1
+    return module
 
 
 def test_the_whole_state_is_that_of_the_module():
-    expected = WithBuffer(0).state_dict()
-    for whole in run(save, 3, backend="gloo"):
+    expected = with_buffers(0).state_dict()
+    states = run(lambda: FullyShardedModel(with_buffers(dist.get_rank())).full_state_dict(), 3)
+    for whole in states:
         assert list(whole) == list(expected)
         for name, value in expected.items():
-            assert torch.equal(whole[name], value), name
-    WithBuffer(1).load_state_dict(whole)
+            assert torch.equal(whole[name], value) and whole[name].dtype == value.dtype, name
+    with_buffers(1).load_state_dict(whole)

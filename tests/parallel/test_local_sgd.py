@@ -1,4 +1,4 @@
-"""Local SGD and DiLoCo on real ranks, against one process that plays all of them.
+"""Local SGD, DiLoCo and its streaming form on real ranks, against one process that plays them all.
 
 The models start differently on every rank, and no two inputs are equal.
 """
@@ -8,15 +8,16 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
+from odd_models import INPUTS, assert_all_equal, batch
+from ranks import world_sizes
 from torch import nn
 from torch.nn import functional as F
 
 import dplab
 from dplab.measure import CallLog
-from dplab.parallel.local_sgd import DiLoCo, LocalSGD
+from dplab.parallel import DiLoCo, LocalSGD, StreamingDiLoCo
 
-world_sizes = pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-LOCAL_BATCH, INPUTS, CLASSES = 5, 7, 3
+CLASSES, STEPS = 3, 11
 
 
 class Net(nn.Module):
@@ -39,163 +40,201 @@ class Net(nn.Module):
         return self.scale * self.head(torch.tanh(self.again(self.middle(hidden))))
 
 
-class Plain(nn.Module):
-    """Without buffers, so that nothing mixes the samples of a batch."""
+class Plain(nn.Sequential):
+    """Without buffers and frozen parameters."""
 
     def __init__(self, seed):
-        super().__init__()
         torch.manual_seed(seed)
-        self.layers = nn.Sequential(nn.Linear(INPUTS, 11), nn.Tanh(), nn.Linear(11, CLASSES))
-
-    def forward(self, x):
-        return self.layers(x)
-
-
-def batch(rank, step):
-    generator = torch.Generator().manual_seed(100 * rank + step)
-    return (torch.randn(LOCAL_BATCH, INPUTS, generator=generator),
-            torch.randint(CLASSES, (LOCAL_BATCH,), generator=generator))
+        super().__init__(nn.Linear(INPUTS, 11), nn.Tanh(), nn.Linear(11, CLASSES))
 
 
 def backward(model, rank, step):
-    x, y = batch(rank, step)
+    x, _ = batch(100 * rank + step, 5)
     model.zero_grad()
-    F.cross_entropy(model(x), y).backward()
+    F.cross_entropy(model(x.float()), x[:, :CLASSES].argmax(1)).backward()
 
 
-OPTIMIZERS = {"sgd": lambda p: torch.optim.SGD(p, lr=0.3),
-              "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.02),
-              "adamw": lambda p: torch.optim.AdamW(p, lr=0.02)}
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.02)
 
 
-def on_a_rank(kind, net, optimizer, steps, every, **options):
-    """The state after each step, on this rank."""
-    model = net(seed=dist.get_rank())
-    trainer = kind(model, OPTIMIZERS[optimizer](model.parameters()), every, **options)
-    states = []
-    for step in range(steps):
-        backward(model, dist.get_rank(), step)
-        trainer.step()
-        states.append(copy.deepcopy(model.state_dict()))
-    return states
+def adamw(parameters):
+    return torch.optim.AdamW(parameters, lr=0.02)
 
 
-def simulated(net, optimizer, world_size, steps, every, merge):
-    """The same in this process; ``merge`` takes the replicas' values of one parameter."""
-    models = [net(seed=0) for _ in range(world_size)]
-    optimizers = [OPTIMIZERS[optimizer](model.parameters()) for model in models]
-    states = [[] for _ in models]
-    for step in range(steps):
-        for rank, model in enumerate(models):
-            backward(model, rank, step)
-            optimizers[rank].step()
-        if (step + 1) % every == 0:
-            with torch.no_grad():
-                for name, parameter in models[0].named_parameters():
-                    if parameter.requires_grad:
-                        same = [dict(model.named_parameters())[name] for model in models]
-                        new = merge(name, torch.stack(same))
-                        for each in same:
-                            each.copy_(new)
-                for name, buffer in models[0].named_buffers():
-                    same = [dict(model.named_buffers())[name] for model in models]
-                    new = (torch.stack(same).mean(0) if buffer.is_floating_point()
-                           else buffer.clone())
-                    for each in same:
-                        each.copy_(new)
-        for rank, model in enumerate(models):
-            states[rank].append(copy.deepcopy(model.state_dict()))
-    return states
+def local(every):
+    return lambda model, optimizer: LocalSGD(model, optimizer, every)
 
 
-def mean(name, values):
-    return values.mean(0)
+def diloco(rate, momentum):
+    return lambda model, optimizer: DiLoCo(model, optimizer, 3, rate, momentum)
 
 
-def outer_nesterov(net, learning_rate, momentum):
-    """A merge that takes an outer step, written out: v ← μv + Δ, θ ← θ − η(Δ + μv)."""
-    anchors = {name: value.detach().clone() for name, value in net(seed=0).named_parameters()}
-    velocity = {name: torch.zeros_like(value) for name, value in anchors.items()}
-
-    def merge(name, values):
-        difference = anchors[name] - values.mean(0)
-        velocity[name] = momentum * velocity[name] + difference
-        anchors[name] = anchors[name] - learning_rate * (difference + momentum * velocity[name])
-        return anchors[name]
-
-    return merge
+def streaming(**options):
+    return lambda model, optimizer: StreamingDiLoCo(model, optimizer, **options)
 
 
-def assert_equal_states(found, expected):
-    for rank, (states, wanted) in enumerate(zip(found, expected, strict=True)):
-        for step, (state, want) in enumerate(zip(states, wanted, strict=True)):
-            for name in want:
-                torch.testing.assert_close(
-                    state[name], want[name], rtol=1e-4, atol=1e-5,
-                    msg=lambda text, at=(rank, step, name): f"{at}: {text}")
+# --- as one process plays them: `meet` changes what all ranks have after a step -------------------
+
+def set_all(tensors, value):
+    for tensor in tensors:
+        tensor.copy_(value)
 
 
-OUTER = [(0.7, 0.9), (0.5, 0.0)]  # learning rate, momentum
+class Means:
+    """Every so many steps: parameters and buffers of numbers to their mean, others to rank 0's."""
+
+    def __init__(self, every):
+        self.every = every
+
+    def meet(self, models, step):
+        if step % self.every:
+            return
+        for name, first in models[0].named_parameters():
+            if first.requires_grad:
+                same = [model.get_parameter(name) for model in models]
+                set_all(same, self.merged(name, torch.stack(same).mean(0)))
+        for name, first in models[0].named_buffers():
+            same = [model.get_buffer(name) for model in models]
+            set_all(same, torch.stack(same).mean(0) if first.is_floating_point() else first)
+
+    def merged(self, name, mean):
+        return mean
 
 
-def in_each_way():
-    """Local SGD by optimizer and steps between meetings, then DiLoCo by outer optimizer."""
-    return [on_a_rank(LocalSGD, Net, optimizer, 7, every)
-            for optimizer in OPTIMIZERS for every in (1, 3)] + [
-        on_a_rank(DiLoCo, Net, "adamw", 11, 3, outer_learning_rate=rate, outer_momentum=momentum)
-        for rate, momentum in OUTER]
+class OuterSteps(Means):
+    """An outer step towards the mean: v ← μv + Δ, θ ← θ − η(Δ + μv)."""
+
+    def __init__(self, rate, momentum):
+        super().__init__(every=3)
+        self.rate, self.momentum = rate, momentum
+        self.anchors = {name: p.detach().clone() for name, p in Net(0).named_parameters()}
+        self.velocity = {name: torch.zeros_like(p) for name, p in self.anchors.items()}
+
+    def merged(self, name, mean):
+        way = self.anchors[name] - mean
+        self.velocity[name] = self.momentum * self.velocity[name] + way
+        self.anchors[name] -= self.rate * (way + self.momentum * self.velocity[name])
+        return self.anchors[name]
+
+
+class Fragments:
+    """Two halves of all parameters, each of which takes an outer step with what left before."""
+
+    def __init__(self, every, late, mix, rate, momentum):
+        self.every, self.late, self.mix, self.rate, self.momentum = every, late, mix, rate, momentum
+        anchor = nn.utils.parameters_to_vector(Plain(0).parameters()).detach()
+        self.anchors = list(anchor.clone().tensor_split(2))
+        self.velocity = [torch.zeros_like(part) for part in self.anchors]
+        self.under_way = {}
+
+    def meet(self, models, step):
+        whole = [nn.utils.parameters_to_vector(model.parameters()) for model in models]
+        for half in (0, 1):
+            parts = [vector.tensor_split(2)[half] for vector in whole]
+            due = step - half * (self.every // 2)
+            if due > 0 and due % self.every == 0:
+                self.under_way[half] = self.anchors[half] - torch.stack(parts).mean(0)
+            elif due > self.every and due % self.every == self.late:
+                way = self.under_way[half]
+                self.velocity[half] = self.momentum * self.velocity[half] + way
+                self.anchors[half] -= self.rate * (way + self.momentum * self.velocity[half])
+                for part in parts:
+                    part.copy_(self.mix * part + (1 - self.mix) * self.anchors[half])
+        for vector, model in zip(whole, models, strict=True):
+            nn.utils.vector_to_parameters(vector, model.parameters())
+
+
+STREAM = {"every": 4, "late": 1, "mix": 0.3}
+CASES = [  # the model, its optimizer, the scheme, and how it is played
+    (Net, sgd, local(1), lambda: Means(1)),
+    (Net, sgd, local(3), lambda: Means(3)),
+    (Net, adamw, local(3), lambda: Means(3)),
+    (Net, adamw, diloco(0.7, 0.9), lambda: OuterSteps(0.7, 0.9)),
+    (Net, adamw, diloco(0.5, 0.0), lambda: OuterSteps(0.5, 0.0)),
+    (Plain, sgd, streaming(**STREAM, fragments=2, outer_learning_rate=0.6, outer_momentum=0.8),
+     lambda: Fragments(**STREAM, rate=0.6, momentum=0.8)),
+]
+
+
+def train_each():
+    """By case, the state after each step on this rank; and at the end of a stream."""
+    found = []
+    for net, make_optimizer, make_scheme, _ in CASES:
+        model = net(seed=dist.get_rank())
+        scheme = make_scheme(model, make_optimizer(model.parameters()))
+        states = []
+        for step in range(STEPS):
+            backward(model, dist.get_rank(), step)
+            scheme.step()
+            states.append(copy.deepcopy(model.state_dict()))
+        if net is Plain:
+            scheme.finish()
+            states.append(copy.deepcopy(model.state_dict()))
+        found.append(states)
+    return found
+
+
+@torch.no_grad()
+def play(scheme, models, step):
+    scheme.meet(models, step)
+    return [copy.deepcopy(model.state_dict()) for model in models]
 
 
 @pytest.mark.slow
 @world_sizes
 def test_each_step_is_what_one_process_computes(world_size):
-    found = zip(*dplab.run(in_each_way, world_size, backend="gloo"), strict=True)
-    expected = [simulated(Net, optimizer, world_size, 7, every, mean)
-                for optimizer in OPTIMIZERS for every in (1, 3)] + [
-        simulated(Net, "adamw", world_size, 11, 3, outer_nesterov(Net, *outer)) for outer in OUTER]
-    for states, want in zip(found, expected, strict=True):
-        assert_equal_states(states, want)
+    of_ranks = zip(*dplab.run(train_each, world_size, backend="gloo"), strict=True)
+    for (net, make_optimizer, _, make_played), found in zip(CASES, of_ranks, strict=True):
+        models, scheme = [net(seed=0) for _ in range(world_size)], make_played()
+        optimizers = [make_optimizer(model.parameters()) for model in models]
+        for step in range(STEPS):
+            for rank, model in enumerate(models):
+                backward(model, rank, step)
+                optimizers[rank].step()
+            expected = play(scheme, models, step + 1)
+            for states, wanted in zip(found, expected, strict=True):
+                assert_all_equal([states[step]], wanted, 2e-5)
+        if net is Plain:
+            expected = play(Means(1), models, 1)
+            for states, wanted in zip(found, expected, strict=True):
+                assert_all_equal([states[STEPS]], wanted, 2e-5)
 
 
-def test_each_dtype_has_a_message_of_its_own():
-    def work():
-        model = Plain(seed=0)
-        model.layers[2].to(torch.bfloat16)
-        trainer = LocalSGD(model, torch.optim.SGD(model.parameters(), lr=1.0), 1)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.fill_(dist.get_rank() + 0.5)
-        with CallLog() as log:
-            trainer.average()
-        return [p.detach().float().unique().item() for p in model.parameters()], log.count()
-
-    assert dplab.run(work, 3, backend="gloo") == 3 * [([1.5] * 4, 2)]
-
-
-def test_bytes_are_those_of_the_parameters_once_in_h_steps():
-    def work(every):
+def what_is_sent():
+    """Bytes of parameters, once in H steps; a dtype has a message of its own; rank 0's counters."""
+    size, found = 4 * (INPUTS * 11 + 11 + 11 * CLASSES + CLASSES), []
+    for every in (1, 4, 16):
         model = Plain(seed=dist.get_rank())
-        trainer = DiLoCo(model, OPTIMIZERS["sgd"](model.parameters()), every)
+        trainer = DiLoCo(model, sgd(model.parameters()), every)
         with CallLog() as log:
-            for step in range(64):
+            for step in range(16):
                 backward(model, dist.get_rank(), step)
                 trainer.step()
-        return log.bytes("all_reduce"), log.count()
+        found.append((log.count("all_reduce"), log.bytes() / size))
+    assert found == [(16, 16), (4, 4), (1, 1)]
 
-    size = 4 * (INPUTS * 11 + 11 + 11 * CLASSES + CLASSES)
-    found = dplab.run(lambda: [work(every) for every in (1, 4, 64)], 2, backend="gloo")
-    assert found == 2 * [[(64 * size, 64), (16 * size, 16), (size, 1)]]
-
-
-def test_integer_buffers_become_rank_0s_and_meeting_never_is_refused():
-    def work():
-        model = Net(seed=0)
-        optimizer = OPTIMIZERS["sgd"](model.parameters())
-        with pytest.raises(ValueError, match="not every 0"):
-            LocalSGD(model, optimizer, 0)
-        trainer = LocalSGD(model, optimizer, every=4)
-        model.norm.num_batches_tracked.fill_(5 + dist.get_rank())
+    model = Plain(seed=0)
+    model[2].to(torch.bfloat16)
+    trainer = LocalSGD(model, sgd(model.parameters()), 1)
+    with torch.no_grad(), CallLog() as log:
+        for parameter in model.parameters():
+            parameter.fill_(dist.get_rank() + 0.5)
         trainer.average()
-        return model.norm.num_batches_tracked.item()
+    assert [p.detach().float().unique().item() for p in model.parameters()] == [1.5] * 4
+    assert log.count() == 2
 
-    assert dplab.run(work, 3, backend="gloo") == [5, 5, 5]
+    model = Net(seed=0)
+    trainer = LocalSGD(model, sgd(model.parameters()), every=4)
+    model.norm.num_batches_tracked.fill_(5 + dist.get_rank())
+    trainer.average()
+    assert model.norm.num_batches_tracked.item() == 5
+    with pytest.raises(ValueError, match="not every 0"):
+        LocalSGD(model, sgd(model.parameters()), 0)
+    for every, fragments, late in ((4, 2, 4), (4, 5, 1), (4, 2, 0)):
+        with pytest.raises(ValueError, match="do not fit"):
+            StreamingDiLoCo(model, sgd(model.parameters()), every, fragments, late)
+
+
+def test_what_is_sent_and_what_is_refused():
+    dplab.run(what_is_sent, 3, backend="gloo")
