@@ -1,5 +1,6 @@
 """The rules of the repository: its layout, who may import whom, style, public names."""
 
+import contextlib
 import fnmatch
 import importlib
 import re
@@ -8,7 +9,6 @@ import sys
 from pathlib import Path
 
 import imports
-import pytest
 
 import dplab
 
@@ -57,68 +57,6 @@ NO_TORCH = {"__init__", "__main__", "lab", "needs", "predict", "show"}
 TORCH_ALONE = {"parallel"}
 
 
-def files(part):
-    """The files that a row of the table speaks of."""
-    if part in ("figures", "chapters/data", "chapters/launch", "chapters/book"):
-        return [path for path in course_files(ROOT / part) if path.suffix == ".py"]
-    if part == "chapters":
-        return sorted((ROOT / part).glob("*.ipynb"))
-    return [path for path in FILES if owner(path) == part]
-
-
-def owner(path):
-    """The part of dplab that a file belongs to; for dplab/__init__.py, "__init__"."""
-    return path.relative_to(ROOT / "dplab").with_suffix("").parts[0]
-
-
-def forbidden(part, found):
-    """Of the imports found in a part of the course, those that the table does not allow."""
-    allowed = {part, *MAY_IMPORT[part].split(), None}
-    for module, where in found:
-        top, *names = module.split(".")
-        if part == "chapters" and top == "dplab" and set(names[:1]) <= {*dplab.__all__}:
-            continue
-        wrong = [imports.package_of(module) not in allowed,
-                 part in NO_TORCH and top == "torch",
-                 part in TORCH_ALONE and top not in {"torch", "dplab", *sys.stdlib_module_names},
-                 part == "chapters" and top == "dplab" and any(
-                     name.startswith("_") and not name.endswith("__") for name in names)]
-        if any(wrong):
-            yield f"{where} imports {module}"
-
-
-@pytest.mark.parametrize("part", MAY_IMPORT)
-def test_imports_are_those_of_the_table(part):
-    read = imports.of_chapter if part == "chapters" else imports.of_file
-    assert files(part)
-    assert not [line for path in files(part) for line in forbidden(part, read(path))]
-
-
-def test_every_part_of_dplab_has_a_row():
-    assert {owner(path) for path in FILES} <= set(MAY_IMPORT)
-
-
-def test_no_two_files_of_dplab_share_a_name():
-    names = [path.stem for path in FILES if path.stem not in ("__init__", "__main__")
-             and owner(path) != "exercises"]  # those have the names of their slugs
-    assert not {name for name in names if names.count(name) > 1}
-
-
-@pytest.mark.parametrize(("package", "whole"), [
-    ("dplab", False), ("dplab.predict", True), ("dplab.show", True)])
-def test_a_fresh_interpreter_loads_no_torch_for(package, whole):
-    script = f"""
-import importlib, pkgutil, sys
-package = importlib.import_module({package!r})
-if {whole}:
-    for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
-        importlib.import_module(module.name)
-sys.exit("torch" in sys.modules and "torch was loaded")
-"""
-    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-
-
 def course_files(folder=ROOT):
     """The entries of the repository that git would not ignore."""
     ignored = [".git", *(ROOT / ".gitignore").read_text(encoding="utf-8").split()]
@@ -129,39 +67,84 @@ def course_files(folder=ROOT):
                 yield from course_files(path)
 
 
-def test_top_level_holds_nothing_else():
-    assert not {path.name for path in course_files() if path.parent == ROOT} - TOP_LEVEL
+def owner(path):
+    """The part of dplab that a file belongs to; for dplab/__init__.py, "__init__"."""
+    return path.relative_to(ROOT / "dplab").with_suffix("").parts[0]
 
 
-@pytest.mark.parametrize("pattern", [MACHINE_PATH, REGISTRY], ids=["path", "registry"])
-def test_files_name_no_machine(pattern):
-    found = []
-    for path in filter(Path.is_file, course_files()):
-        try:
-            text = path.read_text(encoding="utf-8")
-        except UnicodeDecodeError:
-            continue
-        found += [f"{path.relative_to(ROOT)}:{number}: {match[0]}"
-                  for number, line in enumerate(text.splitlines(), start=1)
-                  for match in pattern.finditer(line)]
+def imports_of(part):
+    """The imports of all files that a row of the table speaks of."""
+    if part == "chapters":
+        paths = sorted((ROOT / part).glob("*.ipynb"))
+    elif part == "figures" or "/" in part:
+        paths = [path for path in course_files(ROOT / part) if path.suffix == ".py"]
+    else:
+        paths = [path for path in FILES if owner(path) == part]
+    assert paths
+    read = imports.of_chapter if part == "chapters" else imports.of_file
+    return [found for path in paths for found in read(path)]
+
+
+def is_allowed(part, module):
+    """Whether the table lets a part of the course import this."""
+    top, *names = module.split(".")
+    if part == "chapters" and top == "dplab":
+        if any(name.startswith("_") and not name.endswith("__") for name in names):
+            return False
+        if {*names[:1]} <= {*dplab.__all__}:
+            return True
+    return (imports.package_of(module) in {part, *MAY_IMPORT[part].split(), None}
+            and not (part in NO_TORCH and top == "torch")
+            and (part not in TORCH_ALONE or top in {"torch", "dplab", *sys.stdlib_module_names}))
+
+
+def test_who_imports_whom_is_in_the_table():
+    wrong = [f"{where} imports {module}" for part in MAY_IMPORT
+             for module, where in imports_of(part) if not is_allowed(part, module)]
+    assert not wrong
+    assert {owner(path) for path in FILES} <= set(MAY_IMPORT)
+
+
+def test_no_two_files_of_dplab_share_a_name():
+    names = [path.stem for path in FILES if path.stem not in ("__init__", "__main__")
+             and owner(path) != "exercises"]  # those have the names of their slugs
+    assert not {name for name in names if names.count(name) > 1}
+
+
+def test_a_fresh_interpreter_loads_no_torch_for_what_needs_none():
+    script = """
+import importlib, pkgutil, sys, dplab
+for name in ("dplab.predict", "dplab.show"):
+    package = importlib.import_module(name)
+    for module in pkgutil.walk_packages(package.__path__, f"{name}."):
+        importlib.import_module(module.name)
+sys.exit("torch" in sys.modules and "torch was loaded")
+"""
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_top_level_holds_nothing_else_and_no_file_names_a_machine():
+    found, paths = [], list(course_files())
+    assert not {path.name for path in paths if path.parent == ROOT} - TOP_LEVEL
+    for path in filter(Path.is_file, paths):
+        with contextlib.suppress(UnicodeDecodeError):
+            for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+                found += [f"{path.relative_to(ROOT)}:{number}: {match[0]}"
+                          for pattern in (MACHINE_PATH, REGISTRY)
+                          for match in pattern.finditer(line)]
     assert not found
 
 
-def test_ruff_finds_nothing():
-    done = subprocess.run([sys.executable, "-m", "ruff", "check", "--no-cache"], cwd=ROOT,
-                          capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
-def test_mypy_finds_nothing(pytestconfig):
+def test_ruff_and_mypy_find_nothing(pytestconfig):
     cache = pytestconfig.cache.mkdir("mypy")  # what it knows of torch, until torch changes
-    done = subprocess.run([sys.executable, "-m", "mypy", "--cache-dir", cache], cwd=ROOT,
-                          capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+    for words in (["ruff", "check", "--no-cache"], ["mypy", "--cache-dir", cache]):
+        done = subprocess.run([sys.executable, "-m", *words], cwd=ROOT, capture_output=True,
+                              text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("package", ["dplab", "dplab.dryrun", "dplab.measure", "dplab.parallel",
-                                     "dplab.show"])
-def test_public_names_are_there(package):
-    module = importlib.import_module(package)
-    assert all(getattr(module, name) is not None for name in module.__all__)
+def test_public_names_are_there():
+    for package in ("dplab", "dplab.dryrun", "dplab.measure", "dplab.parallel", "dplab.show"):
+        module = importlib.import_module(package)
+        assert all(getattr(module, name) is not None for name in module.__all__), package

@@ -1,4 +1,4 @@
-"""Reads what a file of Python or a chapter imports: by statement, by attribute and by string."""
+"""Reads what a file of Python or a chapter imports, by statement and by attribute."""
 
 import ast
 import re
@@ -10,9 +10,6 @@ from IPython.core.inputtransformer2 import TransformerManager
 import dplab
 
 ROOT = Path(__file__).resolve().parents[2]
-# In a string: a dotted name and nothing else, the rest of a command line, a script's statement.
-NAMED_IN = re.compile(r"\A(dplab\.(?:\w+(?:\.\w+)*)?)\.?\Z|-m (dplab(?:\.\w+)*)"
-                      r"|^\s*(?:from|import) (dplab(?:\.\w+)*)", re.MULTILINE)
 
 
 def of_file(path):
@@ -55,17 +52,11 @@ def _of_source(source, where, package=()):
             top, _, rest = ast.unparse(node).partition(".")
             name = f"{bound.get(top, top)}.{rest}"
             found += [(name, node)] if re.fullmatch(r"dplab(\.\w+)+", name) else []
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            found += [("".join(match).rstrip("."), node)
-                      for match in NAMED_IN.findall(node.value)]
     return [(module, f"{where}:{node.lineno}") for module, node in found]
 
 
 class _Bare(ast.NodeTransformer):
-    """Takes out what stands under `if TYPE_CHECKING`, and docstrings."""
+    """Takes out what stands under `if TYPE_CHECKING`."""
 
     def visit_If(self, node):
         return None if "TYPE_CHECKING" in ast.unparse(node.test) else self.generic_visit(node)
-
-    def visit_Expr(self, node):
-        return None if isinstance(node.value, ast.Constant) else self.generic_visit(node)
