@@ -1,12 +1,12 @@
-"""The gradients of one step before and after synchronisation, and what six ways to do it cost.
+"""The gradients of one step before and after synchronisation, and what five ways to do it cost.
 
     python -m dplab.demos.gradient_sync_visualizer --ranks 4 --save picture.png
     torchrun --nproc-per-node 2 -m dplab.demos.gradient_sync_visualizer --save picture.png
 
-On each rank the same small network computes gradients from digits of its own. Each strategy makes
-their mean of them: one message per parameter, buckets, buckets during backward (the course's and
-torch's DDP), and DDP with two hooks that compress. Started with python -m, ranks talk over an
-emulated link, so that there is something to hide; under torchrun over the job's own.
+On each rank the same small network computes gradients from digits of its own. Each way makes their
+mean of them: one message per parameter, buckets, buckets during backward (the course's and torch's
+DDP), and DDP with a hook that sends them in half precision. Started with python -m, ranks talk over
+an emulated link, so that there is something to hide; under torchrun over the job's own.
 """
 
 import copy
@@ -32,26 +32,8 @@ from dplab.workloads.digits import load_digits
 LINK = EmulatedLink(bandwidth=0.05e9, latency=0.5e-3, name="link")
 BUCKET_MB = 0.125
 SAMPLES = 64  # per rank
-KEPT = 0.1
 SHOWN = 16  # elements of a parameter
 WARM_UP, ROUNDS = 3, 5  # steps; DDP has its final buckets from the second one on
-
-def keep_largest(state, bucket):
-    """A hook for DDP that sends a tenth of a bucket, the largest gradients, as (value, index).
-
-    The others count as zero (Aji and Heafield 2017), so what comes out is the same on all ranks,
-    and not quite the mean. Indices travel as float32, which holds whole numbers up to 2²⁴ exactly.
-    """
-    flat, world_size = bucket.buffer(), dist.get_world_size()
-    kept = flat.abs().topk(max(1, round(KEPT * flat.numel()))).indices
-    message = torch.stack([flat[kept] / world_size, kept.to(flat.dtype)])
-    gathered = message.new_empty(world_size * 2, len(kept))
-
-    def add_up(_):
-        values, indices = gathered[0::2].flatten(), gathered[1::2].flatten().long()
-        return flat.zero_().index_add_(0, indices, values)
-
-    return dist.all_gather_single(gathered, message, async_op=True).get_future().then(add_up)
 
 
 def ddp_with(hook):
@@ -64,13 +46,12 @@ def ddp_with(hook):
     return wrap
 
 
-SYNC_STRATEGIES = {
+WAYS = {
     "per parameter": ManualDDP,
     "buckets": lambda model: BucketedDDP(model, BUCKET_MB),
     "overlapped": lambda model: OverlappedDDP(model, BUCKET_MB),
     "torch DDP": ddp_with(default_hooks.allreduce_hook),
     "DDP, fp16": ddp_with(default_hooks.fp16_compress_hook),
-    "DDP, top 10 %": ddp_with(keep_largest),
 }
 
 
@@ -94,37 +75,37 @@ def gradients(model):
 
 
 def synchronize(digits, rounds=ROUNDS):
-    """Takes the step with each strategy, on each rank, on CPUs.
+    """Takes the step in each way, on each rank, on CPUs.
 
-    Returns the gradients before, and for each strategy: the gradients after, how many collectives
-    this rank called, bytes that it sent in a step, and each step's exposed seconds.
+    Returns the gradients before, and for each way: the gradients after, how many collectives this
+    rank called, bytes that it sent in a step, and the least exposed seconds of a step.
     """
     mine = slice(dist.get_rank(), SAMPLES * dist.get_world_size(), dist.get_world_size())
     images, labels = digits.train_images[mine], digits.train_labels[mine]
     model = small_network()
     F.cross_entropy(model(images), labels).backward()
     outcomes = {}
-    for name, wrap in SYNC_STRATEGIES.items():
-        module, last = copy.deepcopy(model), {}
+    for name, wrap in WAYS.items():
+        module, ready = copy.deepcopy(model), []
         for parameter in module.parameters():
             parameter.register_post_accumulate_grad_hook(
-                lambda _, last=last: last.update(at=time.perf_counter()))
+                lambda _, ready=ready: ready.append(time.perf_counter()))
         replica = wrap(module)
 
-        def exposed_seconds(replica=replica, last=last):
+        def exposed_seconds(replica=replica, ready=ready):
             """Takes the step; what comes after the last gradient, until all are the mean."""
             replica.zero_grad()
             dist.barrier()
             F.cross_entropy(replica(images), labels).backward()
             if isinstance(replica, ManualDDP):
                 replica.finish_gradient_sync()
-            return time.perf_counter() - last["at"]
+            return time.perf_counter() - ready[-1]
 
         for _ in range(WARM_UP):
             with CallLog() as log:
                 exposed_seconds()
         with WireMeter() as wire:
-            exposed = [exposed_seconds() for _ in range(rounds)]
+            exposed = min(exposed_seconds() for _ in range(rounds))
         outcomes[name] = {"after": gradients(module),
                           "calls": sum(call.operation != "barrier" for call in log.calls),
                           "sent": wire.bytes_per_rank / rounds, "exposed": exposed}
@@ -141,75 +122,58 @@ def summarize(results, link=None):
     before, outcomes = zip(*results, strict=True)
     mean = {name: sum(rank[name] for rank in before) / len(before) for name in before[0]}
     largest = max(value.abs().max().item() for value in mean.values())
-    facts = {"link": str(link or "real link"), "before": before, "after": {}, "strategies": {}}
-    for name in SYNC_STRATEGIES:
+    facts = {"link": str(link or "real link"), "before": before, "after": {}, "ways": {}}
+    for name in WAYS:
         ranks = [rank[name] for rank in outcomes]
-        after = facts["after"][name] = [rank["after"] for rank in ranks]
-        facts["strategies"][name] = {
-            "calls": ranks[0]["calls"], "sent": ranks[0]["sent"],
-            "exposed": min(min(rank["exposed"]) for rank in ranks),
-            "error": max((rank[each] - mean[each]).abs().max().item()
-                         for rank in after for each in mean) / largest}
+        facts["after"][name] = [rank["after"] for rank in ranks]
+        facts["ways"][name] = {
+            "collectives": ranks[0]["calls"], "kB sent": ranks[0]["sent"] / 1e3,
+            "ms exposed": 1e3 * min(rank["exposed"] for rank in ranks),
+            "error": max((rank["after"][each] - mean[each]).abs().max().item()
+                         for rank in ranks for each in mean) / largest}
     return facts
 
 
 def report(facts):
     """Prints the facts."""
     print(f"{len(facts['before'])} ranks; {facts['link']}. One step, per rank:\n\n"
-          f"  {'strategy':<15}{'collectives':>13}{'kB sent':>9}{'ms exposed':>12}"
-          f"{'off the mean':>14}")
-    for name, row in facts["strategies"].items():
-        print(f"  {name:<15}{row['calls']:>13}{row['sent'] / 1e3:>9,.0f}"
-              f"{1e3 * row['exposed']:>12.1f}{row['error']:>14.1e}")
+          f"  {'way':<15}{'collectives':>13}{'kB sent':>9}{'ms exposed':>12}{'off the mean':>14}")
+    for name, row in facts["ways"].items():
+        print(f"  {name:<15}{row['collectives']:>13}{row['kB sent']:>9,.0f}"
+              f"{row['ms exposed']:>12.1f}{row['error']:>14.1e}")
     print("\n  kB sent: counted by the kernel, headers included\n"
           "  exposed: after the last gradient of the last rank to compute\n"
           "  off the mean: the largest error, as a share of the largest gradient")
 
 
+def shown(gradients):
+    """Some elements of each parameter's gradient, in the order in which backward makes them."""
+    flat = [gradient.flatten() for gradient in reversed(gradients.values())]
+    return torch.cat([each[torch.linspace(0, len(each) - 1, min(SHOWN, len(each))).round().long()]
+                      for each in flat])
+
+
 def draw(facts):
-    """The figure: heat maps before and after, and below them what each strategy costs."""
-    rows = facts["strategies"]
-    costs = {"collectives (counted)": {name: row["calls"] for name, row in rows.items()},
-             "kB sent (counted)": {name: row["sent"] / 1e3 for name, row in rows.items()},
-             "ms exposed (link)": {name: 1e3 * row["exposed"] for name, row in rows.items()}}
+    """The figure: heat maps of the gradients before and after, with a row for each rank."""
     panels = {"before: each rank's own": facts["before"],
-              "after, exact: the mean": facts["after"]["overlapped"],
-              "after, compressed to the largest tenth": facts["after"]["DDP, top 10 %"]}
-    names = [*facts["before"][0]][::-1]  # in the order in which backward makes them
-
-    def shown(gradient):
-        flat = gradient.flatten()
-        return flat[torch.linspace(0, len(flat) - 1, min(SHOWN, len(flat))).round().long()]
-
-    maps = {panel: torch.stack([torch.cat([shown(rank[name]) for name in names]) for rank in ranks])
-            for panel, ranks in panels.items()}
-    largest = max(values.abs().max().item() for values in maps.values())
+              "after: the mean": facts["after"]["overlapped"]}
+    ranks, names = len(facts["before"]), [*reversed(facts["before"][0])]
+    largest = max(shown(rank).abs().max().item() for rank in facts["before"])
     title = "Each rank has gradients of its own, and afterwards all have the same"
-    said = "; ".join(f"{what}: " + ", ".join(f"{name} {value:.3g}" for name, value in bars.items())
-                     for what, bars in costs.items())
     with show.style():
-        figure = show.CourseFigure(figsize=(7.5, 6), layout="constrained",
-                                   alt=f"{title}. {said}. {facts['link']}.")
+        figure = show.CourseFigure(figsize=(7.5, 3), layout="constrained", alt=(
+            f"{title}: elements of each parameter, on {ranks} ranks."))
         figure.suptitle(title, ha="left", x=0.02, weight="bold")
-        axes = figure.subplot_mosaic([*([panel] * len(costs) for panel in maps), [*costs]],
-                                     height_ratios=[1, 1, 1, 2])
-        for panel, values in maps.items():
-            axes[panel].pcolormesh(values, cmap="RdBu_r", norm=SymLogNorm(
-                largest / 20, vmin=-largest, vmax=largest))
-            axes[panel].set_title(panel, size=10.5)
-            axes[panel].set_yticks([rank + 0.5 for rank in range(len(values))],
-                                   [f"rank {rank}" for rank in range(len(values))])
-            axes[panel].set_xticks([])
-            axes[panel].invert_yaxis()
-        axes[panel].set_xticks([SHOWN * (place + 0.4) for place in range(len(names))],
-                               [name.replace(".", "\n") for name in names])
-        for what, bars in costs.items():
-            drawn = axes[what].barh([*bars], [*bars.values()], color=show.rank_color(0))
-            axes[what].bar_label(drawn, fmt="%.3g", padding=3)
-            axes[what].set_title(what, size=10.5)
-            axes[what].set(xticks=[], xlim=(0, 1.4 * max(bars.values())))
-            axes[what].invert_yaxis()
-            axes[what].tick_params(labelleft=what == next(iter(costs)))
+        both = figure.subplots(2, sharex=True)
+        for axes, (panel, gradients_of) in zip(both, panels.items(), strict=True):
+            axes.pcolormesh(torch.stack([shown(rank) for rank in gradients_of]), cmap="RdBu_r",
+                            norm=SymLogNorm(largest / 20, vmin=-largest, vmax=largest))
+            axes.set_title(panel, size=10.5)
+            axes.set_yticks([rank + 0.5 for rank in range(ranks)],
+                            [f"rank {rank}" for rank in range(ranks)])
+            axes.invert_yaxis()
+        axes.set_xticks([SHOWN * (place + 0.4) for place in range(len(names))],
+                        [name.replace(".", "\n") for name in names])
     return figure
 
 
