@@ -7,6 +7,7 @@ Sizes are prime on purpose: no world size above 1 divides the training set or th
 code that is right only when everything divides fails here.
 """
 
+import itertools
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
@@ -61,18 +62,19 @@ def digits_classifier(seed: int = 0) -> nn.Sequential:
     It has 16,903 parameters in 6 tensors. ``seed`` decides the initial values; the caller's
     random state is left alone.
     """
+    return perceptron(seed, 64, 131, 59, 10)
+
+
+def perceptron(seed: int, *sizes: int) -> nn.Sequential:
+    """Linear layers from each size to the next, with GELU between them, for images of any shape."""
     # GELU, not ReLU: at a kink, a rounding error decides whether a unit takes part at all, and two
     # runs that differ only in the order of a sum drift apart.
+    layers: list[nn.Module] = [nn.Flatten()]
     with torch.random.fork_rng(devices=[]):
         torch.random.default_generator.manual_seed(seed)
-        return nn.Sequential(
-            nn.Flatten(),
-            nn.Linear(64, 131),
-            nn.GELU(),
-            nn.Linear(131, 59),
-            nn.GELU(),
-            nn.Linear(59, 10),
-        )
+        for before, after in itertools.pairwise(sizes):
+            layers += [nn.Linear(before, after), nn.GELU()]
+    return nn.Sequential(*layers[:-1])
 
 
 @torch.no_grad()

@@ -8,7 +8,7 @@ testing; no digit is in both sets. 8,192 is a power of two, which many batch siz
 import torch
 from torch import nn
 
-from dplab.workloads.digits import Digits, load_digits
+from dplab.workloads.digits import Digits, load_digits, perceptron
 
 TRAIN_SIZE = 8192
 TEST_SIZE = 4096
@@ -35,16 +35,7 @@ def moved_digits_classifier(seed: int = 0) -> nn.Sequential:
     It has 27,466 parameters. ``seed`` decides the initial values; the caller's random state is
     left alone.
     """
-    with torch.random.fork_rng(devices=[]):
-        torch.random.default_generator.manual_seed(seed)
-        return nn.Sequential(
-            nn.Flatten(),
-            nn.Linear(SIDE**2, 128),
-            nn.GELU(),
-            nn.Linear(128, 64),
-            nn.GELU(),
-            nn.Linear(64, 10),
-        )
+    return perceptron(seed, SIDE**2, 128, 64, 10)
 
 
 def _moved(images, labels, samples, seed):

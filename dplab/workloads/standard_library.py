@@ -4,7 +4,6 @@ It differs a little between versions of Python, so losses on it do, too.
 """
 
 import sysconfig
-from functools import cache
 from pathlib import Path
 
 import torch
@@ -12,21 +11,16 @@ import torch
 VOCABULARY = 256  # a token is a byte
 
 
-@cache
-def _source() -> torch.Tensor:
-    folder = Path(sysconfig.get_paths()["stdlib"])
-    modules = sorted(folder.glob("*.py"))
-    if not modules:
-        raise FileNotFoundError(f"this Python has no source files of its library in {folder}")
-    return torch.frombuffer(bytearray(b"".join(map(Path.read_bytes, modules))), dtype=torch.uint8)
-
-
 def load_source() -> torch.Tensor:
     """The top-level modules in order of their names, one after another: uint8, some millions.
 
     Raises FileNotFoundError where Python came without its source.
     """
-    return _source().clone()
+    folder = Path(sysconfig.get_paths()["stdlib"])
+    modules = sorted(folder.glob("*.py"))
+    if not modules:
+        raise FileNotFoundError(f"this Python has no source files of its library in {folder}")
+    return torch.frombuffer(bytearray(b"".join(map(Path.read_bytes, modules))), dtype=torch.uint8)
 
 
 def sample(source: torch.Tensor, batch: int, length: int,

@@ -78,15 +78,11 @@ class Transformer(nn.Module):
 
     ``config`` is a `dplab.predict.transformer_config.TransformerConfig`, whose ``parameters`` are
     as many as there are here. Initial values are GPT-2's, drawn from torch's current random state.
-    Raises ValueError for rotary positions in heads of an odd size, and for sequences longer than
-    learned positions reach.
+    Raises ValueError for sequences longer than learned positions reach.
     """
 
     def __init__(self, config):
         super().__init__()
-        if not config.learned_positions and config.d_model // config.heads % 2:
-            raise ValueError("rotary positions turn pairs, and a head has "
-                             f"{config.d_model // config.heads} elements")
         self.config = config
         self.embedding = nn.Embedding(config.vocabulary, config.d_model)
         self.positions = (nn.Embedding(config.context, config.d_model)
