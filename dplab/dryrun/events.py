@@ -5,8 +5,6 @@ from dataclasses import dataclass, field, replace
 from dplab.dryrun.findings import Collective
 from dplab.measure.memory_timeline import Phase, Sample
 
-MOST_SAMPLES = 2000
-
 
 @dataclass(frozen=True)
 class Resized:
@@ -95,24 +93,16 @@ def _plain(events):
 def replay(trace: Events) -> tuple[list[Sample], list[Phase], tuple[Collective, ...]]:
     """What the step holds, its phases, and its collectives.
 
-    Of each stretch of changes only the sample with the most bytes is kept, if there are many; the
-    last sample is what remains after the step.
+    There is a sample after each change; the last one is what remains after the step.
     """
     held = dict(trace.held)
     samples = [Sample(0, 0.0, dict(held))]
     begins: list[tuple[str, int]] = []
     collectives: list[Collective] = []
-    changes = sum(isinstance(event, Resized) for _, event in trace.events)
-    stretch, seen, best = max(1, changes // MOST_SAMPLES), 0, None
     for op, event in trace.events:
         if isinstance(event, Resized):
             held[event.category] += event.nbytes
-            seen += 1
-            if best is None or sum(held.values()) > best.total:
-                best = Sample(op, 0.0, dict(held))
-            if seen % stretch == 0:
-                samples.append(best)
-                best = None
+            samples.append(Sample(op, 0.0, dict(held)))
         elif isinstance(event, Collective):
             collectives.append(replace(event, phase=begins[-1][0]))
         elif not begins or begins[-1][0] != event.phase:

@@ -5,12 +5,9 @@ models are initialised in earnest. Then the optimizer's state is made, and one s
 """
 
 import gc
-import resource
-import sys
 import time
 import traceback
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -24,6 +21,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from dplab.dryrun.events import blocks_to_trace, lengthened, replay
 from dplab.dryrun.findings import DryRun, UnsupportedOperator
 from dplab.dryrun.instruments import FakeTensors, StepTimeline
+from dplab.dryrun.strategies import Setup
 from dplab.dryrun.units import UnknownUnits, blocks_of, checkpointed, shard, units_of
 from dplab.predict import shards
 from dplab.predict.memory import States
@@ -36,50 +34,28 @@ _VALUES_NEEDED = (fake_tensor.DataDependentOutputException,
                   fake_tensor.UnsupportedOperatorException)
 
 
-@dataclass(frozen=True)
-class Setup:
-    """What to run: the arguments of `dplab.dryrun.fully_shard` and its like, checked."""
-
-    strategy: str
-    model: TransformerConfig | Callable[[], nn.Module]
-    world_size: int
-    batch: int
-    sequence: int
-    precision: str
-    checkpointing: bool
-    optimizer: Callable
-    inputs: Callable | None = None
-    full: bool = True
-    units: object = "blocks"
-    reshard_after_forward: bool | None = None
-    shard_ranks: int | None = None
-    bucket_views: bool = False
-
-
 def dry_run(setup: Setup) -> DryRun | Exception:
     """Runs the setup and returns its report, or the exception that the caller is to raise."""
     start = time.perf_counter()
     _use_fused_kernels()
     try:
-        run, trace = _few_blocks(setup) or _all_blocks(setup)
+        run = _few_blocks(setup) or Run(setup)
     except _VALUES_NEEDED as error:
         return UnsupportedOperator(_words(error))
     except UnknownUnits as error:
         return ValueError(str(error))
-    samples, phases, collectives = replay(trace)
+    samples, phases, collectives = replay(run.trace)
     after, parameters, blocks = samples[-1].bytes, run.parameters, len(run.blocks)
     if isinstance(setup.model, TransformerConfig):  # the run may have had a few of its blocks
         parameters, blocks = setup.model.parameters, setup.model.layers
-    unit = 1 if sys.platform == "darwin" else 1024
     return DryRun(
         setup.strategy, setup.world_size, parameters,
         States(after["parameters"], after["gradients"], after["optimizer"]),
-        samples, phases, collectives, blocks, len(run.blocks), time.perf_counter() - start,
-        resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)
+        samples, phases, collectives, blocks, len(run.blocks), time.perf_counter() - start)
 
 
 def _few_blocks(setup):
-    """The run of a model with fewer blocks, and the trace of all; None where that cannot be."""
+    """The run of a model with fewer blocks, with the trace of all; None where that cannot be."""
     period = setup.units if isinstance(setup.units, int) else 1
     alike = setup.units == "blocks" or isinstance(setup.units, int | type)
     if setup.full or not alike or not isinstance(setup.model, TransformerConfig):
@@ -89,17 +65,12 @@ def _few_blocks(setup):
     if few == blocks:
         return None
     run = Run(replace(setup, model=replace(setup.model, layers=few)))
-    trace = lengthened(run.trace(), few, blocks, period)
-    return trace and (run, trace)
-
-
-def _all_blocks(setup):
-    run = Run(setup)
-    return run, run.trace()
+    run.trace = lengthened(run.trace, few, blocks, period)
+    return run if run.trace else None
 
 
 class Run:
-    """One rank's model, optimizer and step."""
+    """One rank's model, optimizer and step; ``trace`` is that of a step in mid-training."""
 
     def __init__(self, setup: Setup):
         self._setup = setup
@@ -111,10 +82,6 @@ class Run:
                 self._model.to(torch.bfloat16)
         self.parameters = sum(parameter.numel() for parameter in self._model.parameters())
         self.blocks = blocks_of(self._model)
-
-    def trace(self):
-        """One step in the middle of training."""
-        setup = self._setup
         _join(setup.world_size, self._fullest_rank())
         sharded = setup.strategy == "fully_shard"
         units = units_of(self._model, self.blocks, setup.units) if sharded else []
@@ -134,7 +101,7 @@ class Run:
                     self._step(model, optimizer)
         finally:
             gc.enable()
-        return self._memory.trace()
+        self.trace = self._memory.trace()
 
     def _sharded(self):
         """The model under `fully_shard`, and its optimizer with state."""
@@ -160,8 +127,9 @@ class Run:
                      ZeroRedundancyOptimizer(parameters, self._setup.optimizer))
         self._step(model, optimizer)
         optimizer.zero_grad()
-        with fake.real_integers():
-            model.reducer._rebuild_buckets()
+        fake.integers_are_real = True
+        model.reducer._rebuild_buckets()
+        fake.integers_are_real = False
         return model, optimizer
 
     def _step(self, model, optimizer):
@@ -186,7 +154,7 @@ class Run:
         if not isinstance(setup.model, TransformerConfig):
             arguments = setup.inputs()
             return arguments if isinstance(arguments, tuple) else (arguments,), None
-        tokens = torch.zeros(setup.batch, setup.sequence, dtype=torch.int64)
+        tokens = torch.zeros(setup.batch, setup.sequence or setup.model.context, dtype=torch.int64)
         return (tokens,), torch.zeros_like(tokens)
 
     def _fullest_rank(self):
@@ -249,11 +217,8 @@ def _words(error):
     where = [frame for frame in traceback.extract_tb(error.__traceback__)
              if is_learners(frame.filename)]
     text = (f"{operator} needs the values of a tensor, or has no rule for shapes alone, and a dry "
-            "run has no values")
-    if where:
-        text += f":\n  {where[-1].filename}:{where[-1].lineno}, in {where[-1].name}\n" \
-                f"    {where[-1].line}"
-    return text
+            "run has no values:")
+    return "\n".join([text, *traceback.format_list(where[-1:])])
 
 
 def _use_fused_kernels():

@@ -3,7 +3,6 @@
 from dataclasses import dataclass, field
 
 from dplab.measure.memory_timeline import CATEGORIES, Phase, Sample, Sampled
-from dplab.predict import cost
 from dplab.predict.memory import States
 
 
@@ -29,12 +28,10 @@ class DryRun(Sampled):
     """One training step of one rank, the fullest of ``world_size``, that never held any data.
 
     It is a step in the middle of training: the optimizer's state exists. ``samples`` and ``phases``
-    are those of `dplab.measure.MemoryTimeline`, without seconds; ``samples`` are at most a few
-    thousand, the peak among them. ``states``: bytes of parameters, gradients and optimizer state
-    that remain after the step. ``traced_blocks`` of ``blocks`` blocks were run; where these are
-    fewer, the step of one in the middle stands for the others that are like it.
-
-    ``seconds`` and ``process_bytes`` are what the dry run itself took, the latter at its peak.
+    are those of `dplab.measure.MemoryTimeline`, without seconds. ``states``: bytes of parameters,
+    gradients and optimizer state that remain after the step. ``traced_blocks`` of ``blocks`` blocks
+    were run; where these are fewer, the step of one in the middle stands for the others that are
+    like it. ``seconds`` are what the dry run itself took.
     """
 
     strategy: str
@@ -47,18 +44,12 @@ class DryRun(Sampled):
     blocks: int
     traced_blocks: int
     seconds: float
-    process_bytes: int
 
     @property
     def peak_phase(self) -> str:
         """The part of the step in which that was: "forward", "backward" or "optimizer"."""
         return next((phase.name for phase in reversed(self.phases)
                      if phase.start < self._highest.op), self.phases[0].name)
-
-    @property
-    def extrapolated(self) -> bool:
-        """Whether blocks were taken to be like one that was run."""
-        return self.traced_blocks < self.blocks
 
     def count(self, operation: str | None = None) -> int:
         """How many collectives there were, of one operation or of all."""
@@ -68,15 +59,9 @@ class DryRun(Sampled):
         """The bytes of the whole tensors that they worked on."""
         return sum(each.bytes for each in self.collectives if operation in (None, each.operation))
 
-    @property
-    def sent_bytes(self) -> float:
-        """What a rank sends in the step if every collective goes by a ring, on average."""
-        return sum(cost.bytes_sent(cost.USUAL[each.operation], each.ranks, each.bytes)
-                   for each in self.collectives)
-
     def __str__(self):
         how = (f"{self.traced_blocks} of {self.blocks} blocks traced, the others like them"
-               if self.extrapolated else "traced in full")
+               if self.traced_blocks < self.blocks else "traced in full")
         lines = [f"dry run of {self.strategy}: {self.parameters:,} parameters, "
                  f"{self.world_size} ranks ({how}, {self.seconds:.1f} s)",
                  f"peak {_gb(self.peak)} per rank, in {self.peak_phase}"]

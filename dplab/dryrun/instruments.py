@@ -5,7 +5,6 @@ are called, all in one order: the trace of the step.
 """
 
 from collections.abc import Sequence
-from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -109,23 +108,19 @@ def _near(places, blocks):
 
 
 class FakeTensors(FakeTensorMode):
-    """A mode in which every new tensor has a shape and no data."""
+    """A mode in which every new tensor has a shape and no data.
+
+    With ``integers_are_real`` integers have data: DDP's reducer reads the numbers that it
+    broadcasts to rebuild its buckets.
+    """
+
+    integers_are_real = False
 
     def __init__(self):
         super().__init__(allow_non_fake_inputs=True)
-        self._integers_are_real = False
-
-    @contextmanager
-    def real_integers(self):
-        """For DDP's reducer, which reads the numbers that it broadcasts to rebuild its buckets."""
-        self._integers_are_real = True
-        try:
-            yield
-        finally:
-            self._integers_are_real = False
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if self._integers_are_real and _makes_integers(func, args, kwargs or {}):
+        if self.integers_are_real and _makes_integers(func, args, kwargs or {}):
             return func(*args, **(kwargs or {}))
         return super().__torch_dispatch__(func, types, args, kwargs or {})
 

@@ -1,7 +1,7 @@
 """What a reader calls: arguments checked here, the step run in a process of its own."""
 
 from collections.abc import Callable
-from numbers import Integral
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -10,6 +10,26 @@ from dplab.dryrun.findings import DryRun
 from dplab.dryrun.units import POLICIES
 from dplab.predict.checks import one_of, whole
 from dplab.predict.transformer_config import TransformerConfig
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What to run: ``strategy``, "fully_shard", "DDP" or "ZeRO-1", and the arguments of these."""
+
+    strategy: str
+    model: TransformerConfig | Callable[[], nn.Module]
+    world_size: int
+    batch: int = 1
+    sequence: int | None = None
+    precision: str = "mixed"
+    checkpointing: bool = False
+    optimizer: Callable = torch.optim.AdamW
+    inputs: Callable | None = None
+    full: bool = True
+    units: str | int | type | tuple[type, ...] | Callable = "blocks"
+    reshard_after_forward: bool | None = None
+    shard_ranks: int | None = None
+    bucket_views: bool = False
 
 
 def fully_shard(model: TransformerConfig | Callable[[], nn.Module], world_size: int, *,
@@ -54,76 +74,47 @@ def fully_shard(model: TransformerConfig | Callable[[], nn.Module], world_size: 
     Raises TypeError and ValueError for arguments that cannot be, `UnsupportedOperator` for a model
     that asks for a tensor's values, and `RankError` for whatever the model itself raises.
     """
-    if reshard_after_forward not in (None, True, False):
-        raise TypeError(f"reshard_after_forward is True, False or None, "
-                        f"not {reshard_after_forward!r}")
-    if isinstance(units, str):
-        one_of(units, POLICIES, "units")
-    elif isinstance(units, Integral):
-        units = whole(units, "units, a number of blocks,")
-    elif not callable(units) and not isinstance(units, tuple):
-        raise TypeError(f"units are a name, a number, a class or a function, not {units!r}")
-    if shard_ranks is not None and whole(world_size, "the world size") % whole(
-            shard_ranks, "shard_ranks"):
-        raise ValueError(f"{shard_ranks} shard_ranks do not divide {world_size} ranks: take a "
-                         "number that does")
-    return _run("fully_shard", model, world_size, batch=batch, sequence=sequence,
-                precision=precision, checkpointing=checkpointing, optimizer=optimizer,
-                inputs=inputs, full=full, units=units,
-                reshard_after_forward=reshard_after_forward, shard_ranks=shard_ranks)
+    return _run(Setup("fully_shard", model, world_size, batch, sequence, precision, checkpointing,
+                      optimizer, inputs, full, units, reshard_after_forward, shard_ranks))
 
 
-def ddp(model: TransformerConfig | Callable[[], nn.Module], world_size: int, *, batch: int = 1,
-        sequence: int | None = None, precision: str = "mixed", checkpointing: bool = False,
-        optimizer: Callable = torch.optim.AdamW, inputs: Callable | None = None,
-        bucket_views: bool = False) -> DryRun:
+def ddp(model: TransformerConfig | Callable[[], nn.Module], world_size: int, *,
+        bucket_views: bool = False, **options) -> DryRun:
     """The same for `DistributedDataParallel`, in its second step, with the buckets that stay.
 
     With ``precision="mixed"`` the step runs under `torch.autocast`, whose copies of the parameters
     in bf16 count as gathered. ``bucket_views``: as with ``gradient_as_bucket_view=True``, so that
-    the buckets are the gradients. The rest is as for `fully_shard`.
+    the buckets are the gradients. options: batch, sequence, precision, checkpointing, optimizer
+    and inputs, as for `fully_shard`.
     """
-    return _run("DDP", model, world_size, batch=batch, sequence=sequence, precision=precision,
-                checkpointing=checkpointing, optimizer=optimizer, inputs=inputs,
-                bucket_views=bool(bucket_views))
+    return _run(Setup("DDP", model, world_size, bucket_views=bucket_views, **options))
 
 
-def zero_1(model: TransformerConfig | Callable[[], nn.Module], world_size: int, *, batch: int = 1,
-           sequence: int | None = None, precision: str = "mixed", checkpointing: bool = False,
-           optimizer: Callable = torch.optim.AdamW, inputs: Callable | None = None,
-           bucket_views: bool = False) -> DryRun:
+def zero_1(model: TransformerConfig | Callable[[], nn.Module], world_size: int, *,
+           bucket_views: bool = False, **options) -> DryRun:
     """The same for `ZeroRedundancyOptimizer` with DDP, on the rank that has most of the state."""
-    return _run("ZeRO-1", model, world_size, batch=batch, sequence=sequence, precision=precision,
-                checkpointing=checkpointing, optimizer=optimizer, inputs=inputs,
-                bucket_views=bool(bucket_views))
+    return _run(Setup("ZeRO-1", model, world_size, bucket_views=bucket_views, **options))
 
 
-def _run(strategy, model, world_size, *, batch, sequence, precision, checkpointing, optimizer,
-         inputs, **more):
-    world_size = whole(world_size, "the world size")
-    one_of(precision, ("fp32", "mixed", "bf16"), "precision")
-    if isinstance(model, TransformerConfig):
-        if inputs is not None:
-            raise TypeError("inputs are for a model of your own, not for a configuration")
-        batch = whole(batch, "the batch")
-        sequence = whole(model.context if sequence is None else sequence, "the sequence")
-        if model.learned_positions and sequence > model.context:
-            raise ValueError(f"a sequence of {sequence} tokens, and learned positions for "
-                             f"{model.context}")
-    elif isinstance(model, nn.Module) or not callable(model):
-        raise TypeError("the model is a configuration, or a function that makes an nn.Module, not "
-                        f"{type(model).__name__}: for a module that is there already, its memory "
-                        "would have been needed")
-    elif not callable(inputs):
-        raise TypeError("a model of your own needs inputs, a function that makes its arguments")
-    if not callable(optimizer):
-        raise TypeError(f"the optimizer is a class or a function, not {optimizer!r}")
+def _run(setup):
+    model, ranks = setup.model, whole(setup.world_size, "the world size")
+    one_of(setup.precision, ("fp32", "mixed", "bf16"), "precision")
+    if isinstance(setup.units, str):
+        one_of(setup.units, POLICIES, "units")
+    if setup.shard_ranks is not None and ranks % setup.shard_ranks:
+        raise ValueError(f"{setup.shard_ranks} shard_ranks do not divide {ranks} ranks: take a "
+                         "number that does")
+    if not isinstance(model, TransformerConfig):
+        if isinstance(model, nn.Module) or not callable(model):
+            raise TypeError("the model is a configuration, or a function that makes an nn.Module, "
+                            f"not {type(model).__name__}: for a module that is there already, its "
+                            "memory would have been needed")
+        if setup.inputs is None:
+            raise TypeError("a model of your own needs inputs, a function that makes its arguments")
 
     from dplab import run
-    from dplab.dryrun.fake_step import Setup, dry_run
+    from dplab.dryrun.fake_step import dry_run
 
-    setup = Setup(strategy, model, world_size, batch=batch, sequence=sequence, precision=precision,
-                  checkpointing=bool(checkpointing), optimizer=optimizer, inputs=inputs, **more)
     result = run(dry_run, 1, setup, backend="gloo", timeout=24 * 3600)[0]
     if isinstance(result, Exception):
         raise result

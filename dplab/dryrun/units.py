@@ -41,16 +41,14 @@ def units_of(model: nn.Module, blocks: Sequence[nn.Module],
         size = policy if isinstance(policy, int) else 1
         runs = [list(blocks[first:first + size]) for first in range(0, len(blocks), size)]
         units = [run if len(run) > 1 else run[0] for run in runs]
-        wanted = "blocks: no nn.ModuleList, nor is it an nn.Sequential. Give units a class"
     elif isinstance(policy, type | tuple):
         units = [*reversed([module for module in model.modules() if isinstance(module, policy)])]
-        wanted = f"module that is a {policy}. Give units another class"
     else:
         units = list(policy(model))
-        wanted = "such units: the policy returned none. Give units a class"
     units = [unit for unit in units if unit is not model]
     if not units:
-        raise UnknownUnits(f"{type(model).__name__} has no {wanted}, or 'root' for the whole model")
+        raise UnknownUnits(f"{type(model).__name__} has no units for {policy!r}: give a class of "
+                           "its modules, a function, or 'root' for the whole model")
     return units
 
 
@@ -78,14 +76,10 @@ def shard(model: nn.Module, units: Sequence[Wrapped], setup) -> None:
     policy = fsdp.MixedPrecisionPolicy()
     if setup.precision == "mixed":
         policy = fsdp.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-    mesh = _mesh(setup.world_size, setup.shard_ranks)
+    mesh = init_device_mesh("cpu", (setup.world_size,))
+    if setup.shard_ranks is not None:
+        mesh = init_device_mesh("cpu", (setup.world_size // setup.shard_ranks, setup.shard_ranks),
+                                mesh_dim_names=("replicate", "shard"))
     for unit in [*units, model]:
         fsdp.fully_shard(unit, mesh=mesh, mp_policy=policy,
                          reshard_after_forward=setup.reshard_after_forward)
-
-
-def _mesh(world_size, shard_ranks):
-    if shard_ranks is None:
-        return init_device_mesh("cpu", (world_size,))
-    return init_device_mesh("cpu", (world_size // shard_ranks, shard_ranks),
-                            mesh_dim_names=("replicate", "shard"))
