@@ -17,21 +17,13 @@ from dplab.predict.transformer_config import TransformerConfig
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU: ``bf16_flops`` in FLOP/s (dense), memory in bytes, its bandwidth in bytes/s.
-
-    Raises ValueError for what is not above 0.
-    """
+    """One GPU: ``bf16_flops`` in FLOP/s (dense), memory in bytes, its bandwidth in bytes/s."""
 
     name: str
     bf16_flops: float
     memory_bytes: float
     memory_bandwidth: float
     source: str = ""
-
-    def __post_init__(self):
-        for name in ("bf16_flops", "memory_bytes", "memory_bandwidth"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"a GPU's {name} is above 0, not {getattr(self, name)}")
 
     @property
     def ridge_point(self) -> float:

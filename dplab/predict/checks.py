@@ -8,12 +8,12 @@ DERIVED: Any = None
 """The default of a field that, where it is not given, is made from the others."""
 
 
-def whole(value, name: str, least: int = 1) -> int:
-    """``value`` as an int: TypeError for no integer (or a bool), ValueError below ``least``."""
+def whole(value, name: str) -> int:
+    """``value`` as an int: TypeError for no integer (or a bool), ValueError below 1."""
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise TypeError(f"{name} is an integer, not {value!r}")
-    if value < least:
-        raise ValueError(f"{name} is at least {least}, not {value}")
+    if value < 1:
+        raise ValueError(f"{name} is at least 1, not {value}")
     return int(value)
 
 

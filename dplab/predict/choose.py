@@ -7,8 +7,7 @@
 Each strategy is taken as torch's usual settings make it (`settings` has the code), in mixed
 precision: parameters, gradients and Adam's moments in fp32, 16 bytes a parameter in all; computing,
 gathers and activations in bf16. `memory` says what that holds, `cluster` how long a step takes.
-Micro-batch, accumulation and recomputation are searched. What to change is found by trying: each
-change is predicted anew.
+Micro-batch, accumulation and recomputation are searched.
 """
 
 import math
@@ -25,18 +24,16 @@ from dplab.predict.memory import Budget
 from dplab.predict.network import collective_seconds
 from dplab.predict.precision import PRECISIONS, Precision, States
 from dplab.predict.step import COMMUNICATION, Span
-from dplab.predict.traffic import Transfers, collectives
 from dplab.predict.transformer_config import TransformerConfig
 
 
 @dataclass(frozen=True)
 class Strategy:
-    """``what`` it does, and what it is to `memory`, to `cluster` and to `traffic`."""
+    """``what`` it does, and what it is to `memory` and to `cluster`."""
 
     what: str
     stage: str
     simulated: str
-    sends: str
     reshard: bool = True
 
     @property
@@ -44,24 +41,14 @@ class Strategy:
         """Whether every rank has all parameters."""
         return self.simulated == "DDP"
 
-    def on_wire(self, stored: Precision) -> dict[str, int]:
-        """Bytes of a parameter and of a gradient as they travel, for `traffic.collectives`.
-
-        What every rank has travels as it is stored: the gradients in DDP's buckets, and the
-        parameters that ZeRO-1 gathers.
-        """
-        if self.replicated:
-            return {"parameter_bytes": stored.parameters, "gradient_bytes": stored.gradients}
-        return {"parameter_bytes": stored.gathered, "gradient_bytes": stored.reduced}
-
 
 CHOICES = {
-    "DDP": Strategy("everything on every rank", "DDP", "DDP", "DDP"),
-    "ZeRO-1": Strategy("DDP, optimizer sharded", "ZeRO-1", "DDP", "ZeroRedundancyOptimizer"),
-    "FSDP": Strategy("all sharded among all ranks", "ZeRO-3", "FSDP", "fully_shard"),
+    "DDP": Strategy("everything on every rank", "DDP", "DDP"),
+    "ZeRO-1": Strategy("DDP, optimizer sharded", "ZeRO-1", "DDP"),
+    "FSDP": Strategy("all sharded among all ranks", "ZeRO-3", "FSDP"),
     "FSDP, kept": Strategy("FSDP that gathers each block once a step", "ZeRO-3", "FSDP",
-                           "fully_shard, reshard_after_forward=False", reshard=False),
-    "HSDP": Strategy("sharded in a node, a copy on each", "ZeRO-3", "HSDP", "fully_shard"),
+                           reshard=False),
+    "HSDP": Strategy("sharded in a node, a copy on each", "ZeRO-3", "HSDP"),
 }
 """From the simplest on: a later one is taken where it fits and is faster. "FSDP, kept" is without
 resharding after forward. On one rank DDP stands for the model without a wrapper."""
@@ -78,7 +65,7 @@ BLOCK_RECOMPUTE = ("none", "full")
 _FREE = 0.1  # the share of memory that is left to the allocator and the libraries
 MEMORY_ERROR = 0.03
 """Two budgets that differ by less, relatively, are not told apart. A prediction is nearer than that
-to a dry run (tests/tools/predicted_memory.py); what a GPU's allocator adds is not known."""
+to a dry run (tests/predict/test_moments.py); what a GPU's allocator adds is not known."""
 TIE = 0.12
 """Two step times that differ by less, relatively, are a tie. Of two runs that were published side
 by side and differ in strategy, the predicted ratio is off by so much in the median; between numbers
@@ -123,14 +110,13 @@ class Option(Prediction):
         return (1 - _FREE) * self.cluster.gpu.memory_bytes
 
     @property
-    def fits(self) -> bool:
-        """Whether the budget is within ``limit``."""
-        return self.budget.total <= self.limit
-
-    @property
     def margin(self) -> float:
         """Bytes that are left below ``limit``; below 0: too many by so much."""
         return self.limit - self.budget.total
+
+    @property
+    def fits(self) -> bool:
+        return self.margin >= 0
 
     @cached_property
     def spans(self) -> Sequence[Span]:
@@ -151,29 +137,6 @@ class Option(Prediction):
                 Span("all-gather of parameters", COMMUNICATION, end, gathered, nbytes)]
 
     @property
-    def transfers(self) -> list[Transfers]:
-        """The collectives of a micro-batch, by `traffic.collectives`; see `times_sent`.
-
-        Under HSDP the root is gathered once, as by torch, where `traffic` gathers all units twice.
-        """
-        strategy, cluster = CHOICES[self.strategy], self.cluster
-
-        def sent(name, ranks, shard_ranks=None):
-            return collectives(name, ranks, self.job.model.units, shard_ranks=shard_ranks,
-                               **strategy.on_wire(STORED[self.precision]))
-
-        if self.strategy != "HSDP":
-            return sent(strategy.sends, cluster.ranks)
-        return [*sent(strategy.sends, cluster.per_node),
-                *(each for each in sent("HSDP", cluster.ranks, cluster.per_node)
-                  if each.of == "shards of gradients")]
-
-    def times_sent(self, each: Transfers) -> int:
-        """How often in a step: what is all-reduced for the last micro-batch alone, else for all."""
-        alone = self.job.strategy == "DDP" or "all-reduce" in each.algorithm
-        return 1 if alone else self.job.accumulation
-
-    @property
     def global_batch(self) -> int:
         """Sequences in a step of all ranks."""
         return self.cluster.ranks * self.job.batch * self.job.accumulation
@@ -189,8 +152,8 @@ class Option(Prediction):
 
 
 @dataclass(frozen=True)
-class Wish:
-    """What `recommend` was asked for, with which it is asked again for a change."""
+class Recommendation:
+    """What `recommend` was asked for, and what it finds; its ``advice`` says why."""
 
     model: TransformerConfig
     cluster: Cluster
@@ -233,32 +196,12 @@ class Wish:
         sizes = _divisors(self.sequences)[:-1] or [1]
         return at(sizes[max(0, bisect_left(sizes, True, key=lambda size: not at(size).fits) - 1)])
 
-    @property
+    @cached_property
     def options(self) -> tuple[Option, ...]:
         strategies = [name for name in CHOICES if name != "HSDP" or self.cluster.nodes > 1]
         if self.cluster.ranks == 1:  # the others are the same as one of these, as HSDP in a node
             strategies = ["DDP", "FSDP"]
         return tuple(map(self.option, strategies))
-
-
-@lru_cache(maxsize=2048)
-def _fastest(wish, strategy):
-    """Kept, since one plan's curve and changes have most of the next plan's."""
-    first, *_ = ways = [wish._largest(strategy, way) for way in wish.recompute]
-    fitting = [option for option in ways if option.fits]
-    if not fitting:
-        return min(ways, key=lambda option: option.budget.total)
-    if wish.batch and wish.sequences == wish.batch:
-        return fitting[0]  # nothing to search: recomputed only where it must be
-    return min(fitting, key=lambda option: option.seconds * (1 if option is first else 1.01))
-
-
-@dataclass(frozen=True)
-class Recommendation:
-    """What `recommend` found; its ``advice`` says why."""
-
-    options: tuple[Option, ...]
-    wish: Wish
 
     @property
     def best(self) -> Option | None:
@@ -267,7 +210,7 @@ class Recommendation:
 
     def runs(self, option: Option) -> bool:
         """Whether it fits, and each rank has a sequence."""
-        return option.fits and not self.wish.starved
+        return option.fits and not self.starved
 
     @cached_property
     def ties(self) -> list[Option]:
@@ -276,84 +219,51 @@ class Recommendation:
         On one rank nothing is shared, so that the simplest that fits stands alone.
         """
         fitting = list(filter(self.runs, self.options))
-        if self.wish.cluster.ranks == 1:
+        if self.cluster.ranks == 1:
             return fitting[:1]
         shortest = min((option.seconds for option in fitting), default=0)
         return [option for option in fitting if option.seconds <= (1 + TIE) * shortest]
-
-    @property
-    def _leanest(self) -> Option:
-        return next(option for option in self.options if option.strategy == "FSDP")
 
     @cached_property
     def enough_ranks(self) -> int | None:
         """A number of ranks on which FSDP fits with its blocks recomputed: the fewest in a node,
         else the first of 2, 4, 8 … nodes. None where it fits on none.
         """
-        node = self.wish.cluster.node_size
-        job = replace(self._leanest.job, recompute="full", batch=self.wish.batch or 1)
+        node, leanest = self.cluster.node_size, self.option("FSDP").recomputing("full")
+        job = replace(leanest.job, batch=self.batch or 1)
         counts = [*range(1, node + 1), *(node * 2**power for power in range(1, 18))]
         return next((ranks for ranks in counts if replace(
-            self._leanest, cluster=self.wish.cluster.of(ranks), job=job).fits), None)
-
-    @cached_property
-    def changes(self) -> dict[str, float]:
-        """Of one thing changed at a time, with the best strategy: how many times the tokens/s.
-
-        Empty where nothing fits now; left out is what does not fit.
-        """
-        wish, best = self.wish, self.best
-        if best is None:
-            return {}
-        tried = {"Twice the global batch": replace(
-            wish, global_batch=2 * wish.global_batch, batch=None)}
-        if not wish.compiled:
-            tried["torch.compile"] = replace(wish, compiled=True)
-        if wish.precision == "mixed" and best.job.strategy != "DDP":
-            tried["Gradients reduced in bf16"] = replace(wish, precision="mixed, bf16 reduction")
-        if wish.cluster.nodes > 1:
-            faster = replace(wish.cluster.between, bandwidth=2 * wish.cluster.between.bandwidth)
-            tried["A network twice as fast"] = replace(
-                wish, cluster=replace(wish.cluster, between=faster))
-        options = {what: changed.option(best.strategy) for what, changed in tried.items()}
-        return {what: option.tokens_per_second / best.tokens_per_second
-                for what, option in options.items() if option.fits}
+            leanest, cluster=self.cluster.of(ranks), job=job).fits), None)
 
     @property
     def advice(self) -> list[str]:
-        """Why it is the best, and what to change, in sentences."""
-        best = self.best
-        if best is None:
-            return [*self._about_memory(), *self._about_the_batch()]
-        return [self._why(best), *(
-            f"{what}: {speed:.2f} times the tokens/s." for what, speed in self.changes.items()
-            if speed > 1 + TIE)]
-
-    def _about_memory(self):
-        if any(option.fits for option in self.options):
-            return []
-        if "full" not in self.wish.recompute and self._leanest.recomputing("full").fits:
-            return ["With its blocks recomputed, FSDP fits: allow that."]
-        if self.enough_ranks is None:
-            return ["No number of GPUs is enough for FSDP, with its blocks recomputed. What is "
-                    "left asks for tensor or context parallelism, or offloading; none of these is "
-                    "simulated here."]
-        return [f"FSDP, with its blocks recomputed, fits on {self.enough_ranks:,} GPUs."]
-
-    def _about_the_batch(self):
-        wish = self.wish
-        if not wish.starved:
-            return []
-        return [f"The global batch has {wish.global_batch:,} sequences, so "
-                f"{wish.cluster.ranks - wish.global_batch:,} of {wish.cluster.ranks:,} GPUs have "
-                "none. More GPUs have to share a sequence or a layer: tensor, context or pipeline "
-                "parallelism, which is not simulated here."]
+        """Why it is the best, or what would run, in sentences."""
+        if self.best is not None:
+            return [self._why(self.best)]
+        found = []
+        if not any(option.fits for option in self.options):
+            if "full" not in self.recompute and self.option("FSDP").recomputing("full").fits:
+                found.append("With its blocks recomputed, FSDP fits: allow that.")
+            elif self.enough_ranks is None:
+                found.append("No number of GPUs is enough for FSDP, with its blocks recomputed. "
+                             "What is left asks for tensor or context parallelism, or offloading; "
+                             "none of these is simulated here.")
+            else:
+                found.append(f"FSDP, with its blocks recomputed, fits on {self.enough_ranks:,} "
+                             "GPUs.")
+        if self.starved:
+            ranks = self.cluster.ranks
+            found.append(f"The global batch has {self.global_batch:,} sequences, so "
+                         f"{ranks - self.global_batch:,} of {ranks:,} GPUs have none. More GPUs "
+                         "have to share a sequence or a layer: tensor, context or pipeline "
+                         "parallelism, which is not simulated here.")
+        return found
 
     def _why(self, best):
         if best.is_plain:
             return ("One GPU has nothing to share: train the model as it is, without DDP or "
                     "FSDP.")
-        if self.wish.cluster.ranks == 1:
+        if self.cluster.ranks == 1:
             return ("Without a wrapper it does not fit. FSDP on one GPU shares nothing, but it "
                     "frees each block's parameters in bf16 after use.")
         if sum(map(self.runs, self.options)) == 1:
@@ -364,6 +274,18 @@ class Recommendation:
         return (f"{best} is as fast as {' and '.join(others)}, within the {TIE:.0%} by which the "
                 "ratio of two predictions is off in the median. It is the simplest; measure to "
                 "tell them apart.")
+
+
+@lru_cache(maxsize=2048)
+def _fastest(wish, strategy):
+    """Kept, since one plan's curve has most of the next plan's."""
+    first, *_ = ways = [wish._largest(strategy, way) for way in wish.recompute]
+    fitting = [option for option in ways if option.fits]
+    if not fitting:
+        return min(ways, key=lambda option: option.budget.total)
+    if wish.batch and wish.sequences == wish.batch:
+        return fitting[0]  # nothing to search: recomputed only where it must be
+    return min(fitting, key=lambda option: option.seconds * (1 if option is first else 1.01))
 
 
 @cache
@@ -393,9 +315,8 @@ def recommend(model: TransformerConfig, cluster: Cluster, *, global_batch: int |
     one_of(precision, PRECISION_CHOICES, "precision")
     for way in recompute:
         one_of(way, RECOMPUTE, "recompute")
-    wish = Wish(model, cluster, sequence, global_batch, batch, precision, tuple(recompute),
-                compiled)
-    return Recommendation(wish.options, wish)
+    return Recommendation(model, cluster, sequence, global_batch, batch, precision,
+                          tuple(recompute), compiled)
 
 
 def option_of(strategy: str, model: TransformerConfig, cluster: Cluster, *, batch: int,
@@ -413,7 +334,7 @@ def option_of(strategy: str, model: TransformerConfig, cluster: Cluster, *, batc
     # The optimizer's 12 bytes of a parameter are fp32 parameters and both moments.
     job = Job(model, batch, sequence, chosen.simulated, recompute=first, reshard=chosen.reshard,
               parameter_bytes=stored.gathered, compiled=compiled, accumulation=accumulation,
-              gradient_bytes=chosen.on_wire(stored)["gradient_bytes"],
+              gradient_bytes=stored.gradients if chosen.replicated else stored.reduced,
               optimizer_bytes=stored.parameters + stored.optimizer,
               cast_weights=chosen.replicated)
     option = Option(job, cluster, strategy, precision)

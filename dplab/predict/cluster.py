@@ -23,11 +23,8 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Self
 
 from dplab.predict import network, step
-from dplab.predict.checks import one_of
-from dplab.predict.cost import Link
 from dplab.predict.job import Cluster, Job
 from dplab.predict.kernels import optimizer_seconds, rates_of, unit_costs
 from dplab.predict.network import collective_seconds, computing_slowdown
@@ -147,10 +144,6 @@ class Prediction:
         """What each rank does for the last micro-batch of a step, and to update, in seconds."""
         return job_spans(self.job, self.cluster)
 
-    def at(self, pace: str) -> Self:
-        """The same where all measured rates are taken at another of `pace.PACES`."""
-        return replace(self, cluster=replace(self.cluster, pace=pace))
-
     @functools.cached_property
     def _earlier(self) -> tuple[float, float]:
         """Of the micro-batches before the last: their seconds, and how long they compute."""
@@ -171,18 +164,10 @@ class Prediction:
         return step.step_seconds(self.spans) + self._earlier[0]
 
     @functools.cached_property
-    def interval(self) -> tuple[float, float]:
-        """Seconds of the step at the fast pace of all that was measured, and at the slow pace.
-
-        That is the spread of the published rates. It does not hold what the simulation leaves out.
-        """
-        return self.at("fast").seconds, self.at("slow").seconds
-
-    @functools.cached_property
     def savings(self) -> dict[str, float]:
         """By resource: the seconds that the step would be shorter if that took no time."""
         return {resource: max(0.0, self.seconds - replace(self, cluster=without(
-            self.cluster, resource)).seconds) for resource in RESOURCES}
+            self.cluster)).seconds) for resource, without in _WITHOUT.items()}
 
     @property
     def bound(self) -> str:
@@ -190,17 +175,13 @@ class Prediction:
         return max(self.savings, key=self.savings.__getitem__)
 
     @property
-    def basis(self) -> list[str]:
-        """A line for each measured rate in use: what it is and where it was published."""
-        return [*(rate.basis for rate in rates_of(self.job, self.cluster)),
-                *network.basis(self.cluster)]
-
-    @property
-    def stand_ins(self) -> list[str]:
-        """Those lines of `basis` where the nearest GPU, shape or link stands for one that was not
-        measured."""
-        return [*(rate.basis for rate in rates_of(self.job, self.cluster) if not rate.as_asked),
-                *network.basis(self.cluster, stand_ins=True)]
+    def basis(self) -> dict[str, bool]:
+        """A line for each measured rate in use: what it is and where it was published; and whether
+        it is of this GPU, shape or link, for which else the nearest stands in.
+        """
+        rates = rates_of(self.job, self.cluster)
+        return dict([*((rate.basis, rate.as_asked) for rate in rates),
+                     *network.basis(self.cluster)])
 
     @property
     def compute_seconds(self) -> float:
@@ -231,24 +212,16 @@ def predict(job: Job, cluster: Cluster) -> Prediction:
     return Prediction(job, cluster)
 
 
-def _no_bandwidth_limit(link: Link) -> Link:
-    return replace(link, bandwidth=math.inf)
-
-
 _WITHOUT = {
     "arithmetic": lambda c: replace(c, gpu=replace(c.gpu, bf16_flops=math.inf)),
     "memory bandwidth": lambda c: replace(c, gpu=replace(c.gpu, memory_bandwidth=math.inf)),
-    "bandwidth inside nodes": lambda c: replace(c, inside=_no_bandwidth_limit(c.inside)),
-    "bandwidth between nodes": lambda c: replace(c, between=_no_bandwidth_limit(c.between)),
+    "bandwidth inside nodes": lambda c: replace(c, inside=replace(c.inside, bandwidth=math.inf)),
+    "bandwidth between nodes": lambda c: replace(
+        c, between=replace(c.between, bandwidth=math.inf)),
     "latency": lambda c: replace(c, inside=replace(c.inside, latency=0),
                                  between=replace(c.between, latency=0)),
 }
-RESOURCES = tuple(_WITHOUT)
-
-
-def without(cluster: Cluster, resource: str) -> Cluster:
-    """The cluster if that resource took no time; ``resource`` is one of `RESOURCES`."""
-    return _WITHOUT[one_of(resource, RESOURCES, "resource")](cluster)
+"""The cluster if that resource took no time."""
 
 
 def stops_paying(curve: Sequence[tuple[int, float]]) -> int | None:

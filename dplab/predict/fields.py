@@ -24,7 +24,7 @@ CUSTOM = "custom"
 RECOMMENDED = "recommended"
 AS_NEEDED = "as needed"
 MOST_GPUS = 131_072  # eight times the largest published run that predictions were compared with
-_FLAGS = {"yes": True, "no": False}
+_FLAGS: Mapping[str, Value] = {"yes": True, "no": False}
 _NUMBERS = {"whole": r"[0-9]+", "number": r"([0-9]+\.?[0-9]*|\.[0-9]+)(e[+-]?[0-9]+)?"}
 
 
@@ -54,17 +54,12 @@ class Field:
         """The default beside these values of the fields before it."""
         return self.default(values) if callable(self.default) else self.default
 
-    def is_asked(self, values: Mapping[str, Value]) -> bool:
-        """Whether there is this field, with these values of the fields before it."""
-        return all(values.get(name) == value for name, value in self.needs.items())
-
     def value_of(self, text: str) -> Value:
         """The value that ``text`` stands for; ValueError says why there is none."""
         text = text.strip()
         if self.kind in _NUMBERS:
             return self._number(text)
-        known: Mapping[str, Value] = _FLAGS if self.kind == "flag" else {
-            value: value for value in self.choices}
+        known = _FLAGS if self.kind == "flag" else {each: each for each in self.choices}
         if text not in known:
             raise ValueError(f"{_shown(text)} is none of the choices. There are: "
                              f"{', '.join(map(repr, known))}")
@@ -200,7 +195,7 @@ def read(query: str) -> tuple[dict[str, Value], list[Wrong]]:
     values: dict[str, Value] = {}
     for each in FIELDS:
         text = given.get(each.name)
-        if not each.is_asked(values):
+        if any(values.get(name) != value for name, value in each.needs.items()):
             if text is not None and "model" not in {error.name for error in errors}:
                 errors.append(Wrong(each.name, "only for a model of your own"))
             continue

@@ -95,10 +95,6 @@ class Job:
     def __post_init__(self):
         whole(self.batch, "batch"), whole(self.sequence, "sequence")
         whole(self.accumulation, "accumulation")
-        whole(self.parameter_bytes, "parameter_bytes"), whole(self.gradient_bytes, "gradient_bytes")
-        whole(self.optimizer_bytes, "optimizer_bytes", least=0)
-        if not self.bucket_bytes > 0:
-            raise ValueError(f"a bucket holds more than 0 bytes, not {self.bucket_bytes}")
         one_of(self.strategy, SIMULATED_STRATEGIES, "strategy")
         one_of(self.recompute, RECOMPUTE, "recompute")
         one_of(self.attention, ATTENTION_KERNELS, "attention")
@@ -116,9 +112,6 @@ class Job:
         were not causal, by PaLM's convention.
         """
         model = self.model
-        matrices = model.layers * _matrix(model.block) + model.vocabulary * model.d_model
+        block = numel(shape for shape in model.block.values() if len(shape) > 1)
+        matrices = model.layers * block + model.vocabulary * model.d_model
         return self.tokens * (6 * matrices + 12 * model.layers * model.d_model * self.sequence)
-
-
-def _matrix(tensors):
-    return numel(shape for shape in tensors.values() if len(shape) > 1)

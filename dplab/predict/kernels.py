@@ -1,9 +1,8 @@
 """How long computing takes: a block of a transformer as its kernels, one by one.
 
-A block's forward is a list of kernels: matrix products, attention, and memory-bound work between
-them (norms, residual additions, rotary positions, the activation). `block_forward` and
-`block_backward` write that list down for a model, with each product's shape and each other
-kernel's bytes, and `seconds` sums it up at the rates that others measured (see `rates`):
+`block_forward` and `block_backward` list the kernels of a model's block: matrix products with their
+shapes, attention, and memory-bound work between them with its bytes. `seconds` sums them up at the
+rates that others measured (see `rates`):
 
 - a product (m, k) · (k, n) takes 2·m·n·k FLOPs at the rate of that shape. Backward has two of them
   for each: the input's gradient (tokens × in, over out) and the weight's (out × in, over tokens);
@@ -75,7 +74,6 @@ def block_forward(model: TransformerConfig, batch: int, sequence: int, *, compil
     Raises ValueError and TypeError for sizes that are no whole numbers from 1 up.
     """
     tokens, width, inside = _sizes(model, batch, sequence)
-    turned = width + tokens * BF16 * model.d_kv  # queries and keys
     kernels = [Kernel(f"{name} product", "matmul", (tokens, out, into))
                for name, (out, into) in _matrices(model)]
     kernels.append(Kernel("attention", "attention", (
@@ -86,7 +84,6 @@ def block_forward(model: TransformerConfig, batch: int, sequence: int, *, compil
             Kernel("residual addition and norm", "norm", nbytes=4 * width),
             Kernel("activation", "activation", nbytes=(3 if model.gated else 2) * inside),
             Kernel("residual addition", "elementwise", nbytes=3 * width)]
-        rotary = 2
     else:
         kernels += [
             Kernel("norm", "norm", nbytes=2 * width, count=2),
@@ -94,10 +91,7 @@ def block_forward(model: TransformerConfig, batch: int, sequence: int, *, compil
             Kernel("activation", "activation", nbytes=2 * inside)]
         if model.gated:
             kernels.append(Kernel("gate times up", "activation", nbytes=3 * inside))
-        rotary = 9  # four products and two sums of halves, then putting the halves together
-    if not model.learned_positions:
-        kernels.append(Kernel("rotary positions", "rotary", nbytes=rotary * turned))
-    return kernels
+    return kernels + _rotary("rotary positions", model, tokens, compiled)
 
 
 def block_backward(model: TransformerConfig, batch: int, sequence: int, *, compiled: bool = False,
@@ -108,7 +102,6 @@ def block_backward(model: TransformerConfig, batch: int, sequence: int, *, compi
     """
     one_of(recompute, RECOMPUTE, "recompute")
     tokens, width, inside = _sizes(model, batch, sequence)
-    keys = tokens * BF16 * model.d_kv
     kernels = again(block_forward(model, batch, sequence, compiled=compiled), recompute)
     for name, (out, into) in _matrices(model):
         kernels += [Kernel(f"{name} input's gradient", "matmul", (tokens, into, out)),
@@ -122,24 +115,29 @@ def block_backward(model: TransformerConfig, batch: int, sequence: int, *, compi
             Kernel("norm and addition backward", "norm backward",
                    nbytes=(5 if model.gated else 4) * width),
             Kernel("norm and addition backward", "norm backward", nbytes=6 * width)]
-        rotary = 2
     else:
-        # gradients meet where a norm's output feeds several products, and where the stream forks
-        meeting = 2 + (1 if model.gated else 0) + 2
         kernels += [
             Kernel("norm backward", "norm backward", nbytes=5 * width, count=2),
-            Kernel("addition of gradients", "elementwise", nbytes=3 * width, count=meeting),
+            # where a norm's output feeds several products, and where the stream forks
+            Kernel("addition of gradients", "elementwise", nbytes=3 * width,
+                   count=5 if model.gated else 4),
             Kernel("activation backward", "activation", nbytes=3 * inside)]
         if model.gated:
             kernels.append(Kernel("gate times up backward", "activation", nbytes=3 * inside,
                                   count=2))
-        rotary = 9
-    if not model.learned_positions:
-        kernels.append(Kernel("rotary backward", "rotary", nbytes=rotary * (width + keys)))
+    kernels += _rotary("rotary backward", model, tokens, compiled)
     if model.biases:
-        kernels.append(Kernel("biases' gradients", "norm", nbytes=3 * width + 2 * keys + inside,
-                              count=1))
+        keys = tokens * BF16 * model.d_kv
+        kernels.append(Kernel("biases' gradients", "norm", nbytes=3 * width + 2 * keys + inside))
     return kernels
+
+
+def _rotary(name, model, tokens, compiled):
+    """Of queries and keys; eagerly four products and two sums of halves, then put together."""
+    if model.learned_positions:
+        return []
+    turned = tokens * BF16 * (model.d_model + model.d_kv)
+    return [Kernel(name, "rotary", nbytes=(2 if compiled else 9) * turned)]
 
 
 def again(forward: Iterable[Kernel], recompute: str) -> list[Kernel]:
@@ -189,6 +187,7 @@ def ends_backward(model: TransformerConfig, batch: int, sequence: int, *, compil
             Kernel("logits' gradient in bf16", "elementwise", nbytes=(BF16 + 4) * logits)]
 
 
+@functools.lru_cache(maxsize=4096)  # on more ranks, and in each micro-batch, it is the same
 def rate(kernel: Kernel, gpu: Gpu, *, compiled: bool = False, pace: str = "typical",
          attention: str = ATTENTION_KERNELS[0], rates: Rates = PUBLISHED) -> Rate:
     """The rate at which the kernel runs, with where it comes from: FLOP/s, or bytes/s.
@@ -225,19 +224,14 @@ def seconds(kernels: Iterable[Kernel], gpu: Gpu, *, compiled: bool = False, pace
     return total
 
 
-def optimizer_seconds(parameters: float, gpu: Gpu, *, nbytes: float = 28, fused: bool = True,
-                      pace: str = "typical", rates: Rates = PUBLISHED) -> float:
-    """Seconds of AdamW on ``parameters`` of one rank, which move ``nbytes`` each.
+def optimizer_seconds(parameters: float, gpu: Gpu, *, nbytes: float = 28, pace: str = "typical"
+                      ) -> float:
+    """Seconds of AdamW on ``parameters`` of one rank, fused, which move ``nbytes`` each.
 
     28: in fp32 the parameter, its gradient and both moments are read, all but the gradient written.
-    ``fused`` is one kernel for many tensors; otherwise torch's foreach, whose intermediate results
-    move as well. Raises ValueError for another pace and for less than nothing.
+    Raises ValueError for another pace.
     """
-    if parameters < 0 or not nbytes > 0:
-        raise ValueError(f"{parameters} parameters of {nbytes} bytes: give at least 0, and bytes "
-                         "above 0")
-    kind = "fused" if fused else "foreach"
-    return parameters * nbytes / rates.memory(gpu, "optimizer", kind, pace).value
+    return parameters * nbytes / PUBLISHED.memory(gpu, "optimizer", "fused", pace).value
 
 
 def unit_costs(job: Job, cluster: Cluster) -> tuple[list[Layer], Layer]:
@@ -247,44 +241,35 @@ def unit_costs(job: Job, cluster: Cluster) -> tuple[list[Layer], Layer]:
     copied into its parameters, a unit's gradients into the buffer that is reduced. All at the
     cluster's pace.
     """
-    blocks, root = _blocks_and_root(job, cluster.gpu, cluster.pace)
-    return [*blocks], root
+    block, root = _costs(job, cluster.gpu, cluster.pace)
+    return [replace(block, name=f"block {index}") for index in range(job.model.layers)], root
 
 
 @functools.lru_cache(maxsize=256)  # on more ranks of the same kind they cost the same
-def _blocks_and_root(job, gpu, pace):
-    def layer(name, pair, tensors):
-        forward, backward = (
-            seconds(kernels, gpu, compiled=job.compiled, pace=pace, attention=job.attention)
-            for kernels in pair)
-        return Layer(forward, backward, numel(tensors.values()) * job.gradient_bytes, name)
-
-    block, root = _unit_kernels(job)
-    one = layer("block", block, job.model.block)
-    return (tuple(replace(one, name=f"block {index}") for index in range(job.model.layers)),
-            layer("root", root, job.model.ends))
+def _costs(job, gpu, pace):
+    return [Layer(*(seconds(each, gpu, compiled=job.compiled, pace=pace, attention=job.attention)
+                    for each in kernels), parameters * job.gradient_bytes, name)
+            for name, parameters, kernels in _units(job)]
 
 
 def rates_of(job: Job, cluster: Cluster) -> list[Rate]:
     """The different rates that the job's computing is predicted from, each with its basis."""
-    found = [rate(kernel, cluster.gpu, compiled=job.compiled, pace=cluster.pace,
-                  attention=job.attention)
-             for pair in _unit_kernels(job) for kernels in pair for kernel in kernels]
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(
+        rate(kernel, cluster.gpu, compiled=job.compiled, pace=cluster.pace, attention=job.attention)
+        for *_, kernels in _units(job) for each in kernels for kernel in each))
 
 
-def _unit_kernels(job):
-    """The kernels of a block's forward and of its backward, and those of the root, copies too."""
-    model, batch, sequence, compiled = job.model, job.batch, job.sequence, job.compiled
-    block = (block_forward(model, batch, sequence, compiled=compiled),
-             block_backward(model, batch, sequence, compiled=compiled, recompute=job.recompute))
-    root = (ends_forward(model, batch, sequence, compiled=compiled),
-            ends_backward(model, batch, sequence, compiled=compiled))
-    units = ((block, model.block_parameters, job.reshard),
-             (root, numel(model.ends.values()), False))
-    return [[kernels + copies for kernels, copies in zip(
-        pair, _copies(job, parameters, gathered_again), strict=True)]
-        for pair, parameters, gathered_again in units]
+def _units(job):
+    """Of a block, and of the root: name, parameters, kernels of forward and of backward."""
+    shape, compiled = (job.model, job.batch, job.sequence), job.compiled
+    for name, tensors, forward, backward, gathered_again in (
+            ("block", job.model.block, block_forward(*shape, compiled=compiled),
+             block_backward(*shape, compiled=compiled, recompute=job.recompute), job.reshard),
+            ("root", job.model.ends, ends_forward(*shape, compiled=compiled),
+             ends_backward(*shape, compiled=compiled), False)):
+        parameters = numel(tensors.values())
+        there, back = _copies(job, parameters, gathered_again)
+        yield name, parameters, (forward + there, backward + back)
 
 
 def _copies(job, parameters, gathered_again):

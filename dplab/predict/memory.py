@@ -10,6 +10,7 @@ Sources: S. Rajbhandari et al., "ZeRO: memory optimizations toward training tril
 models", 2020, https://arxiv.org/abs/1910.02054 (sections 3 and 5); for each precision its own.
 """
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -41,22 +42,19 @@ def states(stage: str, precision: Precision | str, world_size: int, parameters: 
 
 
 @dataclass(frozen=True)
-class Budget:
-    """What one rank holds in a ``step``, in bytes, beside what there is; ``peak``: at most."""
+class Budget(Step):
+    """What one rank holds in a step, in bytes, beside ``memory_bytes`` that there are."""
 
-    step: Step
-    peak: Moment
-    memory_bytes: float
-
-    @property
-    def states(self) -> States:
-        """Parameters, gradients and optimizer state as they are after the step."""
-        return self.step.states
+    memory_bytes: float = math.inf
 
     @cached_property
     def moments(self) -> tuple[Moment, ...]:
         """Those of the step that can be its highest, in order."""
-        return tuple(moments(self.step))
+        return tuple(moments(self))
+
+    @cached_property
+    def peak(self) -> Moment:
+        return max(moments(self, outermost=True), key=lambda moment: moment.total)
 
     @property
     def moment(self) -> str:
@@ -94,12 +92,9 @@ def budget(model: TransformerConfig, world_size: int, memory_bytes: float, *, st
     gradient_as_bucket_view=True, so that DDP's buckets are the gradients. ``recompute``: see
     `activations`. ``held``: the states of a rank, such as one of `shards.real_states`, where they
     are not those of the formulas. ``accumulates``: the batch is one of several micro-batches, so
-    that the sum of gradients is there from the start. Raises like `states` and `activations` for
-    what cannot be.
+    that the sum of gradients is there from the start. Raises like `states`, and its moments like
+    `activations`, for what cannot be.
     """
     by_formula = states(stage, precision, world_size, model.parameters)
-    held, precision = held or by_formula, precision_of(precision)
-    step = Step(model, whole(world_size, "the world size"), STAGES[stage], precision, held, batch,
-                sequence, recompute, reshard, bucket_views, accumulates)
-    peak = max(moments(step, outermost=True), key=lambda moment: moment.total)
-    return Budget(step, peak, memory_bytes)
+    return Budget(model, world_size, STAGES[stage], precision_of(precision), held or by_formula,
+                  batch, sequence, recompute, reshard, bucket_views, accumulates, memory_bytes)

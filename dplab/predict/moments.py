@@ -3,19 +3,8 @@
 A rank always holds its part of the parameters and of the optimizer's state. The rest comes and
 goes. Activations grow through forward and shrink through backward. Gradients grow through backward.
 Single operations hold large tensors for a moment: the loss its gradients in fp32, `fully_shard` the
-whole parameters and gradients of a block. In the order of the step, a rank can hold most at the
-
-- first and last gathers of `fully_shard`: whole parameters, and the buffers that brought them
-- logits, and the loss in forward: all activations, and the logits in several precisions
-- loss: backward begins with three tensors as large as the logits, in fp32
-- gradient of the head: the logits' gradient and that of the head's matrix
-- backward of a block, while the feed-forward part has several wide tensors
-- gradients of a block, when all of them are whole and the block's parameters still are, too
-- reduction of a block: its whole gradients, and the buffer from which they are reduced
-- gradient of the embedding, then reduction of the root: the same for what is in no block
-- optimizer step: all gradients, and what the optimizer makes of a tensor in passing
-
-`moments` lists them with their bytes by formula. The largest is the peak of the step.
+whole parameters and gradients of a block. `moments` lists the moments at which a rank can hold
+most, in the order of the step, with their bytes by formula. The largest is the peak of the step.
 
 What is counted is what Python and autograd hold, as in `dplab.dryrun`. Not counted is what a kernel
 allocates inside, what NCCL and CUDA hold, and the allocator's rounding and fragmentation. On a GPU,
@@ -29,7 +18,6 @@ the buffer of an all-gather lives until the next unit is copied out of its own),
 the next one), `foreach_reduce`; nn/functional.py, `cross_entropy`; optim/adam.py.
 """
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -37,6 +25,7 @@ from itertools import pairwise
 
 from dplab.predict.activations import Activations, activations
 from dplab.predict.precision import Precision, States
+from dplab.predict.shards import padded_parameters
 from dplab.predict.transformer_config import TransformerConfig, numel
 
 PARTS = ("parameters", "optimizer", "gathered", "gradients", "communication", "activations",
@@ -46,10 +35,6 @@ PARTS = ("parameters", "optimizer", "gathered", "gradients", "communication", "a
 "gathered" is whole parameters of sharded ones, and autocast's copies; "communication" is what
 collectives work on, such as buckets; "other" is what backward and the optimizer hold in passing.
 """
-
-LOSS_BYTES = 12
-"""Of cross-entropy's backward for each token and word of the vocabulary, three tensors in fp32: the
-logarithmic probabilities, their gradient, and the logits' gradient."""
 
 
 @dataclass(frozen=True)
@@ -91,48 +76,10 @@ class Step:
                 and self.precision.gathered < self.precision.parameters)
 
     @property
-    def tokens(self) -> int:
-        return self.batch * self.sequence
-
-    @property
     def stream(self) -> int:
         """Bytes of the residual stream, or of its gradient."""
         element = self.precision.parameters if self.autocast else self.precision.gathered
-        return self.tokens * self.model.d_model * element
-
-    @property
-    def inner(self) -> int:
-        """Bytes of one tensor inside the feed-forward part."""
-        return self.tokens * self.model.d_ff * self.precision.gathered
-
-    @property
-    def logits(self) -> int:
-        return self.tokens * self.model.vocabulary * self.precision.gathered
-
-    @property
-    def head_input(self) -> int:
-        """Bytes of the head's input, or of its gradient."""
-        return self.tokens * self.model.d_model * self.precision.gathered
-
-    @property
-    def head(self) -> int:
-        """Elements of the head's matrix, and of the embedding's."""
-        return self.model.vocabulary * self.model.d_model
-
-    @property
-    def down(self) -> int:
-        """Elements of a block's last matrix, the first to have its gradient."""
-        return self.model.d_ff * self.model.d_model
-
-    @cached_property
-    def root(self) -> int:
-        """Parameters outside the blocks."""
-        return numel(self.model.ends.values())
-
-    def backwards(self, outermost: bool) -> list[int]:
-        """The blocks in the order of backward, or of them the two first and the two last."""
-        blocks = range(self.model.layers)[::-1]
-        return sorted({*blocks[:2], *blocks[-2:]}, reverse=True) if outermost else [*blocks]
+        return self.batch * self.sequence * self.model.d_model * element
 
     @cached_property
     def kept(self) -> Activations:
@@ -148,8 +95,8 @@ class Step:
         """The same with this block, which is recomputed if asked."""
         return self.kept_below(block + 1) + self.kept.recomputed
 
-    def moment(self, name: str, *, gathered: float = 0, gradients: float = 0,
-               communication: float = 0, activations: float = 0, other: float = 0) -> Moment:
+    def at(self, name: str, *, gathered: float = 0, gradients: float = 0,
+           communication: float = 0, activations: float = 0, other: float = 0) -> Moment:
         if self.accumulates and "gradients" in self.sharded and name != "optimizer step":
             gradients += self.states.gradients  # the sum of the micro-batches before
         return Moment(name, {
@@ -165,17 +112,19 @@ def moments(step: Step, *, outermost: bool = False) -> list[Moment]:
     them, what is held grows or shrinks evenly, so that the highest moment is always among these.
     """
     of = _sharded if "parameters" in step.sharded else _replicated
-    return [*of(step, step.backwards(outermost))]
+    backwards = [*range(step.model.layers)][::-1]
+    return [*of(step, [each for place, each in enumerate(backwards) if not outermost
+                       or place < 2 or each < 2])]
 
 
 def _sharded(step: Step, backwards: list[int]) -> Iterator[Moment]:
     """`fully_shard` on each block and the root, or a ZeRO-3 like it."""
     model, precision, kept, layers = step.model, step.precision, step.kept, step.model.layers
     # Whole gradients, in the precision of backward.
-    block, root = model.block_parameters * precision.gathered, step.root * precision.gathered
-    head, down = step.head * precision.gathered, step.down * precision.gathered
+    block, root, head, down = (size * precision.gathered for size in _elements(model))
     # What collectives carry, and what comes out of them, has its rows filled up to whole shards.
-    of_block, of_root = _padded(model.block, step.ranks), _padded(model.ends, step.ranks)
+    of_block, of_root = (padded_parameters("fully_shard", step.ranks, [[*tensors.values()]])
+                         for tensors in (model.block, model.ends))
     whole_block, whole_root = of_block * precision.gathered, of_root * precision.gathered
     sent_block, sent_root = of_block * precision.reduced, of_root * precision.reduced
     block_shard = of_block * precision.gradients / step.ranks
@@ -193,44 +142,44 @@ def _sharded(step: Step, backwards: list[int]) -> Iterator[Moment]:
         """In backward the block before this one arrives while this one computes."""
         return arriving if step.reshard and number > 0 else 0
 
-    yield step.moment("first gathers", gathered=gathered(1), activations=step.stream,
+    yield step.at("first gathers", gathered=gathered(1), activations=step.stream,
                       communication=root_arriving + arriving)
     if layers > 1:
-        yield step.moment("last gathers", gathered=gathered(layers), communication=2 * arriving,
+        yield step.at("last gathers", gathered=gathered(layers), communication=2 * arriving,
                           activations=step.kept_below(layers - 1) + step.stream)
     at_loss = gathered(0 if step.reshard else layers)
-    yield step.moment("logits", gathered=at_loss, communication=arriving,
-                      activations=kept.blocks + kept.ends + step.logits)
-    yield from _loss(step, at_loss, at_loss, step.moment)
-    yield step.moment("gradient of the head", gathered=at_loss, communication=prefetched(layers),
+    yield step.at("logits", gathered=at_loss, communication=arriving,
+                      activations=kept.blocks + kept.ends + kept.logits)
+    yield from _loss(step, at_loss, at_loss, step.at)
+    yield step.at("gradient of the head", gathered=at_loss, communication=prefetched(layers),
                       gradients=head_gradient, activations=kept.blocks + kept.ends,
-                      other=half_gradient + step.logits + step.head_input)
+                      other=half_gradient + kept.logits + kept.ends - step.stream)
 
     for number in backwards:
         done = head_gradient + (layers - 1 - number) * block_shard
         # The input of the last reduce-scatter lives until the next one.
         buffers = prefetched(number) + (sent_block if number < layers - 1 else 0)
         passing, dropped = _feed_forward(step)
-        yield step.moment(
+        yield step.at(
             f"backward of block {number}", gathered=gathered(number + 1), communication=buffers,
             gradients=done + down, activations=step.kept_until(number) - dropped,
             other=half_gradient + passing)
         # At the layer of the queries, the last. The norm's input and output are still kept, and
         # passing are gradients of both, of the queries, and of the stream around attention.
-        yield step.moment(
+        yield step.at(
             f"gradients of block {number}", gathered=gathered(number + 1), communication=buffers,
             gradients=done + block, activations=step.kept_below(number) + 2 * step.stream,
             other=half_gradient + 4 * step.stream)
-        yield step.moment(
+        yield step.at(
             f"reduction of block {number}", gathered=gathered(0 if step.reshard else number),
             communication=prefetched(number) + sent_block,
             gradients=done + _reducing(block, block_shard, 0 if model.biases else down),
             activations=step.kept_below(number), other=half_gradient + step.stream)
 
     shards = layers * block_shard
-    yield step.moment("gradient of the embedding", gathered=whole_root, communication=sent_block,
+    yield step.at("gradient of the embedding", gathered=whole_root, communication=sent_block,
                       gradients=shards + root, other=2 * half_gradient)
-    yield step.moment("reduction of the root", communication=sent_root,
+    yield step.at("reduction of the root", communication=sent_root,
                       gradients=shards + _reducing(root, root_shard, head_gradient))
     yield _optimizer(step)
 
@@ -243,25 +192,18 @@ def _reducing(whole, shard, last):
     return max(whole, shard + last)
 
 
-def _padded(tensors, ranks):
-    """Elements of the tensors with their rows filled up to whole shards."""
-    return sum(math.ceil(rows / ranks) * ranks * math.prod(rest)
-               for rows, *rest in tensors.values())
-
-
 def _replicated(step: Step, backwards: list[int]) -> Iterator[Moment]:
     """DDP and ZeRO-1, whose gradients stay whole; ZeRO-2, which reduces a block at a time."""
     model, precision, kept, layers = step.model, step.precision, step.kept, step.model.layers
     # Whole gradients, and what stays of a block's after its reduction.
-    block, root = model.block_parameters * precision.gradients, step.root * precision.gradients
-    head, down = step.head * precision.gradients, step.down * precision.gradients
+    block, root, head, down = (size * precision.gradients for size in _elements(model))
     head_gradient, half_gradient = (0, head) if model.tied else (head, 0)  # as in `_sharded`
     reduces = "gradients" in step.sharded
     left = block / step.ranks if reduces else block
     # Autocast copies what its linear layers multiply with. Forward keeps the copies to its end, and
     # backward needs them until each layer is done; a recomputed block makes its own.
     copy = precision.gathered if step.autocast else 0
-    head_copy = copy * step.head
+    head_copy = copy * model.vocabulary * model.d_model
     copies = copy * numel(shape for name, shape in model.block.items() if "norm" not in name)
     copies_after = 0 if step.recompute == "full" else layers * copies
     # Buckets are there all the time, as large as the gradients, or they are the gradients.
@@ -273,24 +215,25 @@ def _replicated(step: Step, backwards: list[int]) -> Iterator[Moment]:
         """``new``: of the gradients those that are still to be copied into a bucket."""
         if in_views:
             gradients, other = everything, other + new
-        return step.moment(name, gradients=gradients, communication=communication + buckets,
+        return step.at(name, gradients=gradients, communication=communication + buckets,
                            other=other, **parts)
 
+    new_head = head / precision.gradients * precision.gathered  # its gradient, before any cast
     yield from _loss(step, layers * copies + head_copy, copies_after + head_copy, moment)
     yield moment("gradient of the head", gathered=copies_after + head_copy,
                  activations=kept.blocks + kept.ends,
-                 other=step.logits + step.head_input + step.head * precision.gathered)
+                 other=kept.logits + kept.ends - step.stream + new_head)
     if step.autocast:
         yield moment("gradient of the head in fp32", gathered=copies_after,
                      activations=kept.blocks + step.stream,
-                     other=step.head * precision.gathered + head + step.stream)
+                     other=new_head + head + step.stream)
 
     for number in backwards:
         done = head_gradient + (layers - 1 - number) * left
         copied = copies if step.recompute == "full" else (number + 1) * copies
         passing, dropped = _feed_forward(step)
         yield moment(
-            f"backward of block {number}", gathered=copied - copy * step.down,
+            f"backward of block {number}", gathered=copied - copy * model.d_ff * model.d_model,
             gradients=done + down, new=down, activations=step.kept_until(number) - dropped,
             other=half_gradient + passing)
         if reduces:
@@ -306,13 +249,14 @@ def _replicated(step: Step, backwards: list[int]) -> Iterator[Moment]:
 def _loss(step, in_forward, after, moment):
     """Cross-entropy in fp32, of logits that nothing else refers to after it.
 
-    ``in_forward`` and ``after``: what is gathered then.
+    In backward there are three tensors as large as they: the logarithmic probabilities, their
+    gradient and the logits' gradient. ``in_forward`` and ``after``: what is gathered then.
     """
     kept = step.kept
-    fp32 = step.tokens * step.model.vocabulary * LOSS_BYTES / 3
+    fp32 = kept.loss
     as_fp32 = 0 if step.precision.gathered == 4 else fp32
     yield moment("loss in forward", gathered=in_forward,
-                 activations=kept.blocks + kept.ends + step.logits + as_fp32 + fp32)
+                 activations=kept.blocks + kept.ends + kept.logits + as_fp32 + fp32)
     yield moment("loss", gathered=after, activations=kept.blocks + kept.ends + fp32,
                  other=2 * fp32)
 
@@ -323,7 +267,14 @@ def _feed_forward(step):
     The last matrix's input is gone. A gated unit then has that input's gradient and those of both
     its factors, GELU the gradients of its output and of its input; and there is the stream's.
     """
-    return (3 if step.model.gated else 2) * step.inner + step.stream, step.inner
+    inner = step.batch * step.sequence * step.model.d_ff * step.precision.gathered
+    return (3 if step.model.gated else 2) * inner + step.stream, inner
+
+
+def _elements(model):
+    """Of a block and of the root; of the head; of a block's last matrix, first in backward."""
+    return (model.block_parameters, numel(model.ends.values()), model.vocabulary * model.d_model,
+            model.d_ff * model.d_model)
 
 
 def _optimizer(step, communication=0.0):
@@ -337,7 +288,7 @@ def _optimizer(step, communication=0.0):
     owned = step.states.optimizer / precision.optimizer if precision.optimizer else 0
     elements = max(size + before / 2 for before, size in pairwise([0, *_tensors(model)]))
     elements = elements / step.ranks if "parameters" in step.sharded else min(elements, owned)
-    return step.moment("optimizer step", gradients=step.states.gradients,
+    return step.at("optimizer step", gradients=step.states.gradients,
                        communication=communication, other=elements * precision.in_step)
 
 

@@ -65,12 +65,10 @@ def nccl_candidates(cluster: Cluster, collective: str, nbytes: float, *,
     Arguments and errors are those of `collective_seconds`. Of one rank: 0 s.
     """
     one_of(collective, COLLECTIVES, "collective")
-    ranks, local = _group(cluster, ranks, local)
-    nodes = _nodes(cluster, ranks, local)
-    if ranks == 1:
+    nodes, local, families = group = _group(cluster, ranks, local)
+    if nodes * local == 1:
         return {"none": 0.0}
-    families = _families(cluster, nodes)
-    tuned = _tuned(cluster, collective, nbytes, nodes, local, families)
+    tuned = _tuned(cluster, collective, nbytes, *group)
     if not _has_latency(cluster):
         return tuned
     network = families[1] if nodes > 1 else ""
@@ -78,10 +76,9 @@ def nccl_candidates(cluster: Cluster, collective: str, nbytes: float, *,
             for name, seconds in tuned.items()}
 
 
-def basis(cluster: Cluster, *, stand_ins: bool = False) -> tuple[str, ...]:
-    """What NCCL's times on this cluster rest on, one sentence for each kind of link in use.
-
-    ``stand_ins``: only of those links for which another stands in.
+def basis(cluster: Cluster) -> list[tuple[str, bool]]:
+    """What NCCL's times on this cluster rest on: a sentence for each kind of link in use, and
+    whether that very link was measured.
     """
     said = []
     for place, link in enumerate((cluster.inside, cluster.between)[:min(cluster.nodes, 2)]):
@@ -92,13 +89,13 @@ def basis(cluster: Cluster, *, stand_ins: bool = False) -> tuple[str, ...]:
         gpus = ", ".join(sorted({row["gpu"] for row in rows}))
         reached = f"what {gpus} reached over {measured} (collectives.json)"
         if family == _ETHERNET:
-            said.append(f"{link.name}: {reached} in large all-reduces is taken, with the overhead "
-                        f"of {_CLOUD}")
+            said.append((f"{link.name}: {reached} in large all-reduces is taken, with the "
+                         f"overhead of {_CLOUD}", False))
         elif not link.name.endswith(tuple(row["between" if place else "inside"] for row in rows)):
-            said.append(f"Nobody measured {link.name}: {reached} is taken")
-        elif not stand_ins:
-            said.append(f"{link.name}: {reached}")
-    return tuple(said)
+            said.append((f"Nobody measured {link.name}: {reached} is taken", False))
+        else:
+            said.append((f"{link.name}: {reached}", True))
+    return said
 
 
 def computing_slowdown(cluster: Cluster) -> float:
@@ -107,24 +104,26 @@ def computing_slowdown(cluster: Cluster) -> float:
     NCCL's kernels hold some SMs, and both use the GPU's memory and power: 1.2 in the middle of the
     published studies. 1 for one rank.
     """
-    return 1.0 if cluster.ranks == 1 else 1 / _at(_left_beside_nccl, pace=cluster.pace)
+    if cluster.ranks == 1:
+        return 1.0
+    left = [1 / row["slowdown"] if "slowdown" in row else 1 - row["share"]
+            for row in _published()["contention"]["studies"]]
+    return 1 / at_pace(left, cluster.pace)
 
 
-def _group(cluster, ranks, local):
+def _group(cluster, ranks=None, local=None):
+    """The nodes of a group, its members in each, and the families of the links that it uses."""
     ranks = cluster.ranks if ranks is None else whole(ranks, "ranks")
-    return ranks, min(ranks, cluster.per_node) if local is None else local
-
-
-def _nodes(cluster, ranks, local):
-    whole(ranks, "ranks")
-    if local > cluster.per_node or ranks % whole(local, "local") or ranks > cluster.ranks:
+    local = min(ranks, cluster.per_node) if local is None else whole(local, "local")
+    if local > cluster.per_node or ranks % local or ranks > cluster.ranks:
         raise ValueError(f"{ranks} ranks, {local} to a node, do not fit this cluster of "
                          f"{cluster.nodes} × {cluster.per_node} GPUs")
-    return ranks // local
+    links = [cluster.inside, cluster.between][:min(2, ranks // local)]
+    return ranks // local, local, [_family(link) for link in links]
 
 
 def _has_latency(cluster):
-    """False where the cluster is asked about without any, as `cluster.without` makes it."""
+    """False where the cluster is asked about without any, as `Prediction.savings` does."""
     return cluster.inside.latency > 0 or cluster.between.latency > 0
 
 
@@ -199,11 +198,6 @@ def _family(link):
         raise ValueError(f"no link like {link.name!r} was measured: take one of LINKS, with "
                          "another bandwidth where yours differs")
     return _NEAREST[link.name]
-
-
-def _families(cluster, nodes):
-    """Of the links that a group over so many nodes uses."""
-    return [_family(cluster.inside), *([_family(cluster.between)] if nodes > 1 else [])]
 
 
 # Rates, from the tables that are not held out
@@ -292,24 +286,16 @@ def _network_shares(family: str, collective: str) -> list[float]:
     the network's bandwidth went as a tree on two nodes, and a forced algorithm tells nothing.
     Where only all-reduces were measured, theirs is taken for each: a ring sends alike in all.
     """
-    every = [(row["collective"] == "all-reduce", row["bus"] / (row["nics"] * _line_rate(row)))
+    def line_rate(row):  # in GB/s, of a link whose name gives it in Gb/s
+        return float(row["between"].removesuffix(" Gb/s")) / 8
+
+    every = [(row["collective"] == "all-reduce", row["bus"] / (row["nics"] * line_rate(row)))
              for row in _training()
              if _families_of(row)[1] == family and row["per_node"] <= 8
              and row["nodes"] <= (32 if row["inside"] else 4)
              and row.get("algorithm") in (None, "Ring")]
     alike = [share for reduces, share in every if reduces == (collective == "all-reduce")]
     return [share for share in alike or [share for _, share in every] if share <= 1]
-
-
-def _line_rate(row):
-    """GB/s of a link to the network, which its name gives in Gb/s."""
-    return float(row["between"].removesuffix(" Gb/s")) / 8
-
-
-def _left_beside_nccl() -> list[float]:
-    """The speed that computing keeps while NCCL sends."""
-    return [1 / row["slowdown"] if "slowdown" in row else 1 - row["share"]
-            for row in _published()["contention"]["studies"]]
 
 
 @functools.cache
@@ -347,11 +333,9 @@ def _overheads(network: str) -> dict[str, list[float]]:
                 (_families_of(table)[1] or "") != network):
             continue
         cluster = table_cluster(table)
-        families = _families(cluster, cluster.nodes)
         for nbytes, seconds in table_rows(table):
             if nbytes <= 2**26:
-                tuned = _tuned(cluster, table["collective"], nbytes, cluster.nodes,
-                               cluster.per_node, families)
+                tuned = _tuned(cluster, table["collective"], nbytes, *_group(cluster))
                 taken = min(tuned, key=tuned.__getitem__)
                 found[taken.split()[1]].append(seconds - tuned[taken])
     every = [each for overheads in found.values() for each in overheads]

@@ -12,7 +12,7 @@ from dataclasses import asdict, replace
 from functools import cache, lru_cache
 from typing import Any
 
-from dplab.predict import choose, cluster, fields, reached, settings
+from dplab.predict import choose, cluster, cost, fields, reached, settings
 from dplab.predict.checks import one_of
 from dplab.predict.choose import BLOCK_RECOMPUTE, MEMORY_ERROR, Option, Recommendation
 from dplab.predict.fields import AS_NEEDED, MOST_GPUS, RECOMMENDED
@@ -25,6 +25,9 @@ PARTS = ("all", "plan", "recommendation")
 DIGITS = 6
 BETWEEN = "between nodes"
 """The lane of HSDP's all-reduces, which go on beside the gathers inside the nodes."""
+SENT = {**dict.fromkeys(("gather", "all-gather"), ("all-gather", "parameters")),
+        **{name: (name, "gradients") for name in ("reduce-scatter", "all-reduce")}}
+"""The collective of a span by the first word of its name, and what it carries."""
 LOW_MFU = 0.05
 """Below this share of what the GPUs could do, a plan is called a waste."""
 
@@ -90,30 +93,27 @@ def _predicted(items):
         precision=values["precision"], compiled=values["compile"], recompute=(
             BLOCK_RECOMPUTE if values["recompute"] == AS_NEEDED else (values["recompute"],)))
     if values["strategy"] != RECOMMENDED:
-        return found, found.wish.option(values["strategy"])
-    return found, found.best or found.wish.option("FSDP")  # which needs least
+        return found, found.option(values["strategy"])
+    return found, found.best or found.option("FSDP")  # which needs least
 
 
 def _plan(option: Option, recommendation: Recommendation, values: dict) -> dict:
-    job, on, budget, wish = option.job, option.cluster, option.budget, recommendation.wish
-    runs = recommendation.runs(option)
-    outside = _outside(option)
+    job, on, budget, basis = option.job, option.cluster, option.budget, option.basis
+    runs, starved, outside = recommendation.runs(option), recommendation.starved, _outside(option)
+    sequences = recommendation.global_batch if starved else option.global_batch
     like = None if outside else reached.reached(on.gpu.name, on.ranks)
     speeds = _speeds(option, like) if runs else None
     return {
         "title": f"{job.model.name} on {on.ranks:,} × {values['gpu']}, "
-                 f"{(wish.global_batch if wish.starved else option.global_batch) * job.sequence:,} "
-                 "tokens in a step",
+                 f"{sequences * job.sequence:,} tokens in a step",
         "strategy": option.strategy, "name": option.name, "recompute": job.recompute,
-        "runs": runs, "starved": wish.starved,
+        "runs": runs, "starved": starved,
         "batch": {"micro": job.batch, "accumulation": job.accumulation},
         "speeds": speeds, "range": outside or _said(like, on.ranks),
         "warnings": _warnings(option, values) if runs else [],
         "rent": _rents(option, speeds, values) if runs else None,
-        "nearest": [asdict(each) for each in reached.nearest(
-            on.gpu.name, on.ranks, job.model.parameters, job.compiled)],
-        "other_ways": [asdict(each) for each in reached.other_ways(
-            on.gpu.name, on.ranks, job.model.parameters)],
+        "nearest": reached.nearest(on.gpu.name, on.ranks, job.model.parameters, job.compiled),
+        "other_ways": reached.other_ways(on.gpu.name, on.ranks, job.model.parameters),
         "memory": {
             "parts": [{"name": name, "bytes": size} for name, size in budget.parts.items()],
             "total": budget.total, "limit": option.limit, "gpu": budget.memory_bytes,
@@ -121,7 +121,7 @@ def _plan(option: Option, recommendation: Recommendation, values: dict) -> dict:
             "uncertain": abs(option.margin) <= MEMORY_ERROR * budget.total},
         "traffic": _traffic(option), "step": _step(option) if runs else None,
         "launch": _launch(option, runs), "assumed": ASSUMED,
-        "basis": option.basis, "stand_ins": option.stand_ins}
+        "basis": [*basis], "stand_ins": [line for line, asked in basis.items() if not asked]}
 
 
 def _speeds(option, like: Range | None):
@@ -182,34 +182,40 @@ def _rents(option, speeds, values):
 
 
 def _rent(option, speed, values):
-    stored = option.budget.step.precision
+    stored = option.budget.precision
     return Rent(values["tokens"], speed, option.cluster.ranks,
                 (stored.parameters + stored.optimizer) * option.job.model.parameters,
                 values["price"])
 
 
 def _traffic(option):
+    """What a GPU sends in a step, by the collectives that are simulated; there is no padding."""
+    on, hybrid, replicated = option.cluster, option.strategy == "HSDP", option.job.strategy == "DDP"
     parts: dict[str, dict] = {}
-    for each in option.transfers:
-        if each.world_size == 1:
+    for span in option.spans if on.ranks > 1 else ():
+        if span.lane != COMMUNICATION:
             continue
-        where = "" if option.cluster.nodes == 1 else "all nodes"
-        if where and option.strategy == "HSDP":
-            where = BETWEEN if each.of == "shards of gradients" else "inside a node"
-        name = f"{each.algorithm.removeprefix('ring ')} of {each.of}"
-        part = parts.setdefault(name, {"name": name, "bytes": 0, "calls": 0,
-                                       "ranks": each.world_size, "where": where})
-        times = option.times_sent(each)
-        part["bytes"] += times * each.bytes_sent
-        part["calls"] = None if each.count is None else part["calls"] + times * each.count
+        collective, of = SENT[span.name.split()[0]]
+        copies = hybrid and collective == "all-reduce"
+        name = f"{collective} of {'shards of ' if copies else ''}{of}"
+        part = parts.setdefault(name, {
+            "name": name, "bytes": 0, "calls": None if replicated else 0,
+            "ranks": on.nodes if copies else on.per_node if hybrid else on.ranks,
+            "where": "" if on.nodes == 1 else "all nodes" if not hybrid else
+                     BETWEEN if copies else "inside a node"})
+        # Of several micro-batches what is all-reduced is sent for the last alone.
+        times = 1 if replicated or copies else option.job.accumulation
+        part["bytes"] += times * cost.bytes_sent(f"ring {collective}", part["ranks"], span.nbytes)
+        if not replicated:
+            part["calls"] += times
     return {"parts": list(parts.values()),
             "sent_bytes": sum(part["bytes"] for part in parts.values())}
 
 
 def _step(option):
     return {
-        "seconds": option.seconds, "mfu": option.mfu, "bound": option.bound,
-        "compute_seconds": option.compute_seconds, "exposed_seconds": option.exposed_seconds,
+        **{name: getattr(option, name) for name in (
+            "seconds", "mfu", "bound", "compute_seconds", "exposed_seconds")},
         "global_tokens": option.global_batch * option.job.sequence,
         "savings": [{"resource": name, "seconds": saved}
                     for name, saved in option.savings.items()],
@@ -236,13 +242,13 @@ def _drawn(option):
 
 def _scaling(option: Option, recommendation: Recommendation, values: dict) -> dict:
     """The same global batch at each number of GPUs that it has sequences for."""
-    on, wish = option.cluster, recommendation.wish
+    on = option.cluster
     points: list[dict[str, Any]] = []
     curve = []
     for ranks in _counts(on, recommendation):
         there = option if ranks == on.ranks else replace(
-            wish, cluster=on.of(ranks)).option(option.strategy)
-        runs = there.fits and ranks <= wish.global_batch
+            recommendation, cluster=on.of(ranks)).option(option.strategy)
+        runs = there.fits and ranks <= recommendation.global_batch
         point: dict[str, Any] = {"gpus": ranks, "runs": runs}
         if runs:
             speeds = _speeds(there, None if _outside(there) else reached.reached(
@@ -262,7 +268,7 @@ def _counts(on, recommendation):
     With them the number asked for, and the one that the advice names where nothing fits; but none
     for which the global batch has no sequence.
     """
-    sequences, node = recommendation.wish.global_batch, on.node_size
+    sequences, node = recommendation.global_batch, on.node_size
     most = min(MOST_GPUS, 8 * on.ranks, max(sequences, on.ranks))
     powers = [2**power for power in range(18)]
     advised = None if recommendation.best else recommendation.enough_ranks

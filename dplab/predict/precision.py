@@ -5,7 +5,7 @@ Sources: for each precision its own.
 
 from dataclasses import dataclass
 
-from dplab.predict.checks import DERIVED, one_of, whole
+from dplab.predict.checks import DERIVED, one_of
 
 
 @dataclass(frozen=True)
@@ -16,8 +16,7 @@ class Precision:
     ``reduced``: of a gradient as collectives add it up, by default ``gradients``. ``in_step``: what
     the optimizer holds in passing, for each element of the tensor that it works on; by default two
     numbers in fp32, as Adam does. ``per_tensor``: bytes of optimizer state for each tensor (Adam
-    counts its steps in a float32), which only `shards.real_states` adds. Raises TypeError for sizes
-    that are no integers, and ValueError for negative ones.
+    counts its steps in a float32), which only `shards.real_states` adds.
     """
 
     name: str
@@ -35,9 +34,6 @@ class Precision:
             object.__setattr__(self, "gathered", self.parameters)
         if self.reduced is None:
             object.__setattr__(self, "reduced", self.gradients)
-        for size in ("parameters", "gradients", "optimizer", "gathered", "reduced", "in_step",
-                     "per_tensor"):
-            whole(getattr(self, size), f"bytes ({size})", least=0)
 
     @property
     def total(self) -> int:

@@ -29,7 +29,7 @@ from typing import NamedTuple
 
 from dplab.predict.catalogue import GPUS, Gpu, nearest_gpu
 from dplab.predict.checks import one_of, whole
-from dplab.predict.pace import PACES, at_pace
+from dplab.predict.pace import at_pace
 
 NEAREST, AT_MOST = 4, 8
 ATTENTION_KERNELS = ("FlashAttention-2", "FlashAttention-3", "FlashAttention-4", "cuDNN",
@@ -68,12 +68,12 @@ class Row(NamedTuple):
 class Rates:
     """Tables of measured rates, in the form of ``kernels.json``: `PUBLISHED`, or one's own.
 
-    ``python -m dplab.bench gpu --save`` writes ``tables`` of a GPU into chapters/data.
+    ``python -m dplab.bench gpu --save`` writes ``tables`` of a GPU into chapters/data. For pace,
+    kind, direction and kernel its methods raise ValueError where it is none that there is.
     """
 
     def __init__(self, tables: Sequence[dict]):
         self._rows = defaultdict(list)
-        self._found: dict[tuple, Rate] = {}
         self._near: dict[tuple, tuple] = {}
         self._spreads: dict[tuple, list[float]] = {}
         for table in tables:
@@ -88,91 +88,65 @@ class Rates:
                         _measured(columns) if table["what"] == "matmul" else ()))
 
     def matmul(self, gpu: Gpu, m: int, n: int, k: int, pace: str = "typical") -> Rate:
-        """FLOP/s of (m, k) times (k, n) in bf16. Raises ValueError for sizes below 1 or a pace."""
-        one_of(pace, PACES, "pace")
-        m, n, k = whole(m, "m"), whole(n, "n"), whole(k, "k")
-        key = ("matmul", gpu.name, gpu.bf16_flops, m, n, k, pace)
-        if key not in self._found:
-            nearest, away, lent = self._nearest_products(gpu, m, n, k)
-            share = at_pace([row.share for row in nearest], pace)
-            first = nearest[0]
-            shape = " × ".join(str(first.columns[side]) for side in "mnk")
-            batch = first.columns.get("batch", 1)
-            near = away <= 1
-            self._found[key] = Rate(gpu.bf16_flops * share, "".join((
-                f"matrix product {m} × {n} × {k}: {len(nearest)} measurements, the nearest ",
-                f"{batch} × " if batch > 1 else "", f"{shape} on {first.gpu} ({first.source})",
-                "" if near else "; more than a factor of two from any measured shape",
-                lent)), near and not lent)
-        return self._found[key]
-
-    def _nearest_products(self, gpu, m, n, k):
-        """The rows that resemble the product most, how far the first is away, and who lent them.
-
-        The same at any pace, and where the GPU's peak is taken to be another than its own.
-        """
+        """FLOP/s of (m, k) times (k, n) in bf16."""
+        # The same at any pace, and where the GPU's peak is taken to be another than its own.
         key = (gpu.name, GPUS.get(gpu.name, gpu).bf16_flops, m, n, k)
         if key not in self._near:
             rows, lent = self._of(gpu, "matmul", AT_MOST)
-            asked = _features(m, n, k)
+            asked = _features(whole(m, "m"), whole(n, "n"), whole(k, "k"))
             ranked = heapq.nsmallest(AT_MOST, ((math.dist(asked, row.features), place)
                                                for place, row in enumerate(rows)))
             self._near[key] = ([rows[place] for rank, (away, place) in enumerate(ranked)
                                 if rank < NEAREST or away < ranked[0][0] + 1], ranked[0][0], lent)
-        return self._near[key]
+        nearest, away, lent = self._near[key]
+        first = nearest[0]
+        shape = " × ".join(str(first.columns[side]) for side in ("batch", "m", "n", "k")
+                           if first.columns.get(side, 1) > 1 or side != "batch")
+        far = "; more than a factor of two from any measured shape" if away > 1 else ""
+        return Rate(gpu.bf16_flops * at_pace([row.share for row in nearest], pace),
+                    f"matrix product {m} × {n} × {k}: {len(nearest)} measurements, the nearest "
+                    f"{shape} on {first.gpu} ({first.source}){far}{lent}", not (far or lent))
 
     def attention(self, gpu: Gpu, head_dim: int, sequence: int, *, direction: str = "forward",
                   kernel: str = ATTENTION_KERNELS[0], pace: str = "typical") -> Rate:
         """FLOP/s of causal attention, of the half that the mask leaves.
 
-        ``direction`` one of `DIRECTIONS`, ``kernel`` of `ATTENTION_KERNELS`. Raises ValueError for
-        another, and for sizes below 1.
+        ``direction`` one of `DIRECTIONS`, ``kernel`` of `ATTENTION_KERNELS`.
         """
-        one_of(pace, PACES, "pace")
         one_of(direction, DIRECTIONS, "direction"), one_of(kernel, ATTENTION_KERNELS, "kernel")
-        whole(head_dim, "head_dim"), whole(sequence, "sequence")
-        key = ("attention", gpu.name, gpu.bf16_flops, head_dim, sequence, direction, kernel, pace)
-        if key not in self._found:
-            rows, lent = self._of(gpu, "attention", 1)
-            notes = [lent] if lent else []
-            elsewhere = {row.gpu for row in self._rows["attention"]
-                         if row.columns["kernel"] == kernel}
-            if elsewhere and kernel not in {row.columns["kernel"] for row in rows}:
-                self._found[key] = self._beside_the_usual(
-                    gpu, GPUS[nearest_gpu(gpu, elsewhere)], head_dim, sequence,
-                    direction=direction, kernel=kernel, pace=pace)
-                return self._found[key]
+        rows, lent = self._of(gpu, "attention", 1)
+        elsewhere = {row.gpu for row in self._rows["attention"] if row.columns["kernel"] == kernel}
+        if elsewhere and kernel not in {row.columns["kernel"] for row in rows}:
+            return self._beside_the_usual(gpu, GPUS[nearest_gpu(gpu, elsewhere)], head_dim,
+                                          sequence, direction=direction, kernel=kernel, pace=pace)
 
-            def unlike(row):  # another kernel is worst, then the other direction, then the mask
-                have = row.columns
-                return (100 * (have["kernel"] != kernel) + 3 * (not have["causal"])
-                        + {direction: 0, "both": 1}.get(have["direction"], 10))
+        def unlike(row):  # another kernel is worst, then the other direction, then the mask
+            have = row.columns
+            return (100 * (have["kernel"] != kernel) + 3 * (not have["causal"])
+                    + {direction: 0, "both": 1}.get(have["direction"], 10))
 
-            least = min(map(unlike, rows))
-            rows = [row for row in rows if unlike(row) == least]
-            if least:
-                have = rows[0].columns
-                notes.append(f"; measured for {have['kernel']}, {have['direction']}, "
-                             f"{'' if have['causal'] else 'not '}causal")
-            sizes = {row.columns["head_dim"] for row in rows}
-            size = min(sizes, key=lambda each: (abs(math.log2(each / head_dim)), each))
-            if size != head_dim:
-                notes.append(f"; head dimension {size} is the nearest to {head_dim}")
-            rows = [row for row in rows if row.columns["head_dim"] == size]
-            by_length = defaultdict(list)
-            for row in rows:
-                by_length[row.columns["sequence"]].append(row.share)
-            typical = _interpolated({length: statistics.median(shares)
-                                     for length, shares in by_length.items()}, sequence)
-            if not min(by_length) / 2 <= sequence <= 2 * max(by_length):
-                notes.append(f"; measured from {min(by_length)} to {max(by_length)} tokens")
-            spread = self._spread("attention", "kernel", "direction", "head_dim", "causal",
-                                  "sequence")
-            measured = rows[0].columns["kernel"]
-            self._found[key] = Rate(gpu.bf16_flops * _spread_out(typical, spread, pace), "".join((
-                f"attention {direction}, {sequence} tokens: {measured} on {rows[0].gpu} ",
-                f"({rows[0].source})", *notes)), not notes)
-        return self._found[key]
+        least = min(map(unlike, rows))
+        rows = [row for row in rows if unlike(row) == least]
+        size = min((row.columns["head_dim"] for row in rows),
+                   key=lambda each: (abs(math.log2(each / head_dim)), each))
+        rows = [row for row in rows if row.columns["head_dim"] == size]
+        by_length = defaultdict(list)
+        for row in rows:
+            by_length[row.columns["sequence"]].append(row.share)
+        typical = _interpolated({length: statistics.median(shares)
+                                 for length, shares in by_length.items()}, sequence)
+        have, shortest, longest = rows[0].columns, min(by_length), max(by_length)
+        notes = "".join(note for said, note in (
+            (lent, lent),
+            (least, f"; measured for {have['kernel']}, {have['direction']}, "
+                    f"{'' if have['causal'] else 'not '}causal"),
+            (size != head_dim, f"; head dimension {size} is the nearest to {head_dim}"),
+            (not shortest / 2 <= sequence <= 2 * longest,
+             f"; measured from {shortest} to {longest} tokens")) if said)
+        spread = self._spread("attention", "kernel", "direction", "head_dim", "causal", "sequence")
+        return Rate(gpu.bf16_flops * _spread_out(typical, spread, pace),
+                    f"attention {direction}, {sequence} tokens: {have['kernel']} on {rows[0].gpu} "
+                    f"({rows[0].source}){notes}", not notes)
 
     def _beside_the_usual(self, gpu, other, head_dim, sequence, *, kernel, pace, **which):
         """A kernel that was measured on another GPU alone: as much slower than FlashAttention-2.
@@ -192,38 +166,32 @@ class Rates:
     def memory(self, gpu: Gpu, operation: str, kind: str = "eager", pace: str = "typical") -> Rate:
         """Bytes/s of memory-bound work, such as a "norm"; ``kind`` is one of `KINDS`.
 
-        An operation that was not measured in that kind has the rates of all that were. Raises
-        ValueError for another kind or pace.
+        An operation that was not measured in that kind has the rates of all that were.
         """
-        one_of(pace, PACES, "pace"), one_of(kind, KINDS, "kind")
-        key = ("memory", gpu.name, gpu.memory_bandwidth, operation, kind, pace)
-        if key not in self._found:
-            every = [row for row in self._rows["memory"] if row.columns["kind"] == kind]
-            if not every:
-                raise ValueError(f"no rates of {kind} kernels in these tables: measure some")
-            same = [row for row in every if row.columns["operation"] == operation]
-            own = [row for row in same if row.gpu == gpu.name]
-            ours = [row for row in every if row.gpu == gpu.name]
-            rows, note = next((rows, note) for rows, note in (
-                (own, ""), (same, f"; not measured on {gpu.name}: the share of {_gpus(same)}"),
-                (ours, f"; {operation} was not measured: all {kind} kernels"),
-                (every, f"; neither {operation} nor {gpu.name} was measured")) if rows)
-            shares = [row.share for row in rows]
-            share = at_pace(shares, pace) if len(shares) >= 3 else _spread_out(
-                at_pace(shares, "typical"), self._spread("memory", "operation", "kind"), pace)
-            sources = list(dict.fromkeys(row.source for row in rows))
-            self._found[key] = Rate(
-                gpu.memory_bandwidth * share,
-                f"{kind} {operation}: {len(rows)} measurements ({'; '.join(sources[:2])}){note}",
-                not note)
-        return self._found[key]
+        every = [row for row in self._rows["memory"]
+                 if row.columns["kind"] == one_of(kind, KINDS, "kind")]
+        if not every:
+            raise ValueError(f"no rates of {kind} kernels in these tables: measure some")
+        same = [row for row in every if row.columns["operation"] == operation]
+        own = [row for row in same if row.gpu == gpu.name]
+        ours = [row for row in every if row.gpu == gpu.name]
+        lenders = " and ".join(dict.fromkeys(row.gpu for row in same))
+        rows, note = next((rows, note) for rows, note in (
+            (own, ""), (same, f"; not measured on {gpu.name}: the share of {lenders}"),
+            (ours, f"; {operation} was not measured: all {kind} kernels"),
+            (every, f"; neither {operation} nor {gpu.name} was measured")) if rows)
+        shares = [row.share for row in rows]
+        share = at_pace(shares, pace) if len(shares) >= 3 else _spread_out(
+            at_pace(shares, "typical"), self._spread("memory", "operation", "kind"), pace)
+        sources = "; ".join([*dict.fromkeys(row.source for row in rows)][:2])
+        return Rate(gpu.memory_bandwidth * share,
+                    f"{kind} {operation}: {len(rows)} measurements ({sources}){note}", not note)
 
     def launch_seconds(self, kind: str = "eager", pace: str = "typical") -> float:
         """The least time that a kernel takes, as the next one cannot be launched sooner.
 
         "compiled" code launches from C++, all other kinds from Python; measured on H100 and H200.
         """
-        one_of(pace, PACES, "pace"), one_of(kind, KINDS, "kind")
         way = "from C++" if kind == "compiled" else "from Python"
         rates = [1e6 / row.columns["microseconds"] for row in self._rows["launch"]
                  if row.columns["kind"] == way]
@@ -277,10 +245,6 @@ def _interpolated(points, at):
 def _spread_out(share, spread, pace):
     """The share of the peak at that pace, at most all of it."""
     return min(1.0, share * at_pace(spread, pace) / at_pace(spread, "typical"))
-
-
-def _gpus(rows):
-    return " and ".join(dict.fromkeys(row.gpu for row in rows))
 
 
 PUBLISHED = Rates(json.loads(

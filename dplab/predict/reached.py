@@ -112,23 +112,12 @@ def _without(by_source, source):
     return {name: found for name, found in by_source.items() if name != source}
 
 
-@dataclass(frozen=True)
-class Neighbour:
-    """A published run: ``rate`` in tokens/s of a GPU; ``how``: the strategy, or the parallelism."""
-
-    what: str
-    gpu: str
-    ranks: int
-    how: str
-    rate: float
-    source: str
-
-
-def nearest(gpu: str, ranks: int, parameters: int, compiled: bool, count: int = 3
-            ) -> list[Neighbour]:
+def nearest(gpu: str, ranks: int, parameters: int, compiled: bool, count: int = 3) -> list[dict]:
     """The published runs nearest in size of the model and of the cluster, one of each series.
 
-    On GPUs of the same generation, where there are any; else of the nearest.
+    On GPUs of the same generation, where there are any; else of the nearest. Of each: ``what`` it
+    trained, on which ``gpu`` and how many ``ranks``, ``how`` (the strategy, or parallelism), its
+    ``rate`` in tokens/s of a GPU, and its ``source``.
     """
     def away(row):
         theirs = CLUSTERS[row["machine"]].gpu.name
@@ -139,28 +128,25 @@ def nearest(gpu: str, ranks: int, parameters: int, compiled: bool, count: int = 
     found: dict[str, dict] = {}
     for row in sorted((ROWS[name] for name in RATIOS), key=away):
         found.setdefault(row["series"], row)
-    return [Neighbour(row["series"], CLUSTERS[row["machine"]].gpu.name, row["ranks"],
-                      row["strategy"] + (", compiled" if row["compiled"] else ""),
-                      tokens_per_gpu(row, row["published"]), _cited(row))
+    return [{"what": row["series"], "gpu": CLUSTERS[row["machine"]].gpu.name,
+             "ranks": row["ranks"], "how": row["strategy"] + ", compiled" * row["compiled"],
+             "rate": tokens_per_gpu(row, row["published"]),
+             "source": TABLE["tables"][row["table"]]["source"]}
             for row in [*found.values()][:count]]
 
 
-def other_ways(gpu: str, ranks: int, parameters: int, count: int = 2) -> list[Neighbour]:
+def other_ways(gpu: str, ranks: int, parameters: int, count: int = 2) -> list[dict]:
     """Published runs of such a model that split sequences or layers too; nearest first.
 
-    Their models have between half and twice the parameters, and their GPUs are alike.
+    Their models have between half and twice the parameters, and their GPUs are alike. As `nearest`.
     """
     rows = [row for row in TABLE["other_ways"]
             if 0.5 <= 1e9 * row["billions"] / parameters <= 2
             and GENERATIONS[row["gpu"]] == GENERATIONS.get(gpu)]
     rows.sort(key=lambda row: (abs(math.log2(1e9 * row["billions"] / parameters)) > 0.5,
                                abs(math.log2(row["ranks"] / ranks))))
-    return [Neighbour(row["model"], row["gpu"], row["ranks"], row["way"],
-                      row["tokens_per_second"], row["source"]) for row in rows[:count]]
-
-
-def _cited(row):
-    return TABLE["tables"][row["table"]]["source"]
+    return [{"what": row["model"], "gpu": row["gpu"], "ranks": row["ranks"], "how": row["way"],
+             "rate": row["tokens_per_second"], "source": row["source"]} for row in rows[:count]]
 
 
 @functools.cache

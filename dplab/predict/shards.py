@@ -58,12 +58,11 @@ def real_states(implementation: str, precision: Precision | str, world_size: int
     Exact, where all tensors are of one dtype. ``implementation``: one of `IMPLEMENTATIONS`.
     ``units``: the shapes of the trainable tensors, each tied one once, in lists such as
     `TransformerConfig.units`. Buckets and gathered parameters are not model states. Raises
-    ValueError for an unknown implementation or precision, no tensors, and a shape without
-    dimensions or with a size below 1.
+    ValueError for an unknown implementation or precision.
     """
     ways = IMPLEMENTATIONS[one_of(implementation, IMPLEMENTATIONS, "implementation")]
     precision = precision_of(precision)
-    ranks, units = whole(world_size, "the world size"), checked_units(units)
+    ranks, units = whole(world_size, "the world size"), [list(unit) for unit in units]
     parameters, gradients, optimizer = (way(units, ranks) for way in ways)
     return [States(parameters[rank][0] * precision.parameters,
                    gradients[rank][0] * precision.gradients,
@@ -78,26 +77,12 @@ def padded_parameters(implementation: str, world_size: int,
     The course's own classes lay tensors side by side: ShardedOptimizer all of them,
     FullyShardedModel those of a unit.
     """
-    ranks, units = whole(world_size, "the world size"), checked_units(units)
+    ranks, units = whole(world_size, "the world size"), [list(unit) for unit in units]
     if implementation == "fully_shard":
         return ranks * sum(math.ceil(shape[0] / ranks) * math.prod(shape[1:])
                            for shape in _together(units)[0])
     cut = _together(units) if implementation == "ShardedOptimizer" else units
     return ranks * sum(math.ceil(numel(unit) / ranks) for unit in cut)
-
-
-def checked_units(units: Iterable[Sequence[Shape]]) -> list[list[Shape]]:
-    """The units as lists of tuples; TypeError and ValueError for what are no shapes of tensors."""
-    found = [[tuple(shape) for shape in unit] for unit in units]
-    shapes = _together(found)[0]
-    if not shapes:
-        raise ValueError("units needs at least one tensor")
-    for shape in dict.fromkeys(shapes):
-        if not shape:
-            raise ValueError("a tensor without dimensions cannot be sharded: make it of shape (1,)")
-        for size in shape:
-            whole(size, f"each size in a shape such as {shape}")
-    return found
 
 
 def _together(units):

@@ -9,8 +9,6 @@ Source: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parall
 section 3.2 (the schedule); `cost` has the time of each all-reduce.
 """
 
-import functools
-import math
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -28,10 +26,6 @@ class Layer:
     backward_seconds: float
     gradient_bytes: float
     name: str = ""
-
-    def __post_init__(self):
-        for value in (self.forward_seconds, self.backward_seconds, self.gradient_bytes):
-            _not_negative(value)
 
 
 @dataclass(frozen=True)
@@ -63,12 +57,7 @@ class Span:
 
 
 def bucket_layers(layers: Sequence[Layer], bucket_bytes: float) -> list[list[int]]:
-    """The layers' indices in reverse, in buckets that close when they reach ``bucket_bytes``.
-
-    Raises ValueError for a bucket of no size.
-    """
-    if not bucket_bytes > 0:
-        raise ValueError(f"a bucket holds more than 0 bytes, not {bucket_bytes}")
+    """The layers' indices in reverse, in buckets that close when they reach ``bucket_bytes``."""
     buckets: list[list[int]] = []
     room = 0.0
     for index in reversed(range(len(layers))):
@@ -107,14 +96,16 @@ def ddp_spans(layers: Sequence[Layer], world_size: int,
 
     ``layers`` in the order of forward. ``link``: over which a ring goes, or the seconds of an
     all-reduce of so many bytes. Without ``overlap`` all all-reduces wait for the end of backward;
-    with it, backward beside an all-reduce takes ``slowdown`` times as long. Raises ValueError for
-    sizes and times below zero, and for a bucket of no size.
+    with it, backward beside an all-reduce takes ``slowdown`` times as long.
     """
-    seconds = (functools.partial(_ring_seconds, world_size, link)
-               if isinstance(link, cost.Link) else link)
+    def seconds(nbytes):
+        if isinstance(link, cost.Link):
+            return cost.seconds("ring all-reduce", world_size, nbytes, link)
+        return link(nbytes)
+
     buckets = bucket_layers(layers, bucket_bytes)
     last = {bucket[-1]: number for number, bucket in enumerate(buckets)}
-    now = _not_negative(sum(layer.forward_seconds for layer in layers))
+    now = sum(layer.forward_seconds for layer in layers)
     computing, sending, free = [Span("forward", COMPUTE, 0.0, now)], [], 0.0
     going: deque[Span] = deque()  # of those sent, all but those that ended before now
 
@@ -139,8 +130,7 @@ def ddp_spans(layers: Sequence[Layer], world_size: int,
             send(number, now)
 
     start = max(now, free)
-    end = start + _not_negative(optimizer_seconds)
-    return [*computing, *sending, Span("optimizer", COMPUTE, start, end)]
+    return [*computing, *sending, Span("optimizer", COMPUTE, start, start + optimizer_seconds)]
 
 
 def sharded_spans(layers: Sequence[Layer], collective: Callable[[float], float], *,
@@ -191,10 +181,6 @@ def exposed_seconds(spans: Iterable[Span]) -> float:
                for start, end in _union(span for span in spans if span.lane == COMMUNICATION))
 
 
-def _ring_seconds(world_size, link, nbytes):
-    return cost.seconds("ring all-reduce", world_size, nbytes, link)
-
-
 def _union(spans):
     """The intervals that the spans cover, apart from each other and in order."""
     merged = []
@@ -208,9 +194,3 @@ def _union(spans):
 
 def _covered(intervals, start, end):
     return sum(max(0.0, min(end, last) - max(start, first)) for first, last in intervals)
-
-
-def _not_negative(value):
-    if not 0 <= value < math.inf:
-        raise ValueError(f"times and sizes are 0 or more, and finite, not {value}")
-    return value

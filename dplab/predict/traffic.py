@@ -43,32 +43,21 @@ class Transfers:
         return cost.bytes_sent(self.algorithm, self.world_size, self.tensor_bytes)
 
 
-@dataclass(frozen=True)
-class Part:
-    """``when``: "step" for once a step, "not root" for parameters that the root does not own.
-    ``calls``: what it is split into: "unit", "tensor", "whole", or "" where buckets decide.
-    """
-
-    algorithm: str
-    of: str
-    calls: str = ""
-    when: str = "step"
-
-
-_GATHER = Part(GATHER, "parameters", "unit")
-_SCATTER = Part(TORCH_SCATTER, "gradients", "unit")
-_AVERAGE = Part(ALL_REDUCE, "gradients")
-STRATEGIES: dict[str, tuple[Part, ...]] = {
+_GATHER = (GATHER, "parameters", "unit")
+_SCATTER = (TORCH_SCATTER, "gradients", "unit")
+_AVERAGE = (ALL_REDUCE, "gradients", "bucket")
+STRATEGIES: dict[str, tuple[tuple[str, str, str], ...]] = {
     "DDP": (_AVERAGE,),
-    "ZeroRedundancyOptimizer": (_AVERAGE, Part(BROADCAST, "parameters", "tensor")),
+    "ZeroRedundancyOptimizer": (_AVERAGE, (BROADCAST, "parameters", "tensor")),
     "ShardedOptimizer, reduce_gradients=True": (
-        Part(SCATTER, "gradients", "whole"), Part(GATHER, "parameters", "whole")),
-    "FullyShardedModel": (_GATHER, _GATHER, Part(SCATTER, "gradients", "unit")),
-    "fully_shard": (_GATHER, Part(GATHER, "parameters", "unit", "not root"), _SCATTER),
+        (SCATTER, "gradients", "whole"), (GATHER, "parameters", "whole")),
+    "FullyShardedModel": (_GATHER, _GATHER, (SCATTER, "gradients", "unit")),
+    "fully_shard": (_GATHER, (GATHER, "parameters", "unit but the root"), _SCATTER),
     "fully_shard, reshard_after_forward=False": (_GATHER, _SCATTER),
-    "HSDP": (_GATHER, _GATHER, _SCATTER, Part(ALL_REDUCE, "shards of gradients", "unit")),
+    "HSDP": (_GATHER, _GATHER, _SCATTER, (ALL_REDUCE, "shards of gradients", "unit")),
 }
-"""By name: torch's, and two of the course's own. HSDP gathers the root twice too."""
+"""By name, torch's and two of the course's own: by what algorithm each sends what, in a call for
+each what. HSDP gathers the root twice too."""
 
 
 def collectives(strategy: str, world_size: int, units: Iterable[Sequence[Shape]], *,
@@ -90,29 +79,22 @@ def collectives(strategy: str, world_size: int, units: Iterable[Sequence[Shape]]
     if ranks % group:
         raise ValueError(f"{group} ranks to a copy do not divide {ranks} ranks: give shard_ranks "
                          "that do")
-    units = shards.checked_units(units)
+    units = [list(unit) for unit in units]
     way = "fully_shard" if strategy == "HSDP" else strategy.partition(",")[0]
     found = []
-    for part in parts:
-        taken = [unit for unit in (units[:-1] if part.when == "not root" else units) if unit]
+    for algorithm, of, each in parts:
+        taken = [unit for unit in (units[:-1] if each == "unit but the root" else units) if unit]
         if not taken:
             continue
         elements, members = sum(map(numel, taken)), group
-        if part.algorithm in (GATHER, SCATTER, TORCH_SCATTER):
+        if algorithm in (GATHER, SCATTER, TORCH_SCATTER):
             elements = shards.padded_parameters(way, group, taken)
-        if part.of == "shards of gradients":
+        if of == "shards of gradients":
             elements = shards.padded_parameters(way, group, taken) // group
             members = ranks // group
-        algorithm = part.algorithm
         if algorithm == TORCH_SCATTER:
             algorithm = ALL_REDUCE if gloo else SCATTER
-        width = parameter_bytes if part.of == "parameters" else gradient_bytes
-        calls = {"unit": len(taken), "tensor": sum(map(len, taken)), "whole": 1}.get(part.calls)
-        found.append(Transfers(algorithm, part.of, elements * width, members, calls))
+        width = parameter_bytes if of == "parameters" else gradient_bytes
+        calls = {"tensor": sum(map(len, taken)), "whole": 1, "bucket": None}.get(each, len(taken))
+        found.append(Transfers(algorithm, of, elements * width, members, calls))
     return found
-
-
-def bytes_per_step(strategy: str, world_size: int, units: Iterable[Sequence[Shape]],
-                   **options) -> float:
-    """What each rank sends in a step, in bytes, on average over the ranks; see `collectives`."""
-    return sum(each.bytes_sent for each in collectives(strategy, world_size, units, **options))
