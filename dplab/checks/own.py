@@ -98,28 +98,30 @@ def given(exercise: Exercise) -> Given:
 
 def of_the_course(slug: str):
     """The row of the stack of this slug, if the course makes that part of the reader's parts."""
+    row = _row(slug)
+    return row if row and row.by == "course" and row.uses else None
+
+
+def _row(slug):
     from dplab.checks.stack import PARTS  # which needs all exercises of the stack
 
-    return next((part for part in PARTS
-                 if part.slug == slug and part.by == "course" and part.uses), None)
+    return next((part for part in PARTS if part.slug == slug), None)
 
 
 def _own_parts(exercise):
     """What is given for each part of the stack that it calls, by name."""
     from dplab import checks
-    from dplab.checks.stack import PARTS
 
-    used = next((part.uses for part in PARTS if part.slug == exercise.slug), ())
-    return {part.name: given(of_the_course(part.slug) or checks.find(part.slug)) for part in PARTS
-            if part.slug in used and (part.by == "reader" or part.uses)}
+    row = _row(exercise.slug)
+    used = [of_the_course(slug) or (_row(slug).by == "reader" and checks.find(slug))
+            for slug in (row.uses if row else ())]
+    return {part.name: given(part) for part in used if part}
 
 
 def _on_own_parts(exercise, parts):
     """The course's version, which calls what `_own_parts` gave where some of it is the reader's."""
-    from dplab.checks.stack import PARTS
-
     own = {name: part.value for name, part in parts.items()}
-    courses = {part.name: part.solution for part in PARTS}
+    courses = vars(sys.modules[exercise.solution.__module__])
     if all(value is courses[name] for name, value in own.items()):
         return exercise.solution
     source = source_in_python(exercise.solution)
