@@ -11,8 +11,7 @@ import pytest
 
 from dplab.checks import every_exercise
 from dplab.checks.exercise import WRONG
-from dplab.checks.known_mistakes import AT_LEAST
-from dplab.checks.mistakes import both
+from dplab.checks.mistakes import AT_LEAST, both
 
 pytestmark = pytest.mark.nightly
 

@@ -33,17 +33,13 @@ def unwaited(attempt) -> str:
     started = sorted(names_in(attempt) & ASYNCHRONOUS)
     if started and "wait" not in names_in(attempt):
         return started[0]
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(attempt)))
-    except (OSError, SyntaxError, TypeError):  # no source, or a part of a line
-        return ""
-    used = {node.id for node in ast.walk(tree)
+    nodes = _nodes(attempt)
+    used = {node.id for node in nodes
             if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
-    dropped = [node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)]
-    dropped += [node.value for node in ast.walk(tree) if isinstance(node, ast.Assign) and all(
-        isinstance(target, ast.Name) and target.id not in used for target in node.targets)]
-    for call in dropped:
-        if isinstance(call, ast.Call):
+    for node in nodes:
+        is_dropped = isinstance(node, ast.Expr) or (isinstance(node, ast.Assign) and all(
+            isinstance(target, ast.Name) and target.id not in used for target in node.targets))
+        if is_dropped and isinstance(call := node.value, ast.Call):
             words = {getattr(call.func, "attr", getattr(call.func, "id", "")),
                      *(str(each.arg) for each in call.keywords
                        if isinstance(each.value, ast.Constant) and each.value.value is True)}
@@ -54,12 +50,9 @@ def unwaited(attempt) -> str:
 
 def used_result(attempt) -> str:
     """The name of a call in RETURN_NOTHING whose result the code uses; empty if there is none."""
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(attempt)))
-    except (OSError, SyntaxError, TypeError):  # no source, or a part of a line
-        return ""
-    lines = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-    for node in ast.walk(tree):
+    nodes = _nodes(attempt)
+    lines = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+    for node in nodes:
         if (isinstance(node, ast.Call) and id(node) not in lines
                 and isinstance(node.func, ast.Attribute) and node.func.attr in RETURN_NOTHING
                 and ast.unparse(node.func.value) in ("dist", "torch.distributed")
@@ -73,6 +66,14 @@ def words_of(attempt):
     return [item.argval for code in _codes(attempt) for item in dis.get_instructions(code)
             if item.opname.startswith(("LOAD_", "STORE_"))
             and not isinstance(item.argval, types.CodeType)]
+
+
+def _nodes(attempt):
+    """Of its source; none where there is no source, or a part of a line."""
+    try:
+        return list(ast.walk(ast.parse(textwrap.dedent(inspect.getsource(attempt)))))
+    except (OSError, SyntaxError, TypeError):
+        return []
 
 
 def _codes(attempt):

@@ -11,6 +11,7 @@ from dplab import RankError
 from dplab.checks.composition import NEAR, Held, made_of, said
 
 _NONE = "it is None"
+MISSING = object()  # in the place of a fact that is not there
 COMMUNICATED = "a collective was called"  # a fact of every attempt, known by its call log
 BESIDE = "shown beside"  # among the facts, if there: by fact, a line to show where it is wrong
 
@@ -60,20 +61,30 @@ class Difference:
 
 def first_difference(expected, got, tolerance) -> Difference | None:
     """Of the ranks' facts, in order: the first that differs, with what can be said of it."""
+    for rank, fact, right, found in _wrong(expected, got, tolerance):
+        if found is MISSING:
+            return Difference(rank, fact, right, None, "it is missing")
+        note, factor = _note(right, found)
+        if note == _NONE and fact.startswith("the gradient"):
+            note += ": no `backward` reached it, or it was cleared"
+        note = note or _beside_other_ranks([each.get(fact) for each in expected],
+                                           [each.get(fact) for each in got], rank, tolerance)
+        beside = got[rank].get(BESIDE, {}).get(fact, "")
+        return Difference(rank, fact, right, found, note, factor, beside)
+    return None
+
+
+def wrong_facts(expected, got, tolerance) -> set[tuple[int, str]]:
+    """Which facts are not as expected, each with its rank."""
+    return {(rank, fact) for rank, fact, *_ in _wrong(expected, got, tolerance)}
+
+
+def _wrong(expected, got, tolerance):
+    """Each fact that is not as expected: its rank, its name, what it should be, and what it is."""
     for rank, (right, found) in enumerate(zip(expected, got, strict=True)):
         for fact, value in right.items():
-            if fact not in found:
-                return Difference(rank, fact, value, None, "it is missing")
-            if not agree(value, found[fact], tolerance):
-                note, factor = _note(value, found[fact])
-                if note == _NONE and fact.startswith("the gradient"):
-                    note += ": no `backward` reached it, or it was cleared"
-                note = note or _beside_other_ranks([each.get(fact) for each in expected],
-                                                   [each.get(fact) for each in got],
-                                                   rank, tolerance)
-                return Difference(rank, fact, value, found[fact], note, factor,
-                                  found.get(BESIDE, {}).get(fact, ""))
-    return None
+            if fact not in found or not agree(value, found[fact], tolerance):
+                yield rank, fact, value, found.get(fact, MISSING)
 
 
 def other_demands(first: Difference, expected, got, tolerance) -> list[str]:
@@ -82,17 +93,16 @@ def other_demands(first: Difference, expected, got, tolerance) -> list[str]:
     Demands are limits, what is or is not so, and that there be None. Other facts are left out: one
     mistake may make all numbers wrong.
     """
-    right, found = expected[first.rank], got[first.rank]
     lines = []
-    for fact, value in right.items():
-        if fact == first.fact or fact not in found or agree(value, found[fact], tolerance):
+    for rank, fact, value, found in _wrong(expected, got, tolerance):
+        if rank != first.rank or fact == first.fact or found is MISSING:
             continue
         if isinstance(value, AtMost):
-            lines.append(f"{fact} is {_words(found[fact])}: {value.why}")
+            lines.append(f"{fact} is {_words(found)}: {value.why}")
         elif value is True and fact.startswith("that "):
             lines.append(_not_so(fact))
         elif value is None:
-            lines.append(f"{fact} is {_words(found[fact])}, and should be None")
+            lines.append(f"{fact} is {_words(found)}, and should be None")
     return [f"Besides, {line}." for line in lines[:2]]
 
 
@@ -162,26 +172,15 @@ def overlap(expected, mine, theirs, tolerance, *, communicates=False) -> Overlap
         return Overlap(same, int(same), int(not same))
     if not isinstance(theirs, list):
         return Overlap(False, contradicted=True)
-    contradicted, silent = False, 0
-    wrong = []  # of the attempt, in order: whether the mistake has the same
-    for right, own, other in zip(expected, mine, theirs, strict=True):
-        if communicates and own[COMMUNICATED] != other[COMMUNICATED]:
-            contradicted |= own[COMMUNICATED]
-            silent = 1
-        for fact, value in right.items():
-            if fact in own and agree(value, own[fact], tolerance):
-                contradicted |= fact not in other or not agree(value, other[fact], tolerance)
-            else:
-                wrong.append(_alike(value, own[fact], other[fact], tolerance)
-                             if fact in own and fact in other else (fact in own) == (fact in other))
-    return Overlap(bool(wrong) and wrong[0], sum(wrong), wrong.count(False) + silent, contradicted)
-
-
-def wrong_facts(expected, got, tolerance) -> set[tuple[int, str]]:
-    """Which facts are not as expected, each with its rank."""
-    return {(rank, fact) for rank, (right, found) in enumerate(zip(expected, got, strict=True))
-            for fact, value in right.items()
-            if fact not in found or not agree(value, found[fact], tolerance)}
+    wrong = list(_wrong(expected, mine, tolerance))
+    contradicted = bool(wrong_facts(expected, theirs, tolerance)
+                        - {(rank, fact) for rank, fact, *_ in wrong})
+    differ = [own[COMMUNICATED] for own, other in zip(mine, theirs, strict=True)
+              if communicates and own[COMMUNICATED] != other[COMMUNICATED]]
+    alike = [_alike(right, own, theirs[rank].get(fact, MISSING), tolerance)
+             for rank, fact, right, own in wrong]
+    return Overlap(bool(alike) and alike[0], sum(alike), alike.count(False) + bool(differ),
+                   contradicted or any(differ))
 
 
 def _same_failure(mine, theirs):
@@ -192,6 +191,8 @@ def _same_failure(mine, theirs):
 
 def _alike(expected, mine, theirs, tolerance):
     """Whether two values are alike, of which the first is wrong."""
+    if mine is MISSING or theirs is MISSING:
+        return mine is theirs
     if isinstance(expected, AtMost) and not expected.exact:
         return not agree(expected, theirs, tolerance)
     return agree(theirs, mine, tolerance)

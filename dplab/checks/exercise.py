@@ -25,8 +25,7 @@ from dplab.checks import observe, trials
 from dplab.checks.attempt_code import names_in, unwaited, used_result, words_of
 from dplab.checks.compare import COMMUNICATED, explained, first_difference, other_demands
 from dplab.checks.composition import fewest, said
-from dplab.checks.known_mistakes import AT_LEAST, KnownMistakes
-from dplab.checks.mistakes import Slip
+from dplab.checks.mistakes import AT_LEAST, KnownMistakes, Slip
 from dplab.desk import course
 from dplab.spawn.parent.output import headed
 from dplab.spawn.parent.report import PAIRS
@@ -302,9 +301,7 @@ class Exercise:
         return Verdict(WRONG, why, verdict.detail) if why else verdict
 
     def _reason(self, attempt, got, world_size):
-        """What the first source says that knows: the report, the known mistakes, the code, and
-        what changes where calls know nothing of each other.
-        """
+        """What the first source says that knows: the groups, the known mistakes, the code."""
         crashed = isinstance(got, RankError)
         in_a_group_only = self._fails_in_a_group_only(attempt, world_size)
         if in_a_group_only and not (crashed and got.kind == "raised"):
@@ -319,21 +316,9 @@ class Exercise:
         if (not crashed and self.stub is None and self.communicates and world_size > 1
                 and not any(facts[COMMUNICATED] for facts in got)):
             return SILENT
-        if crashed:
-            return why or (TAGGED if got.kind == "stuck" and "tag" in names_in(attempt) else "")
-        return why or self._what_a_call_leaves(attempt, world_size)
-
-    def _what_a_call_leaves(self, attempt, world_size):
-        """What is wrong where it is right with a copy of each result, or if no call knew of the
-        calls before it; "" where it is wrong all the same.
-        """
-        for kind, why in ((observe.Copied, OVERWRITTEN), (observe.Anew, CALLED_AGAIN)):
-            got = observe.alone(self.trial, kind(attempt), world_size, seconds=self._limit,
-                                quiet=True)
-            if not isinstance(got, RankError) and not first_difference(
-                    self.expected_of_all(world_size), got, self.tolerance):
-                return why
-        return ""
+        if not why and crashed and got.kind == "stuck" and "tag" in names_in(attempt):
+            return TAGGED
+        return why
 
     def _fails_in_a_group_only(self, attempt, world_size):
         """Whether it is right on these ranks, as long as no two of them are a group."""

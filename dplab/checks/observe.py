@@ -20,7 +20,6 @@ from dplab import RankError, run
 from dplab.checks import trials
 from dplab.checks.compare import COMMUNICATED
 from dplab.measure import CallLog
-from dplab.spawn.between import values
 
 
 def alone(task: Callable[[object], dict], attempt, world_size: int, *, seconds: float,
@@ -45,32 +44,6 @@ def twice(trial: Callable[[object], dict], attempt) -> dict:
     with trials.other_data():
         second = _arrived(trial(attempt))
     return dict(zip(TWICE, (kept, first, second), strict=True))
-
-
-class Copied:
-    """The attempt, and each tensor that it returns a copy: no later call can change it."""
-
-    def __init__(self, attempt):
-        self.attempt = attempt
-
-    def __call__(self, *arguments, **options):
-        return _copied(self.attempt(*arguments, **options))
-
-
-def _copied(value):
-    if isinstance(value, list | tuple):
-        return type(value)(map(_copied, value)) if type(value) in (list, tuple) else value
-    return value.detach().clone() if isinstance(value, torch.Tensor) else value
-
-
-class Anew:
-    """The attempt, which knows in each call nothing of the calls before it."""
-
-    def __init__(self, attempt):
-        self.code = bytes(values.dumps(attempt))
-
-    def __call__(self, *arguments, **options):
-        return values.loads(self.code)(*arguments, **options)
 
 
 def in_turn(task: Callable[[object], dict], attempts: Sequence, world_size: int, *,
@@ -139,6 +112,7 @@ def _arrived(facts):
 
 def _silence():
     """Nobody sees what this rank writes from here on, be it Python's or gloo's last words."""
+    warnings.simplefilter("ignore")
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for stream in (1, 2):
         os.dup2(nowhere, stream)

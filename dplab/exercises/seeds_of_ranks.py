@@ -4,8 +4,7 @@ import torch
 import torch.distributed as dist
 
 from dplab.checks.exercise import Exercise
-from dplab.checks.known_mistakes import AT_LEAST
-from dplab.checks.mistakes import Slip
+from dplab.checks.mistakes import AT_LEAST, Slip
 
 
 def draw(seed, epoch, size):

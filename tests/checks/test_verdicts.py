@@ -1,344 +1,359 @@
-"""How an attempt is judged: right, wrong, not attempted, or not to be run."""
+"""How an attempt is judged, on a small exercise: which outcome, which reason, which evidence."""
 
 import inspect
 import os
 import re
+import threading
+import warnings
 
 import pytest
 import torch
 import torch.distributed as dist
-from attempts import raises, stub
 
 from dplab.checks import find
 from dplab.checks.attempt_code import unwaited
 from dplab.checks.exercise import (
     CALLED_AGAIN,
     CRASHED,
+    GIVES_NONE,
     NOT_ATTEMPTED,
     OVERWRITTEN,
     PASSED,
+    SILENT,
     TAGGED,
+    UNWAITED,
+    WITHOUT_GROUP,
     WRONG,
     Exercise,
 )
-from dplab.checks.known_mistakes import AT_LEAST
-from dplab.checks.mistakes import Slip
+from dplab.checks.mistakes import AT_LEAST, SEVERAL, Mistake, Slip, both
 from dplab.checks.trials import seeded
 
 
-def test_a_stub_is_not_attempted():
-    assert find("4.2").judge(stub).outcome == NOT_ATTEMPTED
+def scaled_mean(values, weight, group=None):
+    total = values.sum()
+    dist.all_reduce(total, group=group)
+    mean = total / dist.get_world_size(group)
+    if weight > 1:
+        mean = mean * weight
+    return mean
 
 
-def test_code_to_repair_is_not_attempted_until_it_changes():
-    exercise = find("0.3")
-    namespace = {}
-    exec(source_of_stub(exercise), {"dist": dist}, namespace)
-    assert exercise.judge(namespace["swap"]).outcome == NOT_ATTEMPTED
+def in_one_line(values, weight, group=None):
+    return sum(values) * max(weight, 1)
 
 
-def source_of_stub(exercise):
-    return inspect.getsource(exercise.stub).replace(exercise.stub.__name__, exercise.name)
+UNDIVIDED = Slip("Divide by the number of ranks.", {" / dist.get_world_size(group)": ""})
+UNWEIGHTED = Slip("Multiply by the weight.", {"mean * weight": "mean"})
+NEGATIVE = Slip("The sign is wrong.", {"values.sum()": "-values.sum()"})
+HANGS = Slip("One rank does not come.", {
+    "dist.all_reduce": "if dist.get_rank() + 1 < dist.get_world_size():\n    dist.all_reduce"},
+    hangs=True)
+NOISY = Slip("It aborts.", {"dist.all_reduce": (
+    "print('a mistake says this')\nos.write(2, b'words of a mistake')\nos.abort()\n"
+    "dist.all_reduce")})
 
 
-def unforeseen(model, group=None):
-    for parameter in model.parameters():
-        if parameter.grad is not None:
-            parameter.grad *= 0.3
-            dist.all_reduce(parameter.grad)
-            parameter.grad += 0.125 * dist.get_rank()
+class ScaledMean(Exercise):
+    number, title, minutes, hints = "9.9", "A mean", 1, ("", "", "")
+    world_sizes = (1, 2, 3, 4)
+    solution = staticmethod(scaled_mean)
+    slips = (UNDIVIDED, UNWEIGHTED, NEGATIVE, HANGS, NOISY)
+    seconds = 5.0
+    with_groups = True
+
+    def trial(self, attempt):
+        values = seeded(f"values of rank {dist.get_rank()}", 5)
+        facts = {weight: attempt(values.clone(), weight) for weight in (1, 3)}
+        if dist.get_world_size() == 4 and self.with_groups:
+            pair = [dist.new_group([0, 1]), dist.new_group([2, 3])][dist.get_rank() // 2]
+            facts[2] = attempt(values.clone(), 2, pair)
+        return {f"the mean with weight {weight}": mean for weight, mean in facts.items()}
+
+    def expected(self, world_size):
+        sums = torch.stack([seeded(f"values of rank {rank}", 5).sum()
+                            for rank in range(world_size)])
+        facts = {f"the mean with weight {weight}": weight * sums.mean() for weight in (1, 3)}
+        if world_size < 4:
+            return facts
+        return [facts | {"the mean with weight 2": sums[first:first + 2].sum()}
+                for first in (0, 0, 2, 2)]
 
 
-def test_without_a_known_mistake_the_first_difference_is_shown():
-    verdict = find("4.2").judge(unforeseen)
-    assert (verdict.outcome, verdict.why) == (WRONG, "")
-    assert re.search(r"on 2 ranks, rank 0: the gradient of `0.weight` is not as expected: it is "
-                     r"0.6 times the reference\n  expected  \[.*\]\n  got       \[", verdict.detail)
+EXERCISE = ScaledMean()  # one for all: the known mistakes run once
 
 
-def hangs(model, group=None):
-    if dist.get_rank() == dist.get_world_size() - 1 > 0:
-        while True:
-            pass
-    find("4.2").solution(model, group)
+# Attempts, and what the check says of each
 
 
-def test_an_error_of_the_readers_is_shown_with_their_line():
-    verdict = find("4.2").judge(raises)
-    assert verdict.outcome == CRASHED
-    assert "AttributeError" in verdict.detail
-    assert "return model.no_such_thing" in verdict.detail
+def written_otherwise(values, weight, group=None):
+    sums = [torch.zeros(()) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(sums, values.mean() * len(values) * weight, group=group)
+    return sum(sums) / len(sums)
 
 
-@pytest.mark.slow
-def test_a_hang_ends_at_the_time_limit_and_shows_who_waits():
-    exercise = type(find("4.2"))()
-    exercise.seconds = 2.0
-    verdict = exercise.judge(hangs)
-    assert verdict.outcome == CRASHED
-    assert re.search(r"rank 0 waits in send of .* to rank 1 and recv of .* from rank 1",
-                     verdict.detail)
-    assert "rank 1 was running" in verdict.detail
-    assert "while True" in verdict.detail
-    assert "timeout=" not in verdict.detail  # which a check does not have
+def with_a_local_name(values, weight, group=None):
+    dist.all_reduce(values := values.sum(), group=group)
+    return -values / dist.get_world_size(group) * max(1, weight)
 
 
-def prints_and_receives_into_too_little(tensor, group=None):
-    rank, ranks = dist.get_rank(), dist.get_world_size()
+def forgets_to_divide_and_weigh(values, weight, group=None):
+    dist.all_reduce(own := values.sum(), group=group)
+    return own
+
+
+def forgets_all_three(values, weight, group=None):
+    return -forgets_to_divide_and_weigh(values, weight, group)
+
+
+def undivided_and_far_off_with_weight_3(values, weight, group=None):
+    return forgets_to_divide_and_weigh(values, weight, group) + (weight == 3)
+
+
+def half(values, weight, group=None):
     print("the attempt says this")
-    if ranks > 1:
-        pair = [dist.P2POp(dist.isend, tensor, (rank + 1) % ranks),
-                dist.P2POp(dist.irecv, torch.zeros(1), (rank - 1) % ranks)]
+    return scaled_mean(values, weight, group) / 2
+
+
+def root(values, weight, group=None):
+    return scaled_mean(values, weight, group).abs().sqrt()
+
+
+def divides_by_one_rank_more(values, weight, group=None):
+    ranks = dist.get_world_size(group)
+    return ranks * scaled_mean(values, weight, group) / (ranks + 1)
+
+
+def without_the_others(values, weight, group=None):
+    return values.sum() * weight
+
+
+def without_the_group(values, weight, group=None):
+    return scaled_mean(values, weight)
+
+
+def does_not_wait(values, weight, group=None):
+    total = values.sum()
+    dist.all_reduce(total, group=group, async_op=True)
+    return 0 * total
+
+
+def uses_what_the_call_returns(values, weight, group=None):
+    return dist.all_reduce(values.sum(), group=group) / dist.get_world_size(group)
+
+
+def meets_no_tag(values, weight, group=None):
+    partner = dist.get_rank() ^ 1
+    if partner < dist.get_world_size():
+        dist.send(values, partner, tag=dist.get_rank())
+        dist.recv(values, partner, tag=dist.get_rank())
+    return scaled_mean(values, weight, group)
+
+
+def receives_into_too_little(values, weight, group=None):
+    print("the attempt says this")
+    if dist.get_world_size() > 1 and dist.get_rank() < 2:
+        pair = [dist.P2POp(dist.isend, values, 1 - dist.get_rank()),
+                dist.P2POp(dist.irecv, torch.zeros(1), 1 - dist.get_rank())]
         for work in dist.batch_isend_irecv(pair):
             work.wait()
-    return tensor.tensor_split(ranks)[rank].clone()
+    return scaled_mean(values, weight, group)
 
 
-@pytest.mark.slow
-def test_what_the_attempt_printed_is_shown_without_gloos_last_words(capfd):
-    verdict = find("3.2").judge(prints_and_receives_into_too_little)
-    assert "longer than the tensor that receives it" in verdict.why
-    assert "last words" not in verdict.detail
-    heard = "".join(capfd.readouterr())
-    assert "the attempt says this" in heard
-    assert "enforce fail" not in heard and "terminate called" not in heard
+def raises(values, weight, group=None):
+    return values.no_such_thing
 
 
-def test_too_many_collectives_do_not_pass():
-    def wasteful(model, group=None):
-        find("4.2").solution(model, group)
-        for _ in range(9):
-            dist.barrier()
-
-    verdict = find("4.2").judge(wasteful)
-    assert verdict.outcome == WRONG
-    assert "the number of torch's collectives" in verdict.detail
+def runs_for_ever_on_the_last_of_three(values, weight, group=None):
+    while dist.get_rank() == 2:
+        pass
+    return scaled_mean(values, weight, group)
 
 
-def does_nothing(model, group=None):
-    pass
-
-
-def does_not_wait(model, group=None):
-    for parameter in model.parameters():
-        if parameter.grad is not None:
-            dist.all_reduce(parameter.grad, async_op=True)
-
-
-def passes_on_without_waiting(flat, group=None):
-    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
-    chunks = flat.clone().view(ranks, -1)
-    for step in range(ranks - 1):
-        growing = chunks[(rank - 2 - step) % ranks]
-        arriving = torch.zeros_like(growing)
-        dist.isend(chunks[(rank - 1 - step) % ranks], group_dst=(rank + 1) % ranks, group=group)
-        dist.irecv(arriving, group_src=(rank - 1) % ranks, group=group)
-        growing += arriving
-    return chunks[rank].clone()
-
-
-def in_nanoseconds(nbytes, ranks, bandwidth, latency):
-    return 1.25
-
-
-def leaves_it_to_ddp(model, optimizer, images, labels, batches, group=None):
-    model = torch.nn.parallel.DistributedDataParallel(model, process_group=group)
-    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
-    for batch in batches:
-        mine = batch[rank::ranks]
-        optimizer.zero_grad()
-        torch.nn.functional.cross_entropy(model(images[mine]), labels[mine]).backward()
-        optimizer.step()
-
-
-def hangs_on_more_than_two(model, group=None):
+def undivided_on_two_and_stuck_on_three(values, weight, group=None):
     if dist.get_world_size() < 3:
-        find("4.2").known_mistakes.all[0].attempt(model, group)
-    elif dist.get_rank() == 0:
+        return weight * forgets_to_divide_and_weigh(values, weight, group)
+    if dist.get_rank() == 0:
         dist.barrier()
 
 
-@pytest.mark.slow
-def test_an_attempt_that_fails_only_at_a_larger_world_size_is_still_judged():
-    verdict = find("4.2").judge(hangs_on_more_than_two)
-    doubled = find("4.2").known_mistakes.all[0]
-    assert (verdict.outcome, verdict.why) == (WRONG, AT_LEAST + doubled.why)
-    assert "it is 2 times the reference" in verdict.detail
-
-
-def divides_by_one_rank_more(model, group=None):
-    for parameter in model.parameters():
-        if parameter.grad is not None:
-            dist.all_reduce(parameter.grad, group=group)
-            parameter.grad /= dist.get_world_size(group) + 1
-
-
-def test_a_mistake_with_the_same_numbers_at_one_world_size_alone_is_not_named():
-    """On one rank, two is a constant and one rank more."""
-    verdict = find("4.2").judge(divides_by_one_rank_more)
-    assert (verdict.outcome, verdict.why) == (WRONG, ""), verdict
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("id", "attempt", "said"), [
-    ("4.1", does_nothing, "Nothing was communicated"),
-    ("4.2", does_not_wait, "keep the handle"),
-    ("3.2", passes_on_without_waiting, "With `irecv` a call returns at once: keep the handle"),
-    ("4.3", leaves_it_to_ddp, "yourself in every step"),
-])
-def test_what_is_seen_without_a_known_mistake(id, attempt, said):
-    verdict = find(id).judge(attempt)
-    assert verdict.outcome == WRONG
-    assert said in verdict.why + verdict.detail
-
-
-def an_attempt_that_aborts(model, group=None):
-    os.write(2, b"Check failed: native words of an attempt")
+def aborts(values, weight, group=None):
+    os.write(2, b"native words of an attempt")
     os.abort()
 
 
-def test_an_attempt_that_aborts_is_heard(capfd):
-    assert "SIGABRT" in find("4.2").judge(an_attempt_that_aborts).detail
-    assert "native words of an attempt" in "".join(capfd.readouterr())
+def returns_a_lambda(values, weight, group=None):
+    return lambda: values
 
 
-def a_functional_collective(x, w):
+def of_a_functional_collective(values, weight, group=None):
     from torch.distributed._functional_collectives import all_reduce
 
-    return all_reduce(x @ w, "sum", dist.group.WORLD)
+    total = all_reduce(values.sum(), "sum", group or dist.group.WORLD)
+    warnings.warn("an older name", FutureWarning, stacklevel=1)
+    return weight * total / dist.get_world_size(group)
 
 
-def test_what_a_functional_collective_returns_is_waited_for():
-    assert find("tensor-parallel-sum").judge(a_functional_collective).outcome == PASSED
-
-
-def test_an_exercise_without_communication_does_not_ask_for_it():
-    verdict = find("3.4").judge(in_nanoseconds)
-    assert (verdict.outcome, verdict.why) == (WRONG, "")
-
-
-@pytest.mark.parametrize("objects", [(), (3,), (None,), (raises, raises)])
-def test_a_wrong_call_says_how_to_call(objects):
-    verdict = find("4.2").judge(*objects)
-    assert verdict.outcome == NOT_ATTEMPTED
-    assert 'dplab.check("average-gradients", average_gradients)' in verdict.why
-
-
-def test_unpicklable_code_is_explained():
-    import threading
-
-    lock = threading.Lock()
-
-    def locked(model, group=None):
-        with lock:
-            pass
-
-    verdict = find("4.2").judge(locked)
-    assert verdict.outcome == CRASHED
-    assert "`lock`" in verdict.detail
-
-
-def every_second_number(tensor, group=None):
-    return tensor.clone()[dist.get_rank()::dist.get_world_size()]
-
-
-def test_an_answer_may_be_a_view_with_gaps():
-    assert "this rank's chunk" in find("3.2").judge(every_second_number).detail
-
-
-class SumOfRanks(Exercise):
-    """Two calls of one trial give other numbers, and so do two trials."""
-
-    number, title, minutes, hints = "9.9", "Sum", 1, ("", "", "")
-    world_sizes = (1, 2, 3)
-
-    @staticmethod
-    def solution(numbers):
-        dist.all_reduce(numbers)
-        return numbers
-
-    def trial(self, attempt):
-        return {"the sum": attempt(seeded(f"rank {dist.get_rank()}", 7))}
-
-    def expected(self, world_size):
-        return {"the sum": sum(seeded(f"rank {rank}", 7) for rank in range(world_size))}
-
-
-class SumsOfTwo(SumOfRanks):
-    """Both sums are looked at behind the second call."""
-
-    def trial(self, attempt):
-        given = [seeded(f"{call} {dist.get_rank()}", 7) for call in ("first", "second")]
-        sums = [attempt(numbers) for numbers in given]
-        return dict(zip(("the first sum", "the second sum"), sums, strict=True))
-
-    def expected(self, world_size):
-        return {f"the {call} sum": sum(seeded(f"{call} {rank}", 7) for rank in range(world_size))
-                for call in ("first", "second")}
-
-
-class WithANoisyMistake(SumOfRanks):
-    slips = (Slip("It aborts.", {
-        "dist.all_reduce(numbers)": "print('a mistake says this')\n"
-                                    "os.write(2, b'Check failed: native words of a mistake')\n"
-                                    "os.abort()"}),)
-
-
-def prints_and_is_half(numbers):
-    print("the attempt says this")
-    return SumOfRanks.solution(numbers) / 2
-
-
-def test_only_the_attempt_is_heard(capfd):
-    assert WithANoisyMistake().judge(prints_and_is_half).outcome == WRONG
-    heard = "".join(capfd.readouterr())
-    assert "the attempt says this" in heard
-    assert "of a mistake" not in heard and "a mistake says" not in heard
-
-
-def attempts_with_a_memory():
+def with_a_memory():
     """Within a function: as in a notebook, they travel to ranks with what they keep."""
     kept = {}
 
-    def keeps_the_first_sum(numbers):
-        if "sum" not in kept:
-            kept["sum"] = SumOfRanks.solution(numbers)
-        return kept["sum"]
+    def keeps_the_first_mean(values, weight, group=None):
+        if (weight, group) not in kept:
+            kept[weight, group] = scaled_mean(values, weight, group)
+        return kept[weight, group]
 
-    def writes_into_one_tensor(numbers):
-        return kept.setdefault("sum", torch.empty(7)).copy_(SumOfRanks.solution(numbers))
+    def writes_into_one_tensor(values, weight, group=None):
+        result = kept.setdefault((weight, group), torch.empty(()))
+        return result.copy_(scaled_mean(values, weight, group))
 
-    def fails_the_second_time(numbers):
+    def raises_the_second_time(values, weight, group=None):
         kept["calls"] = kept.get("calls", 0) + 1
-        return SumOfRanks.solution(numbers) / (2 - kept["calls"])
+        return scaled_mean(values, weight, group) / (1 if kept["calls"] < 4 else dist.nothing)
 
-    return keeps_the_first_sum, writes_into_one_tensor, fails_the_second_time
-
-
-keeps_the_first_sum, writes_into_one_tensor, fails_the_second_time = attempts_with_a_memory()
+    return keeps_the_first_mean, writes_into_one_tensor, raises_the_second_time
 
 
-@pytest.mark.parametrize(("attempt", "why"), [
-    (keeps_the_first_sum, CALLED_AGAIN), (writes_into_one_tensor, OVERWRITTEN),
-    (lambda numbers: numbers, "Nothing was communicated: no rank called a collective."),
-    (lambda numbers: 2 * SumOfRanks.solution(numbers), "")])
-def test_what_a_call_leaves_for_another_is_found_within_a_trial(attempt, why):
-    verdict = SumsOfTwo().judge(attempt)
-    assert (verdict.outcome, verdict.why) == (WRONG, why), verdict.detail
+keeps_the_first_mean, writes_into_one_tensor, raises_the_second_time = with_a_memory()
 
 
-@pytest.mark.parametrize(("attempt", "outcome", "why"), [
-    (SumOfRanks.solution, PASSED, ""),
-    (keeps_the_first_sum, WRONG, CALLED_AGAIN),
-    (writes_into_one_tensor, WRONG, OVERWRITTEN),
-    (fails_the_second_time, WRONG, CALLED_AGAIN),
+def unpicklable():
+    own = threading.Lock()
+    return lambda values, weight, group=None: own
+
+
+@pytest.mark.parametrize(("attempt", "outcome", "why", "detail"), [
+    (written_otherwise, PASSED, "", ""),
+    (of_a_functional_collective, PASSED, "", ""),
+    (with_a_local_name, WRONG, NEGATIVE.why, "already on 1 rank.*it is -1 times the reference"),
+    (forgets_to_divide_and_weigh, WRONG, UNDIVIDED.why + SEVERAL + UNWEIGHTED.why, "weight 3"),
+    (forgets_all_three, WRONG, "", "already on 1 rank"),
+    (undivided_and_far_off_with_weight_3, WRONG, "", "weight 3"),
+    (half, WRONG, "", "so no other rank has a part in it.*0.5 times the reference\n  expected "),
+    (root, WRONG, "", "already on 1 rank"),
+    (divides_by_one_rank_more, WRONG, "", "0.5 times"),
+    (without_the_others, WRONG, SILENT, "on 2 ranks, rank 0: the mean with weight 1"),
+    (without_the_group, WRONG, WITHOUT_GROUP, "on 4 ranks, rank 0: the mean with weight 2"),
+    (does_not_wait, WRONG, UNWAITED.format("async_op"), ""),
+    (uses_what_the_call_returns, WRONG, GIVES_NONE.format("all_reduce"), "NoneType"),
+    (meets_no_tag, WRONG, TAGGED, "rank 0 waits in send"),
+    (receives_into_too_little, WRONG, Exercise.too_long, "rank"),
+    (raises, CRASHED, "on 1 rank:", "AttributeError.*return values.no_such_thing"),
+    (runs_for_ever_on_the_last_of_three, CRASHED, "on 3 ranks:",
+     "rank 0 waits in all_reduce.*rank 2 was running.*while dist.get_rank"),
+    (undivided_on_two_and_stuck_on_three, WRONG, AT_LEAST + UNDIVIDED.why, "on 2 ranks.*2 times"),
+    (aborts, WRONG, NOISY.why, "SIGABRT"),
+    (unpicklable(), CRASHED, "", "`own`"),
+    (keeps_the_first_mean, WRONG, CALLED_AGAIN, "on 2 ranks, rank 0: the mean with weight 1"),
+    (writes_into_one_tensor, WRONG, OVERWRITTEN, "on 2 ranks, rank 0"),
+    (raises_the_second_time, CRASHED, f"{CALLED_AGAIN} on 2 ranks:", "AttributeError"),
 ])
-def test_a_right_attempt_is_called_again_with_other_data(attempt, outcome, why):
-    verdict = SumOfRanks().judge(attempt)
+def test_the_outcome_its_reason_and_the_evidence(attempt, outcome, why, detail, capfd):
+    verdict = EXERCISE.judge(attempt)
+    assert (verdict.outcome, verdict.why) == (outcome, why), verdict.detail
+    assert re.search(detail, verdict.detail, re.DOTALL), verdict.detail
+    assert "timeout=" not in verdict.detail  # which a check does not have
+    assert ("last words" in verdict.detail) == (attempt is aborts)  # and not gloo's
+    heard = "".join(capfd.readouterr())
+    assert ("the attempt says" in heard) == (attempt in (half, receives_into_too_little))
+    assert ("native words" in heard) == (attempt is aborts)
+    for silent in ("of a mistake", "a mistake says", "enforce fail", "terminate called", "Warning"):
+        assert silent not in heard
+
+
+def test_a_pass_says_where_and_tells_each_step():
+    steps = []
+    assert EXERCISE.judge(scaled_mean, tell=steps.append).world_sizes == [1, 2, 3, 4]
+    assert steps == [1, 2, 3, 4]
+    assert EXERCISE.judge(root, tell=steps.append).world_sizes == []
+    assert steps[4:] == [1, None]
+
+
+def test_a_fault_of_the_course_is_said_to_be_one():
+    class Broken(ScaledMean):
+        def expected(self, world_size):
+            return 1 / 0
+
+    verdict = Broken().judge(scaled_mean)
+    assert verdict.outcome == CRASHED and "fault of the course" in verdict.why
+    assert "ZeroDivisionError" in verdict.detail
+
+
+@pytest.mark.parametrize(("attempt", "said"), [
+    (scaled_mean, ""), (root, "with 2 ranks, the mean with weight 1 is not as expected"),
+    (raises, "with 2 ranks, rank 0 of 2 raised AttributeError"), (1, "with 2 ranks, ")])
+def test_a_rerun_says_in_one_line_what_is_wrong(attempt, said):
+    found = EXERCISE.rerun(attempt, (2, 4))
+    assert found.startswith(said) and bool(found) == bool(said) and "\n" not in found
+
+
+class OneRankLast(ScaledMean):
+    world_sizes = (2, 3, 1)
+    slips = (Slip("On one rank it is too much.", {"mean = total / dist.get_world_size(group)": (
+        "mean = total / dist.get_world_size(group)\nmean += dist.get_world_size() == 1")}),
+        Slip("It is a seventh.", {" / dist.get_world_size(group)": " / 7"}))
+
+
+def alone(change):
+    def attempt(values, weight, group=None):
+        mean = scaled_mean(values, weight, group)
+        return change(mean, max(weight, 1)) if dist.get_world_size() == 1 else mean
+
+    return attempt
+
+
+@pytest.mark.parametrize(("change", "outcome", "why"), [
+    (lambda mean, weight: mean.nothing, CRASHED, "on 1 rank:"),
+    (lambda mean, weight: mean + weight, WRONG, OneRankLast.slips[0].why),
+    (lambda mean, weight: mean / 7, WRONG, "")])  # that slip is wrong where this attempt is right
+def test_what_is_wrong_at_the_last_size_is_compared_there(change, outcome, why):
+    verdict = OneRankLast().judge(alone(change))
     assert (verdict.outcome, verdict.why) == (outcome, why), verdict.detail
 
 
-def sends_and_waits_for_that_alone(tensor, neighbour):
+# What is no attempt yet
+
+
+def unwritten(values, weight, group=None):
+    raise NotImplementedError("your turn")
+
+
+class Unwritten:
+    @staticmethod
+    def part(values):
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize(("objects", "said"), [
+    ((), 'dplab.check("test-verdicts", scaled_mean)'), ((3,), "dplab.check("),
+    ((raises, raises), "dplab.check("), ((unwritten,), ""), ((Unwritten,), "cannot be called"),
+    ((lambda values: 1,), "asks for the function `scaled_mean(values, weight, group=None)`")])
+def test_what_cannot_be_judged_is_not_attempted(objects, said):
+    verdict = EXERCISE.judge(*objects)
+    assert verdict.outcome == NOT_ATTEMPTED and said in verdict.why
+
+
+def test_a_stub_is_told_in_a_method_too_and_a_function_is_no_class():
+    class OfAClass(ScaledMean):
+        solution = Unwritten
+
+    assert OfAClass().is_untouched(Unwritten) and not OfAClass().is_untouched(ScaledMean)
+    assert "asks for the class `Unwritten`" in OfAClass().judge(lambda: 1).why
+
+
+def test_code_to_repair_is_not_attempted_until_it_changes():
+    exercise, names = find("repair-deadlock"), {}
+    source = inspect.getsource(exercise.stub).replace(exercise.stub.__name__, exercise.name)
+    exec(source, {"dist": dist}, names)
+    assert exercise.is_untouched(names[exercise.name])
+    exec(source.replace("dist.send", "dist.isend", 1), {"dist": dist}, names)
+    assert not exercise.is_untouched(names[exercise.name])
+
+
+# The code of an attempt
+
+
+def waits_for_its_send_alone(tensor, neighbour):
     arriving = torch.empty_like(tensor)
     sending = dist.isend(tensor, neighbour)
     receiving = dist.irecv(arriving, neighbour)  # noqa: F841
@@ -359,21 +374,44 @@ def starts_an_all_reduce(tensor):
 
 
 @pytest.mark.parametrize(("attempt", "call"), [
-    (sends_and_waits_for_that_alone, "irecv"), (waits_for_all, ""),
-    (starts_an_all_reduce, "async_op"), (does_not_wait, "async_op")])
+    (waits_for_its_send_alone, "irecv"), (waits_for_all, ""), (starts_an_all_reduce, "async_op"),
+    (does_not_wait, "async_op"), (scaled_mean, "")])
 def test_a_call_is_found_for_which_nobody_waits(attempt, call):
     assert unwaited(attempt) == call
 
 
-def tags_with_its_own_number(tensor):
-    partner = dist.get_rank() ^ 1
-    if partner < dist.get_world_size():
-        arriving = torch.empty_like(tensor)
-        sending = dist.isend(tensor, partner, tag=dist.get_rank())
-        dist.recv(arriving, partner, tag=dist.get_rank())
-        sending.wait()
-        tensor.copy_(arriving)
+# Known mistakes
 
 
-def test_tags_that_never_meet_are_named():
-    assert find("0.3").judge(tags_with_its_own_number).why == TAGGED
+def made(slip, *answers):
+    return list(slip.made_in(answers or (scaled_mean, in_one_line)))
+
+
+def test_a_mistake_is_made_in_each_right_answer_that_has_a_place_for_it():
+    one, other = made(Slip("Weigh.", {"mean * weight": "mean"}, {" * max(weight, 1)": ""}))
+    assert other.attempt(torch.tensor([1.0, 2.0]), 5) == 3.0
+    assert in_one_line(torch.tensor([1.0, 2.0]), 5) == 15.0  # it is as it was
+    assert one.edits == {"mean * weight": "mean"} and not one.hangs and made(HANGS)[0].hangs
+    with pytest.raises(ValueError, match="median"):
+        made(Slip("Nobody has written this.", {"median": "mean"}))
+
+
+def at_two_depths(number):
+    number = abs(number)
+    if number > 9:
+        number = abs(number)
+    return number
+
+
+def test_lines_of_an_edit_go_as_far_in_as_each_of_its_places():
+    [twice] = made(Slip("", {"number = abs(number)": "number += 1\nnumber += 1"}), at_two_depths)
+    assert (twice.attempt(0), twice.attempt(8)) == (2, 12)
+
+
+def test_two_mistakes_are_made_at_once_where_they_lie_on_different_lines():
+    answers = scaled_mean, in_one_line
+    [undivided], [unweighted] = made(UNDIVIDED), made(UNWEIGHTED)
+    [same_line] = made(Slip("Divide by 2.", {"total / dist": "total / 2 / dist"}))
+    assert len(list(both(undivided, unweighted, answers))) == 1
+    for other in (same_line, undivided, Mistake(in_one_line, "It is written out.")):
+        assert not list(both(undivided, other, answers))
