@@ -15,7 +15,6 @@ from pathlib import Path
 from dplab import drills, exercises
 from dplab.checks import outcomes, own
 from dplab.checks.exercise import NOT_ATTEMPTED, PASSED, Exercise, Verdict
-from dplab.checks.running import watched
 from dplab.desk import cards, course, guesses, kept, record
 from dplab.spawn.parent.output import in_notebook, ipython
 
@@ -38,7 +37,7 @@ def check(id: str, *objects) -> None:
 
 def judge(exercise: Exercise, *objects) -> Verdict:
     """Judges the reader's code, notes the outcome, and shows it."""
-    verdict = _for_another(exercise, objects) or watched(exercise, objects)
+    verdict = _for_another(exercise, objects) or outcomes.watched(exercise, objects)
     saved = verdict.outcome == NOT_ATTEMPTED or record.update(
         "exercises", exercise.slug, functools.partial(_note, outcome=verdict.outcome))
     note = own.keep(exercise, *objects) if verdict.outcome == PASSED else ""

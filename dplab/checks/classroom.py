@@ -13,13 +13,14 @@ from pathlib import Path
 
 from dplab.checks import every_exercise
 from dplab.desk import course, record
+from dplab.drills.sick_job import print_table
 
 
 def read(file: Path) -> dict:
     """What a student's file holds. Raises ValueError, whose text says what is wrong with it."""
     try:
         kept = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+    except (OSError, ValueError):
         raise ValueError(f"{file} cannot be read: its student should export it again") from None
     if not isinstance(kept, dict) or kept.get("edition") != record.EDITION:
         raise ValueError(f"{file} holds no progress of this edition of the course")
@@ -58,32 +59,22 @@ def by_exercise(students: dict[str, dict]) -> list[list]:
     return [["", "begun", "passed", "tries (median)", "hints", "solutions"], *rows]
 
 
-def as_text(rows: list[list]) -> str:
-    """The first column to the left, numbers to the right."""
-    widths = [max(len(f"{cell}") for cell in column) for column in zip(*rows, strict=True)]
-    return "\n".join(f"{row[0]:{widths[0]}}" + "".join(
-        f"  {cell:>{width}}" for cell, width in zip(row[1:], widths[1:], strict=True))
-        for row in rows)
-
-
 def main(files: Sequence[str]) -> int:
     """Prints both tables; returns 1 if a file could not be read or none is named, else 0."""
-    if not files:
-        print(__doc__, file=sys.stderr)
-    students, faults = {}, []
+    students, faults = {}, [] if files else [__doc__]
     for file in map(Path, files):
         try:
             students[file.stem] = read(file)
         except ValueError as error:
-            faults.append(f"{error}")
+            faults.append(f"{error}.")
     if students:
         print("Exercises passed, by chapter. hints: taken; solutions: seen before passing.\n")
-        print(as_text(by_student(students)))
+        print_table(*by_student(students))
         print("\nExercises that were begun, those that fewest passed first.\n")
-        print(as_text(by_exercise(students)))
+        print_table(*by_exercise(students))
     for fault in faults:
-        print(f"{fault}.", file=sys.stderr)
-    return 0 if students and not faults else 1
+        print(fault, file=sys.stderr)
+    return 1 if faults else 0
 
 
 if __name__ == "__main__":

@@ -7,15 +7,14 @@ run, so that no training starts.
 import argparse
 import ast
 import json
-import symtable
 from pathlib import Path
 
 from IPython.core.inputtransformer2 import TransformerManager
 
 from dplab import checks
-from dplab.checks.exercise import PASSED, Exercise
+from dplab.checks.exercise import PASSED
 from dplab.desk import kept
-from dplab.desk.statements import Statement
+from dplab.desk.definition import Statement
 
 TELLS = {"progress": "Shows how far you are, and which exercise comes next.",
          "hint": "Shows the next hint to an exercise.",
@@ -45,12 +44,8 @@ def main(command: str, arguments: list[str]) -> int:
     if command == "hint":
         checks.hint(exercise.slug)
         return 0
-    return _check(exercise, options.file)
-
-
-def _check(exercise: Exercise, file: Path) -> int:
     try:
-        attempt = attempt_in(file, exercise.name)
+        attempt = attempt_in(options.file, exercise.name)
     except (NoAttempt, kept.Broken) as error:
         print(f"dplab check: {error}.")
         return 2
@@ -105,14 +100,13 @@ def _until_defined(cells, file, name):
     whole, end = [], 0
     for cell in cells:
         try:
-            tree = ast.parse(cell)
-            symtable.symtable(cell, str(file), "exec")  # refuses what the parser lets pass
+            compile(cell, str(file), "exec")
         except SyntaxError as error:
             if name in cell:
                 raise NoAttempt(f"{file} is no Python where it has `{name}`: {error}") from None
             continue
         whole.append(cell)
-        if any(getattr(node, "name", None) == name for node in tree.body):
+        if any(getattr(node, "name", None) == name for node in ast.parse(cell).body):
             end = len(whole)
     if not end:
         raise NoAttempt(f"{file} defines no `{name}` with `def` or `class`")

@@ -1,226 +1,254 @@
-"""What the reader sees of an exercise, and what is kept of it: cards, hints, progress."""
+"""What a reader sees of the exercises, what is kept of it, and a teacher's tables of a class."""
 
 import html
 import json
 import re
 
 import pytest
-from attempts import raises, stub
-from pictures import contrast
+import torch
+import torch.distributed as dist
 
 import dplab
 from dplab import checks, drills
-from dplab.checks import every_exercise, find
+from dplab.checks import classroom, every_exercise, find
 from dplab.checks.exercise import NOT_ATTEMPTED, PASSED, WRONG, Exercise
 from dplab.desk import cards, course, record
-from dplab.desk.course import TITLES, heading
+from dplab.desk.course import heading
 
 EXERCISES = every_exercise()
 
 
 @pytest.fixture(autouse=True)
 def own_record(tmp_path, monkeypatch):
-    monkeypatch.setenv("DPLAB_HOME", str(tmp_path))
+    monkeypatch.setenv("DPLAB_HOME", str(tmp_path / "home"))
 
 
-@pytest.mark.parametrize("background", ["#FFFFFF", "#212121", "#111111"])
-def test_the_colour_of_a_card_is_seen_on_light_and_on_dark(background):
-    faint = [color for color in (cards.GREEN, cards.ORANGE, cards.RED, cards.GREY)
-             if contrast(color, background) < 3]
-    assert not faint
+def noted(kind, slug, **entries):
+    record.update(kind, slug, lambda entry: entry.update(entries))
+
+
+def stub(values):
+    raise NotImplementedError
+
+
+def global_mean(values):
+    return values.mean()
+
+
+def prints_and_is_right(values):
+    sums = torch.stack([values.sum(), torch.tensor(float(len(values)))])
+    dist.all_reduce(sums)
+    print("sums", sums.tolist())
+    return sums[0] / sums[1]
+
+
+@pytest.mark.slow
+def test_a_check_shows_its_outcome_and_a_pass_stays(capsys):
+    def shown(answer):
+        dplab.check("0.2", answer)
+        return capsys.readouterr().out
+
+    assert shown(stub).startswith("Exercise 0.2: not attempted\nWrite `global_mean`.")
+    assert record.entries("exercises") == {}
+    assert "raised AttributeError" in shown(lambda values: values.nothing)
+    wrong = shown(global_mean)
+    assert wrong.startswith("Exercise 0.2: wrong\n") and "on 3 ranks, rank 0: " in wrong
+    right = shown(prints_and_is_right)
+    assert "Exercise 0.2: passed\nRight on 1, 2, 3 and 4 ranks. It is kept" in right
+    parts = re.split(r"Your code printed, on (\d) ranks?:\n", right.partition("Exercise")[0])
+    for size, printed in zip(parts[1::2], parts[2::2], strict=True):
+        assert set(re.findall(r"^\[rank (\d)\] sums", printed, re.M)) == set("0123"[:int(size)])
+    assert parts[1::2] == [str(size) for size in find("0.2").world_sizes]
+    shown(global_mean)
+    kept = record.entries("exercises")["global-mean"]
+    assert (kept["outcome"], kept["tries"]) == (PASSED, 3)
+
+
+def test_what_is_asked_for_is_found_or_guessed(capsys):
+    assert find("average-gradients") is find("4.2") is find(4.2)
+    assert capsys.readouterr().out == "" and find("9.9") is None
+    assert "There is no exercise `9.9`. There are `gather-by-" in capsys.readouterr().out
+    for misspelt in "Average-Gradients", "average-gradient", "averages_gradients":
+        dplab.hint(misspelt)
+        assert "Did you mean `average-gradients`" in capsys.readouterr().out
+        with pytest.raises(ValueError, match="Did you mean `average-gradients`"):
+            dplab.mine(misspelt)
+    dplab.check(stub)
+    assert "name comes first" in capsys.readouterr().out
+    dplab.check("rows-to-hide", global_mean)
+    said = capsys.readouterr().out
+    assert "1.3: not attempted" in said and "answer to exercise 0.2" in said
+    assert not record.entries("exercises")
 
 
 def test_a_card_leads_on_and_into_no_appendix(monkeypatch):
-    def numbered(number):
-        kind = type("Numbered", (Exercise,), {"number": number})
-        return kind()
-
-    listed = [numbered(number) for number in ("10.2", "11.1", "11.2", "A.1", "A.2", "B.1")]
+    listed = [type("Numbered", (Exercise,), {"number": number})()
+              for number in ("10.2", "11.1", "11.2", "A.1", "A.2", "B.1")]
     monkeypatch.setattr(checks, "every_exercise", lambda: tuple(listed))
     following = [checks._after(each) for each in listed]
     assert [each and each.number for each in following] == [
         "11.1", "11.2", None, "A.2", None, None]
 
 
-def test_an_exercise_is_found_by_slug_and_by_number(capsys):
-    assert find("average-gradients") is find("4.2") is find(4.2)
-    assert capsys.readouterr().out == ""
-    assert find("9.9") is None
-    out = capsys.readouterr().out
-    assert "There is no exercise" in out and "average-gradients" in out
-
-
-@pytest.mark.parametrize("asked", ["Average-Gradients", "average-gradient", "averages_gradients"])
-def test_a_misspelt_exercise_is_guessed(asked, capsys):
-    dplab.hint(asked)
-    assert "Did you mean" in (out := capsys.readouterr().out) and "average-gradients" in out
-    with pytest.raises(ValueError, match="Did you mean"):
-        dplab.mine(asked)
-    assert capsys.readouterr().out == ""
-
-
-def test_a_function_in_place_of_the_name_is_asked_about(capsys):
-    dplab.check(stub)
-    assert "name comes first" in capsys.readouterr().out
-
-
-@pytest.mark.slow
-def test_cards_in_plain_text(capsys):
-    dplab.check("average-gradients", stub)
-    assert capsys.readouterr().out.startswith("Exercise 4.2: not attempted\n")
-    dplab.check("4.2", find("4.2").solution)
-    assert capsys.readouterr().out.startswith(
-        "Exercise 4.2: passed\nRight on 1, 2, 3 and 4 ranks.")
-    dplab.check("average-gradients", find("4.2").known_mistakes.all[0].attempt)
-    out = capsys.readouterr().out
-    assert out.startswith("Exercise 4.2: wrong\nYou summed")
-    assert "it is 2 times the reference" in out
-    dplab.check("9.9", stub)
-    assert "There is no exercise `9.9`" in capsys.readouterr().out
-
-
-def prints_and_averages(model, group=None):
-    print("average of", sum(parameter.numel() for parameter in model.parameters()))
-    find("4.2").solution(model, group)
-
-
-@pytest.mark.slow
-def test_what_an_attempt_prints_stands_below_a_heading_for_each_world_size(capfd):
-    dplab.check("4.2", prints_and_averages)
-    lines = capfd.readouterr().out.splitlines()
-    heads = [index for index, line in enumerate(lines) if line.startswith("Your code printed")]
-    assert [re.search(r"on (\d) rank", lines[index])[1] for index in heads] == list("2341")
-    for size, index, end in zip((2, 3, 4, 1), heads, [*heads[1:], len(lines)], strict=True):
-        ranks = re.findall(r"^\[rank (\d)\] average of", "\n".join(lines[index:end]), re.MULTILINE)
-        assert set(ranks) == {str(rank) for rank in range(size)}
-
-
-def test_hints_come_one_at_a_time(capsys):
+def test_hints_come_one_at_a_time_and_a_reset_forgets_them(capsys):
     for number in (1, 2, 3):
         dplab.hint("4.2")
-        assert f"hint {number} of 3" in capsys.readouterr().out
+        said = capsys.readouterr().out
+        assert f"hint {number} of 3" in said and find("4.2").hints[number - 1] in said
+        assert ("dplab.solution" in said) == (number == 3)
     dplab.hint("4.2")
     out = capsys.readouterr().out
     assert "no more hints" in out and 'dplab.solution("average-gradients")' in out
     assert all(hint in out for hint in find("4.2").hints)
     assert record.entries("exercises")["average-gradients"]["hints"] == 3
     dplab.solution("4.2")
-    assert "def average_gradients(model, group=None):" in capsys.readouterr().out
-
-
-@pytest.mark.slow
-def test_progress_is_kept_and_a_pass_stays(capsys):
-    dplab.check("4.2", raises)
-    dplab.check("4.2", find("4.2").solution)
-    dplab.check("4.2", raises)
-    dplab.check("4.1", stub)
-    capsys.readouterr()
-    dplab.progress()
-    out = capsys.readouterr().out
-    assert out.startswith(f"1 of {len(EXERCISES)} exercises passed")
-    assert re.search(r"4\.2 .*passed", out)
-    assert re.search(r"4\.1 .*not attempted", out)  # of a chapter that is begun
-    kept = record.entries("exercises")
-    assert set(kept) == {"average-gradients"}
-    assert (kept["average-gradients"]["outcome"], kept["average-gradients"]["tries"]) == (PASSED, 2)
-
-
-def test_reset_forgets_the_record_and_shows_the_stub(capsys):
-    record.update("exercises", "average-gradients", lambda entry: entry.update(outcome=PASSED))
-    record.update("exercises", "broadcast-weights", lambda entry: entry.update(outcome=WRONG))
+    assert find("4.2").solution_source() in capsys.readouterr().out
+    noted("exercises", "broadcast-weights", outcome=WRONG)
     dplab.reset("4.2")
     assert set(record.entries("exercises")) == {"broadcast-weights"}
     assert course.stub_of(4, "average-gradients") in capsys.readouterr().out
 
 
-def test_an_instructor_collects_progress_from_a_file(tmp_path, capsys):
-    record.update("exercises", "average-gradients",
-                  lambda entry: entry.update(outcome=PASSED, tries=3, hints=1))
-    record.update("guesses", "ring-time", lambda entry: entry.update(answer="3 ms"))
-    dplab.progress(export=tmp_path / "mine.json")
-    written = json.loads((tmp_path / "mine.json").read_text())
-    rows = {row["exercise"]: row for row in written["exercises"]}
-    assert list(rows) == [exercise.slug for exercise in EXERCISES]
-    mine, other = rows["average-gradients"], rows["broadcast-weights"]
-    assert (mine["passed"], mine["tries"], mine["hints"]) == (True, 3, 1)
-    assert (other["passed"], other["tries"], other["hints"]) == (False, 0, 0)
-    assert written["guesses"] == {"ring-time": {"answer": "3 ms"}}
+def test_a_record_that_cannot_be_written_is_mentioned(tmp_path, monkeypatch, capsys):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("DPLAB_HOME", str(tmp_path / "file" / "below"))
+    dplab.check("rows-to-hide", lambda *numbers: 1 / 0)
+    assert "Progress could not be written" in capsys.readouterr().out
+
+
+# Progress
 
 
 @pytest.fixture
 def progress(monkeypatch):
-    """Shows progress with these outcomes; returns its plain text's lines, and its HTML."""
-    def show(outcomes):
+    """Shows progress; returns its plain text and its HTML."""
+    def show():
         shown = []
         monkeypatch.setattr(cards, "show", lambda *texts: shown.append(texts))
-        for slug, outcome in outcomes.items():
-            record.update("exercises", slug, lambda entry, outcome=outcome: entry.update(
-                outcome=outcome))
         dplab.progress()
-        [(plain, rich)] = shown
-        return plain.splitlines(), rich
+        return shown[0]
     return show
 
 
 def test_progress_is_by_chapter(progress):
-    passed, wrong = EXERCISES[0], EXERCISES[1]
-    lines, rich = progress({passed.slug: PASSED, wrong.slug: WRONG, "of-another-course": PASSED})
+    passed, wrong = EXERCISES[:2]
+    noted("exercises", passed.slug, outcome=PASSED)
+    noted("exercises", wrong.slug, outcome=WRONG)
+    noted("exercises", "of-another-course", outcome=PASSED)
+    good, bad = course.guesses()[0][:2]
+    noted("guesses", good, answer="0", good=True)
+    noted("guesses", bad, answer="0", good=False)
+    for tries, slug in enumerate("abd", start=1):
+        noted("drills", f"04/{slug}", tries=tries, solved=tries < 3)
+    noted("drills", "04/e", tries=1, solved=True)
+    plain, rich = progress()
+    lines = plain.splitlines()
     assert lines[0] == f"1 of {len(EXERCISES)} exercises passed"
-    begun, other = ([each for each in EXERCISES if each.chapter == chapter] for chapter in (0, 4))
-    chapters = list(dict.fromkeys(exercise.chapter for exercise in EXERCISES))
     heads = [line for line in lines if re.match(r"(\d\d|Appendix [A-Z]) · ", line)]
+    chapters = dict.fromkeys(each.chapter for each in EXERCISES)
     assert [line.split("  ")[0] for line in heads] == list(map(heading, chapters))
-    assert heads[0].endswith(f"  1 of {len(begun)}") and heads[4].endswith(f"  0 of {len(other)}")
-    shown = {found[1]: found[2] for line in lines
-             if (found := re.match(r" +(\d+\.\d+)  .*?  +(\S.*)$", line))}
-    expected = {exercise.number: {passed: PASSED, wrong: WRONG}.get(exercise, NOT_ATTEMPTED)
-                for exercise in EXERCISES if exercise.chapter in (passed.chapter, wrong.chapter)}
-    assert shown == expected
+    count = [each.chapter for each in EXERCISES].count
+    assert heads[0].endswith(f"  1 of {count(0)}") and heads[4].endswith(f"  0 of {count(4)}")
+    expected = {each.number: {passed: PASSED, wrong: WRONG}.get(each, NOT_ATTEMPTED)
+                for each in EXERCISES if each.chapter in (0, 4)}
+    assert dict(re.findall(r"^ +(\d+\.\d+)  .*?  +(\S.*)$", plain, re.M)) == expected
     assert re.findall(r">(\d+\.\d+)<", rich) == list(expected)
-    for text in (passed.title, TITLES[4], NOT_ATTEMPTED):
-        assert html.escape(text) in rich
+    assert html.escape(passed.title) in rich and cards.GREY in rich
+    assert re.findall(r"Guesses +(\d.*)", plain) == ["1 of 2 good"]
+    assert re.findall(r"Sick jobs +(.*)", plain) == [
+        "0 of 6 solved", "3 of 8 solved, 2 at the first try"]
 
 
 def test_progress_of_a_finished_course_is_green(progress):
-    for chapter, slugs in course.GUESSES.items():
-        for slug in slugs:
-            record.update("guesses", slug, lambda entry, chapter=chapter: entry.update(
-                answer=str(chapter), good=True))
-    for chapter, score in drills.scores().items():
+    for slug in (slug for slugs in course.guesses().values() for slug in slugs):
+        noted("guesses", slug, answer="0", good=True)
+    for chapter in drills.scores():
         for case in drills._kind(chapter).cases:
-            record.update("drills", drills.key(chapter, case), lambda entry: entry.update(
-                solved=True))
-        assert drills.scores()[chapter].solved == score.total
-    lines, rich = progress({exercise.slug: PASSED for exercise in EXERCISES})
-    assert lines[0] == f"{len(EXERCISES)} of {len(EXERCISES)} exercises passed"
-    assert set(re.findall(r"color:(#\w+)", rich)) == {cards.GREEN}
+            noted("drills", drills.key(chapter, case), solved=True)
+    assert all(score.solved == score.total for score in drills.scores().values())
+    for exercise in EXERCISES:
+        noted("exercises", exercise.slug, outcome=PASSED)
+    plain, rich = progress()
+    assert plain.startswith(f"{len(EXERCISES)} of {len(EXERCISES)} exercises passed\n")
+    assert "Next:" not in plain and set(re.findall(r"color:(#\w+)", rich)) == {cards.GREEN}
 
 
-def test_progress_says_how_good_guesses_are_and_which_jobs_are_solved(capsys):
-    right, wrong = course.GUESSES[0][:2]
-    record.update("guesses", right, lambda entry: entry.update(answer="0", good=True))
-    record.update("guesses", wrong, lambda entry: entry.update(answer="0", good=False))
-    dplab.progress()
-    out = capsys.readouterr().out
-    assert re.findall(r"Guesses +(.*)", out) == ["1 of 2 good"]
-    # Of chapter 04 none is solved and no exercise begun; in chapter 00 there are guesses.
-    assert re.findall(r"Sick jobs +(.*)", out) == ["0 of 6 solved"]
-    for tries, slug in enumerate("abd", start=1):
-        record.update("drills", f"04/{slug}", lambda entry, tries=tries: entry.update(
-            tries=tries, solved=tries < 3))
-    record.update("drills", "04/e", lambda entry: entry.update(tries=1, solved=True))
-    record.update("drills", "04/f", lambda entry: entry.update(tries=1, diagnosed=True))
-    dplab.progress()
-    out = capsys.readouterr().out
-    assert re.findall(r"Sick jobs +(.*)", out)[1] == "3 of 8 solved, 2 at the first try"
+@pytest.mark.parametrize(("outcomes", "following"), [
+    ({}, "0.1"), ({"0.1": PASSED, "0.2": WRONG}, "0.2"), ({"4.1": PASSED}, "4.2"),
+    ({"0.1": PASSED, "0.2": PASSED, "0.3": PASSED}, "1.1")])
+def test_progress_names_the_next_exercise(outcomes, following, progress):
+    for number, outcome in outcomes.items():
+        noted("exercises", find(number).slug, outcome=outcome)
+    assert re.findall(r"^Next: (\S+) .*\((\S+)\)$", progress()[0], re.M) == [
+        (following, find(following).slug)]
 
 
-def test_progress_of_an_unfinished_course_is_not(progress):
-    assert cards.GREY in progress({EXERCISES[0].slug: PASSED})[1]
+# A class
 
 
-def test_a_record_that_cannot_be_written_is_mentioned(tmp_path, monkeypatch, capsys):
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("DPLAB_HOME", str(tmp_path / "file" / "below"))
-    dplab.check("4.2", raises)
-    assert "Progress could not be written" in capsys.readouterr().out
+@pytest.fixture
+def handed_in(tmp_path, monkeypatch):
+    """The files of Ada, of Ben, and of Cem, who has not begun."""
+    def of_ada():
+        noted("exercises", "rows-to-hide", outcome=PASSED, tries=1)
+        noted("exercises", "gather-by-adding", outcome=WRONG, tries=3)
+        noted("drills", "04/a", solved=True)
+        noted("drills", "04/b", taken=1)
+        noted("guesses", "ring-time", answer="3 ms")
+        dplab.hint("average-gradients")
+        dplab.hint("average-gradients")
+        dplab.solution("global-mean")
+
+    files = []
+    for name, learn in (("ada", of_ada), ("cem", lambda: None), ("ben", lambda: noted(
+            "exercises", "average-gradients", outcome=PASSED, tries=2))):
+        monkeypatch.setenv("DPLAB_HOME", str(tmp_path / f"home of {name}"))
+        learn()
+        files.append(str(tmp_path / f"{name}.json"))
+        dplab.progress(export=files[-1])
+    return files
+
+
+def rows_of(text):
+    """The words of each line of a table, by its first word."""
+    return {line.split()[0]: line.split()[1:] for line in text.splitlines() if line.strip()}
+
+
+def test_exported_files_become_two_tables_and_a_broken_one_is_named(handed_in, tmp_path, capsys):
+    exported = json.loads((tmp_path / "ada.json").read_text())
+    assert [row["exercise"] for row in exported["exercises"]] == [each.slug for each in EXERCISES]
+    assert exported["guesses"] == {"ring-time": {"answer": "3 ms"}}
+    capsys.readouterr()
+    assert classroom.main(handed_in) == 0
+    students, exercises = capsys.readouterr().out.split("Exercises that were begun")
+    rows = rows_of(students)
+    for name, chapter in (("ada", "01"), ("ben", "04")):
+        passed = dict(zip(["00", *rows["00"]], rows[name], strict=False))
+        assert next(label for label, count in passed.items() if count == "1") == chapter
+    # all passed, hints, solutions, sick jobs
+    assert [rows[name][-4:] for name in ("ada", "ben", "cem")] == [
+        ["1", "2", "1", "1"], ["1", "0", "0", "0"], ["0", "0", "0", "0"]]
+    # begun, passed, median of tries, hints, solutions; those that fewest passed come first
+    counts = {number: words[-5:] for number, words in rows_of(exercises).items()
+              if re.match(r"\d+\.\d", number)}
+    assert list(counts.items()) == [
+        (find("gather-by-adding").number, ["1", "0", "3", "0", "0"]),
+        (find("global-mean").number, ["1", "0", "0", "0", "1"]),
+        (find("average-gradients").number, ["2", "1", "1", "2", "0"]),
+        (find("rows-to-hide").number, ["1", "1", "1", "0", "0"])]
+
+
+@pytest.mark.parametrize(("content", "said"), [
+    (None, "cannot be read"), ("{", "cannot be read"), ("[]", "no progress of this edition"),
+    ('{"0.1": {"outcome": "passed"}}', "no progress of this edition")])
+def test_a_file_that_cannot_be_read_is_named_and_the_others_are_shown(
+        handed_in, tmp_path, capsys, content, said):
+    broken = tmp_path / "dan.json"
+    if content is not None:
+        broken.write_text(content)
+    assert classroom.main([str(broken), *handed_in]) == 1
+    shown = capsys.readouterr()
+    assert "ada" in shown.out and "dan " not in shown.out
+    assert str(broken) in shown.err and said in shown.err
+    assert classroom.main([str(broken)]) == 1 and classroom.main([]) == 1
+    assert capsys.readouterr().out == ""
