@@ -311,19 +311,16 @@ class FailingReport(SickJob):
     def _judge(self, line, rank):
         readings, [name] = self._readings, [each for each in LINES if LINES[each] == line]
         if line != readings.line():
-            self._counted(False)
-            self._say(f"not line {line} on rank {rank}",
-                      f"Where line {line} is to blame, {WOULD_SHOW[name]}. But "
-                      f"{readings.words(readings.against(name, rank))}.", color=cards.ORANGE)
+            self._is_wrong(f"not line {line} on rank {rank}",
+                           f"Where line {line} is to blame, {WOULD_SHOW[name]}. But "
+                           f"{readings.words(readings.against(name, rank))}.")
         elif rank != readings.to_blame():
-            self._counted(False)
-            self._say(f"line {line} is right, but not rank {rank}",
-                      f"{readings.words(rank)}, and it did as its losses say. Which rank "
-                      "did what no other did?", color=cards.ORANGE)
+            self._is_wrong(f"line {line} is right, but not rank {rank}",
+                           f"{readings.words(rank)}, and it did as its losses say. Which rank "
+                           "did what no other did?")
         else:
             _, sentence = self.suspects_known[list(LINES).index(name)].finding(readings)
-            self._is_found = True
-            self._is_solved(f"solved{self._counted(True)}: line {line}, rank {rank}", sentence)
+            self._is_right(f": line {line}, rank {rank}", sentence)
 
     def _counted(self, fits):
         self._reruns += not fits

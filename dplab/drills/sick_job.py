@@ -140,20 +140,12 @@ class SickJob:
         if known is None or not self._has_run():
             return
         fits, sentence = known.finding(self._readings)
-        at_try = self._counted(fits)
         sentence += f" (`job.{known.instrument}()` shows it.)"
         if not fits:
-            self._say(f"not “{known.name}”", sentence, color=cards.ORANGE)
+            self._is_wrong(f"not “{known.name}”", sentence)
             return
-        self._is_found = True
-        sentence += f" You asked {len(self._asked)} of {len(self._instruments())} instruments."
-        if self._case.to_repair:
-            self._say(f"“{known.name}” it is{at_try}", f"{sentence} This is the code. Write "
-                      f"`{self._part_name}` anew, without the fault, and run "
-                      f"`job.repair({self._part_name})`.",
-                      self._named(self._sick_text), cards.GREEN)
-        else:
-            self._is_solved(f"solved{at_try}, “{known.name}” it is", sentence)
+        asked = f"You asked {len(self._asked)} of {len(self._instruments())} instruments."
+        self._is_right(f", “{known.name}” it is", f"{sentence} {asked}")
 
     def repair(self, part: Callable | None = None) -> None:
         """Runs the job with the reader's function in the place of the sick one."""
@@ -269,6 +261,22 @@ class SickJob:
         tries = kept.get("tries", 0) + 1
         self._keep(tries=tries, diagnosed=fits)
         return f" at the {_ordinal(tries)} try"
+
+    def _is_wrong(self, head, sentence):
+        self._counted(False)
+        self._say(head, sentence, color=cards.ORANGE)
+
+    def _is_right(self, what, sentence):
+        """The fault is found; ``what`` it is ends the headline."""
+        at_try = self._counted(True)
+        self._is_found = True
+        if self._case.to_repair:
+            self._say(f"“{self._case.suspect}” it is{at_try}", f"{sentence} This is the code. "
+                      f"Write `{self._part_name}` anew, without the fault, and run "
+                      f"`job.repair({self._part_name})`.",
+                      self._named(self._sick_text), cards.GREEN)
+        else:
+            self._is_solved(f"solved{at_try}{what}", sentence)
 
     def _is_solved(self, head, sentence):
         self._keep(solved=True)

@@ -7,7 +7,7 @@ import drill_jobs
 import pytest
 import torch
 import torch.distributed as dist
-from drill_jobs import faults_of, seeds_of
+from drill_jobs import faults_of, said_by, seeds_of
 from IPython.core.interactiveshell import InteractiveShell
 
 import dplab
@@ -47,25 +47,19 @@ def evaluate(model, test_set, mine):
 # Taking a job
 
 
-def test_the_card_says_what_can_be_typed_and_what_may_be_wrong(capsys):
+def test_the_card_says_what_can_be_typed_and_what_may_be_wrong_once(capsys):
     job = dplab.drill("04", seed=4)
     said = capsys.readouterr().out
     assert job._complaint.format(n=job._world_size) in said
-    for name in [*job._instruments(), *job.suspects]:
+    for name in [*job._instruments(), *job.suspects, 'dplab.drill("04", seed=4)']:
         assert name in said
-    assert 'dplab.drill("04", seed=4)' in said
     assert {*job._instruments(), "suspects", "diagnose"} <= set(dir(job))
-
-
-def test_the_cell_that_takes_a_job_shows_its_card_once_and_a_later_one_again(capsys):
     shell = InteractiveShell.instance()
-    try:
-        shell.run_cell("import dplab\ndplab.drill('04', seed=4)", store_history=True)
-        assert capsys.readouterr().out.count("On call") == 1
-        shell.run_cell("job = dplab.drill('04', seed=4)", store_history=True)
-        assert capsys.readouterr().out.count("On call") == 1
-        shell.run_cell("job", store_history=True)
-        assert capsys.readouterr().out.count("On call") == 1
+    try:  # the cell that takes a job shows its card once, and a later one again
+        for cell in ("import dplab\ndplab.drill('04', seed=4)", "job = dplab.drill('04', seed=4)",
+                     "job"):
+            shell.run_cell(cell, store_history=True)
+            assert capsys.readouterr().out.count("On call") == 1
     finally:
         InteractiveShell.clear_instance()
 
@@ -78,8 +72,8 @@ def test_a_seed_repeats_a_job_and_other_seeds_give_others():
     assert len({job._case.slug for job in (one, *others)}) >= 4
 
 
-def test_each_job_comes_once_before_one_comes_again_in_an_order_of_the_reader_s(
-        tmp_path, monkeypatch, capsys):
+def test_each_job_comes_once_before_one_comes_again_and_solved_ones_come_last(
+        tmp_path, monkeypatch):
     orders = set()
     for reader in range(4):
         monkeypatch.setenv("DPLAB_HOME", str(tmp_path / str(reader)))
@@ -87,9 +81,6 @@ def test_each_job_comes_once_before_one_comes_again_in_an_order_of_the_reader_s(
         assert sorted(slugs[:8]) == sorted(slugs[8:]) == [case.slug for case in CASES]
         orders.add("".join(slugs[:4]))
     assert len(orders) > 1
-
-
-def test_solved_jobs_come_last(capsys):
     for slug in "abdefgh":
         record.update("drills", f"04/{slug}", lambda entry: entry.update(solved=True))
     assert [dplab.drill("04")._case.slug for _ in range(3)] == ["c", "c", "c"]
@@ -108,110 +99,79 @@ def test_a_chapter_or_a_seed_that_cannot_be(chapter, seed, error):
 # Saying what is wrong
 
 
-def test_a_right_answer_shows_the_reading_and_both_lines(capsys):
+def test_a_right_answer_shows_the_reading_and_both_lines():
     job = job_of("d")
-    job.diagnose("different start")
-    said = capsys.readouterr().out
-    assert "job.weights()" in said and "of 9 tensors" in said
-    assert "-        message = tensor.clone()" in said
-    assert "+        dist.broadcast(tensor, src=0)" in said
-    assert "solved at the 1st try" in said
-    job.repair(evaluate)
-    said = capsys.readouterr().out
+    for read in (job.weights, job.samples, job.weights):
+        said_by(read)
+    assert entry(job) == {"readings": ["samples", "weights"]}
+    said = said_by(job.diagnose, "different start")
+    for words in ("job.weights()", "of 9 tensors", "solved at the 1st try",
+                  "You asked 2 of 7 instruments.", "-        message = tensor.clone()",
+                  "+        dist.broadcast(tensor, src=0)"):
+        assert words in said
+    said = said_by(job.repair, evaluate)
     assert "First say" not in said and "solved" in said and "job.solution()" in said
-    assert entry(job) == {"tries": 1, "diagnosed": True, "solved": True}
-    assert scores()[4] == (1, 1, 8)
+    kept = {"readings": ["samples", "weights"], "tries": 1, "diagnosed": True, "solved": True}
+    assert entry(job) == kept and scores()[4] == (1, 1, 8)
+    for answer in ("biased metric", "different start"):  # which count no more
+        said = said_by(job.diagnose, answer)
+        assert entry(job) == kept
+    assert "solved again" in said
 
 
-def test_a_wrong_answer_is_ruled_out_by_a_reading_of_this_job(capsys):
+def test_a_wrong_answer_is_ruled_out_by_a_reading_of_this_job_and_counts():
     job = job_of("d")
-    job.diagnose("overlapping parts")
-    said = capsys.readouterr().out
+    said = said_by(job.diagnose, "overlapping parts")
     taken = sum(map(len, job._readings.samples(0)))
     assert f"took {taken:,} samples, of which {taken:,} are distinct" in said
-    assert "broadcast" not in said
-    assert entry(job) == {"tries": 1, "diagnosed": False}
-    job.diagnose("Different  start")
-    assert "solved at the 2nd try" in capsys.readouterr().out
+    assert "broadcast" not in said and entry(job) == {"tries": 1, "diagnosed": False}
+    assert "solved at the 2nd try" in said_by(job.diagnose, "Different  start")
     assert scores()[4] == (1, 0, 8)
-    for answer in ("biased metric", "different start"):
-        job.diagnose(answer)
-        assert entry(job) == {"tries": 2, "diagnosed": True, "solved": True}
-    assert "solved again" in capsys.readouterr().out
+    for tries, words in ((3, "3rd"), (11, "11th"), (21, "21st")):
+        record.update("drills", "04/d", lambda entry, tries=tries: entry.update(
+            tries=tries - 1, diagnosed=False))
+        assert f"at the {words} try" in said_by(job.diagnose, "different start")
 
 
 @pytest.mark.parametrize("said", ["", None, 3, "diferent start", "the moon"])
-def test_an_unknown_suspect_is_asked_about_and_no_try(said, capsys):
+def test_an_unknown_suspect_is_asked_about_and_no_try(said):
     job = job_of("d")
-    job.diagnose(said)
-    shown = capsys.readouterr().out
+    shown = said_by(job.diagnose, said)
     assert all(suspect in shown for suspect in job.suspects)
     assert ('Did you mean `job.diagnose("different start")`' in shown) == (said == "diferent start")
     assert "04/d" not in record.entries("drills")
 
 
-def test_the_solution_does_not_count(capsys):
+def test_who_has_read_the_solution_solves_it_at_no_first_try():
     job = job_of("d")
-    job.solution()
-    assert "+        dist.broadcast(tensor, src=0)" in capsys.readouterr().out
+    assert "+        dist.broadcast(tensor, src=0)" in said_by(job.solution)
     assert scores()[4] == (0, 0, 8)
-    job.diagnose("different start")
-    assert scores()[4] == (1, 0, 8), "who has read the answer finds it at no first try"
-
-
-def test_the_card_says_at_which_try(capsys):
-    for tries, words in ((1, "1st"), (2, "2nd"), (3, "3rd"), (11, "11th"), (21, "21st")):
-        record.update("drills", "04/d", lambda entry, tries=tries: entry.update(
-            tries=tries - 1, diagnosed=False))
-        job_of("d").diagnose("different start")
-        assert f"at the {words} try" in capsys.readouterr().out
-
-
-def test_the_instruments_that_were_read_are_noted_and_counted(capsys):
-    job = job_of("d")
-    for read in (job.weights, job.samples, job.weights):
-        read()
-    assert entry(job) == {"readings": ["samples", "weights"]}
-    job.diagnose("different start")
-    assert "You asked 2 of 7 instruments." in capsys.readouterr().out
-
-
-def test_a_record_that_cannot_be_written_stops_nothing(tmp_path, monkeypatch, capsys):
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("DPLAB_HOME", str(tmp_path / "file" / "folder"))
-    dplab.drill("04")
-    job_of("d").diagnose("different start")
-    assert "solved" in capsys.readouterr().out
+    said_by(job.diagnose, "different start")
+    assert scores()[4] == (1, 0, 8)
 
 
 # Mending it
 
 
 @pytest.mark.slow
-def test_a_job_to_repair_is_solved_by_the_mended_function_alone(capsys):
-    def said_to(repair):
-        job.repair(repair)
-        return capsys.readouterr().out
-
+def test_a_job_to_repair_is_solved_by_the_mended_function_alone():
     job = job_of("f")
-    assert "First say what is wrong" in said_to(evaluate)
-    job.diagnose("biased metric")
-    said = capsys.readouterr().out
+    assert "First say what is wrong" in said_by(job.repair, evaluate)
+    said = said_by(job.diagnose, "biased metric")
     assert "def evaluate(model, test_set, mine):" in said and "job.repair(evaluate)" in said
     assert "counts" not in said, "the mended lines are the reader's to write"
-    assert "at the 1st try" in said
-    assert "without brackets" in said_to(None)
-    assert "not mended" in said_to(drill_jobs.job_of(SilentFailure, seed_of("f", 1))._sick_part())
-    assert "failed" in said_to(lambda model, test_set, mine: None)
-    assert "test_set[mine]" in said_to(lambda model, test_set, mine: 0.9)
+    assert "“biased metric” it is at the 1st try" in said
+    for part, words in ((None, "without brackets"), (job_of("f", 1)._sick_part(), "not mended"),
+                        (lambda model, test_set, mine: None, "failed"),
+                        (lambda model, test_set, mine: 0.9, "test_set[mine]")):
+        assert words in said_by(job.repair, part)
     assert entry(job)["diagnosed"] and "solved" not in entry(job)
-    assert "solved" in said_to(evaluate)
-    assert entry(job)["solved"]
-    assert scores()[4] == (1, 1, 8)
+    assert "solved" in said_by(job.repair, evaluate)
+    assert entry(job)["solved"] and scores()[4] == (1, 1, 8)
 
 
 @pytest.mark.slow
-def test_a_repair_with_a_fault_of_its_own_is_told_of_that_one(capsys):
+def test_a_repair_with_a_fault_of_its_own_is_told_of_that_one():
     def averager(model):
         def average():
             for parameter in model.parameters():
@@ -221,18 +181,16 @@ def test_a_repair_with_a_fault_of_its_own_is_told_of_that_one(capsys):
         return average
 
     job = job_of("h")
-    job.diagnose("left-out layer")
-    job.repair(averager)
-    said = capsys.readouterr().out
+    said_by(job.diagnose, "left-out layer")
+    said = said_by(job.repair, averager)
     assert "another fault now: “wrong divisor”" in said and "2.00 times as long" in said
-    job.repair(job._sick_part())
-    assert "still “left-out layer”" in capsys.readouterr().out
+    assert "still “left-out layer”" in said_by(job.repair, job._sick_part())
 
 
 # When something is in the way
 
 
-def test_a_failure_of_the_ranks_or_an_interrupt_does_not_quote_the_code(monkeypatch, capsys):
+def test_a_failure_of_the_ranks_or_an_interrupt_does_not_quote_the_code(monkeypatch):
     """And the next instrument runs the job again."""
     def fails_with(error):
         def run(*_, **__):
@@ -242,9 +200,7 @@ def test_a_failure_of_the_ranks_or_an_interrupt_does_not_quote_the_code(monkeypa
 
     job = SilentFailure(seed_of("d"))
     fails_with(dplab.RankError("rank 1: dist.broadcast(message, src=0)", rank=1, kind="died"))
-    job.weights()
-    job.diagnose("different start")
-    said = capsys.readouterr().out
+    said = said_by(job.weights) + said_by(job.diagnose, "different start")
     assert "died" in said and "broadcast" not in said
     assert "04/d" not in record.entries("drills")
     fails_with(KeyboardInterrupt("rank 0 was in begin_with_copies"))
@@ -252,5 +208,11 @@ def test_a_failure_of_the_ranks_or_an_interrupt_does_not_quote_the_code(monkeypa
         job.weights()
     assert "copies" not in str(caught.value) and caught.value.__suppress_context__
     monkeypatch.setattr(job, "_run", lambda part: job_of("d")._readings)
-    job.weights()
-    assert "norm.running_mean" in capsys.readouterr().out
+    assert "norm.running_mean" in said_by(job.weights)
+
+
+def test_a_record_that_cannot_be_written_stops_nothing(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("DPLAB_HOME", str(tmp_path / "file" / "folder"))
+    dplab.drill("04")
+    assert "solved" in said_by(job_of("d").diagnose, "different start")
