@@ -7,8 +7,7 @@ from dplab.measure.machine import available_cores, describe_machine
 from dplab.measure.memory_limit import memory_limit
 from dplab.measure.memory_timeline import MemoryTimeline, state_bytes
 from dplab.measure.split import from_last_launch, split_time
-from dplab.measure.torchrun_log import torchrun_log
-from dplab.measure.torchrun_nodes import TorchrunNodes
+from dplab.measure.torchrun_jobs import TorchrunNodes, torchrun_log
 from dplab.measure.trace import Trace, aligned
 from dplab.measure.unit_calls import UnitCalls
 from dplab.measure.whole_units import Whole, WholeUnits

@@ -48,19 +48,18 @@ def saved_bytes(model: nn.Module, *inputs: Any) -> int:
 
     Parameters do not count: they lie there anyway.
     """
-    parameters = {memory.data_ptr() for memory in storages_of(model.parameters())}
-    saved: dict[int, int] = {}
+    _, saved = _saved_in(lambda: model(*inputs))
+    sizes = {memory.data_ptr(): memory.nbytes() for memory in storages_of(saved)}
+    for memory in storages_of(model.parameters()):
+        sizes.pop(memory.data_ptr(), None)
+    return sum(sizes.values())
 
-    def note(tensor):
-        for memory in storages_of([tensor]):
-            saved[memory.data_ptr()] = memory.nbytes()
-        return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        kept = model(*inputs)  # alive until the end, with all that is saved: no address comes twice
-    total = sum(size for address, size in saved.items() if address not in parameters)
-    del kept
-    return total
+def _saved_in(forward):
+    """What a forward returns, and the tensors that autograd saves in it for backward."""
+    saved: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        return forward(), saved
 
 
 def _average(buckets, bucket):
@@ -71,11 +70,8 @@ def _average(buckets, bucket):
 
 def _copies(model, loss):
     """The copies of parameters that a forward under autocast leaves for backward."""
-    saved: list[torch.Tensor] = []
-    device = next(model.parameters()).device.type
-    with (torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t),
-          torch.autocast(device, torch.bfloat16)):
-        loss(model)
+    with torch.autocast(next(model.parameters()).device.type, torch.bfloat16):
+        _, saved = _saved_in(lambda: loss(model))
     casts = [parameter.detach().bfloat16().flatten() for parameter in model.parameters()]
     return [tensor for tensor in saved
             if tensor.dtype == torch.bfloat16 and any(_is_in(tensor, cast) for cast in casts)]

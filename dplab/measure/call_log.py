@@ -39,9 +39,6 @@ class CallLog:
         """The size of this rank's contributions, in bytes: what was handed over, not what moved."""
         return sum(call.bytes for call in self.calls if operation in (None, call.operation))
 
-    def __str__(self):
-        return "\n".join(f"{index:3d}  {call}" for index, call in enumerate(self.calls, 1))
-
 
 class Message(NamedTuple):
     """What a rank has sent: to which rank, as all ranks count, and a copy of the tensor."""

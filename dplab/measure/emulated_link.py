@@ -13,6 +13,7 @@ import os
 import struct
 import threading
 import time
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -82,21 +83,20 @@ class _EmulatedGroup(dist.ProcessGroup):
     """gloo's process group behind a slower link."""
 
     def __init__(self, link, options, _):
-        rank, size = options.group_rank, options.group_size
+        rank, size, store = options.group_rank, options.group_size, options.store
         super().__init__(rank, size)
-        self._link = link
-        self._gloo = dist.ProcessGroup(options.store, rank, size)
-        backend = dist.ProcessGroupGloo(options.store, rank, size, timeout=options.timeout)
+        self._link, self._gloo = link, dist.ProcessGroup(store, rank, size)
+        backend = dist.ProcessGroupGloo(store, rank, size, timeout=options.timeout)
         backend._set_sequence_number_for_group()
         kind = dist.ProcessGroup.BackendType.GLOO
         self._gloo._register_backend(torch.device("cpu"), kind, backend)
         self._gloo._set_default_backend(kind)
         self._gloo._set_group_name(options.group_id)
-        self._arrivals = _Arrivals(options.store, options.group_id, rank, size)
+        self._arrivals = _Arrivals(store, options.group_id, rank, size)
         self._threads = ThreadPoolExecutor(256, "emulated-link")
-        self._busy = {"out": 0.0, "in": 0.0}  # until when, in `time.monotonic`
+        self._busy = {"send": 0.0, "recv": 0.0}  # the directions: until when, in `time.monotonic`
         self._lock = threading.Lock()
-        self._numbers = {}
+        self._numbers = Counter()  # of calls to each peer, and of collectives
         self._last = None  # the collective before
 
     def getBackendName(self):
@@ -113,36 +113,29 @@ class _EmulatedGroup(dist.ProcessGroup):
         tensors = recording.tensors_in(args[own]) if own is not None else []
         nbytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
         seconds = self._link.seconds(operation, self.size(), nbytes)
-        if operation in ("send", "recv"):
-            peer = args[1] if method != "recv_anysource" else None
-            channels, before = ["out" if operation == "send" else "in"], None
-        else:
-            peer, channels, before = "all", ["out", "in"], self._last
-        meeting = self._arrivals.meeting(operation, peer, self._next_number(operation, peer))
+        to_all = operation not in self._busy
+        kind = "collective" if to_all else operation
+        peer = None if to_all or method == "recv_anysource" else args[1]
+        meeting = self._arrivals.meeting(kind, peer, self._numbers[kind, peer])
+        self._numbers[kind, peer] += 1
         launch = getattr(dist.ProcessGroup, method)
         launch = getattr(launch, "__wrapped__", launch)  # recorded is the call of this group alone
         work = _EmulatedWork(launch(self._gloo, *args, **kwargs), args[0] if args else [])
-        if peer == "all":
+        directions, before = ([*self._busy], self._last) if to_all else ([operation], None)
+        if to_all:
             self._last = work
-        self._threads.submit(self._complete, work, meeting, seconds, channels, before)
+        self._threads.submit(self._complete, work, meeting, seconds, directions, before)
         return work
 
-    def _next_number(self, operation, peer):
-        key = (operation if peer != "all" else "collective", peer)
-        self._numbers[key] = self._numbers.get(key, -1) + 1
-        return self._numbers[key]
-
-    def _complete(self, work, meeting, seconds, channels, before):
+    def _complete(self, work, meeting, seconds, directions, before):
         try:
             work.real.wait()
             if before is not None:
                 before.scheduled.wait()
             with self._lock:
-                begin = max(meeting(), *(self._busy[channel] for channel in channels))
-                end = begin + seconds
-                for channel in channels:
-                    self._busy[channel] = end
-            work.began = begin
+                work.began = max(meeting(), *(self._busy[each] for each in directions))
+                end = work.began + seconds
+                self._busy |= dict.fromkeys(directions, end)
             work.scheduled.set()
             time.sleep(max(0.0, end - time.monotonic()))
             work.future.set_result(work.outputs)
@@ -195,18 +188,15 @@ class _Arrivals:
         self._memory = mmap.mmap(descriptor, nbytes)
         os.close(descriptor)
 
-    def meeting(self, operation, peer, number):
+    def meeting(self, kind, peer, number):
         """Notes that this rank launches the call; returns a function for when all have."""
-        size = self._size
-        if peer == "all":
-            own, rows = self._rank, range(size)
-        elif peer is None:  # a receive from anyone
-            return time.monotonic
-        else:
-            pair = (self._rank, peer) if operation == "send" else (peer, self._rank)
-            send = size + 2 * (pair[0] * size + pair[1])
-            rows = (send, send + 1)
-            own = send if operation == "send" else send + 1
+        own, rows = self._rank, range(self._size)
+        if kind != "collective":
+            if peer is None:  # a receive from anyone
+                return time.monotonic
+            sender, receiver = (own, peer) if kind == "send" else (peer, own)
+            send = self._size * (1 + 2 * sender) + 2 * receiver
+            own, rows = send + (kind == "recv"), (send, send + 1)
         now = time.monotonic()
         self._ENTRY.pack_into(self._memory, self._place(own, number), number, now)
         return lambda: max(now, *(self._read(row, number) for row in rows))

@@ -2,14 +2,14 @@
 
 import contextlib
 import ctypes
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from dplab.measure.storages import Storages, storages_of
+from dplab.measure.storages import Storages, Watch, storages_of
 
 # glibc gives what is larger than this back to the kernel as soon as it is freed. Left alone, it
 # raises the threshold with what it sees, and keeps freed memory in pieces that fit nothing.
@@ -28,7 +28,7 @@ def memory_limit(nbytes: int) -> Iterator[None]:
     Elsewhere, the storages of tensors are counted after each operation of torch, and MemoryError is
     raised by the one that is too much. What C++ code allocates for itself is not counted there.
     """
-    with _by_the_kernel(nbytes) if sys.platform == "linux" else _Counted(nbytes):
+    with _by_the_kernel(nbytes) if sys.platform == "linux" else _counted(nbytes):
         yield
 
 
@@ -39,36 +39,25 @@ def _by_the_kernel(nbytes):
     with contextlib.suppress(AttributeError, OSError):  # another C library than glibc
         ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 2**18)
     before = resource.getrlimit(resource.RLIMIT_DATA)
-    soft = _writable() + int(nbytes)
-    if before[1] != resource.RLIM_INFINITY:
-        soft = min(soft, before[1])
-    resource.setrlimit(resource.RLIMIT_DATA, (soft, before[1]))
+    status = Path("/proc/self/status").read_text()
+    held = 1024 * int(re.search(r"VmData:\s+(\d+) kB", status)[1])  # of what the limit is about
+    resource.setrlimit(resource.RLIMIT_DATA, (held + int(nbytes), before[1]))
     try:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_DATA, before)
 
 
-def _writable():
-    """The bytes that the limit is about, as the kernel counts them now."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(1024 * int(line.split()[1]) for line in lines if line.startswith("VmData"))
+@contextlib.contextmanager
+def _counted(nbytes):
+    storages = Storages(lambda *_: None)
 
-
-class _Counted(TorchDispatchMode):
-    def __init__(self, nbytes):
-        super().__init__()
-        self._limit, self._held = nbytes, 0
-        self._storages = Storages(self._changed)
-
-    def _changed(self, _, change):
-        self._held += change
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        outputs = func(*args, **(kwargs or {}))
+    def ran(operation, _, outputs):
         for storage in storages_of(tree_leaves(outputs)):
-            self._storages.look_at(storage)
-        if self._held > self._limit:
-            raise MemoryError(f"{func} would bring this rank to {self._held:,} bytes of tensors, "
-                              f"and its limit is {self._limit:,}")
-        return outputs
+            storages.look_at(storage)
+        if (held := sum(storages.sizes)) > nbytes:
+            raise MemoryError(f"{operation} would bring this rank to {held:,} bytes of tensors, "
+                              f"and its limit is {nbytes:,}")
+
+    with Watch(ran):
+        yield

@@ -20,13 +20,11 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import UntypedStorage, nn
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from dplab.measure.storages import CATEGORIES, Storages, storages_of
+from dplab.measure.storages import CATEGORIES, Storages, Watch, storages_of
 from dplab.predict.memory import States
 
 
@@ -108,10 +106,8 @@ class MemoryTimeline(Sampled):
     Each operation takes some microseconds longer, and another for each parameter.
 
     Afterwards: ``peak`` in bytes, ``at_peak`` by category, ``samples`` (a `Sample` for each change)
-    and ``phases``. Raises RuntimeError for a block inside another one.
+    and ``phases``.
     """
-
-    _active = False
 
     def __init__(self, model: nn.Module, optimizer: Optimizer | None = None):
         self._model, self._optimizers = model, _with_inner(optimizer)  # the given one first
@@ -124,8 +120,6 @@ class MemoryTimeline(Sampled):
         self.phases: list[Phase] = []
 
     def __enter__(self):
-        if MemoryTimeline._active:
-            raise RuntimeError("a MemoryTimeline is active already: end its block first")
         self._start = None
         self._places = [module._parameters for module in self._model.modules()]
         self._in_groups = _grouped(self._optimizers)
@@ -136,15 +130,13 @@ class MemoryTimeline(Sampled):
         self._look()
         self._start = time.perf_counter()
         with ExitStack() as stack:
-            MemoryTimeline._active = True
-            stack.callback(setattr, MemoryTimeline, "_active", False)
             # FSDP frees and fills storages past any dispatch, and the course's ring runs in a
             # thread of its own, where this mode is not.
             for owner, name, instead in ((UntypedStorage, "resize_", self._resizing),
                                          (dist.ProcessGroup, "send", self._passing),
                                          (dist.ProcessGroup, "recv", self._passing)):
                 stack.enter_context(mock.patch.object(owner, name, instead(getattr(owner, name))))
-            stack.enter_context(_Mode(self._ran))
+            stack.enter_context(Watch(self._ran))
             self._stack = stack.pop_all()
         return self
 
@@ -173,8 +165,7 @@ class MemoryTimeline(Sampled):
         there = [parameter for place in self._places for parameter in place.values()
                  if parameter is not None]
         self._storages.mark(storages_of(there), "gathered")
-        found = _gradients(there + self._in_groups)
-        self._storages.mark(storages_of(found), "gradients")
+        self._storages.mark(storages_of(_gradients(there + self._in_groups)), "gradients")
 
     def _ran(self, func, inputs, outputs):
         if func.namespace == "profiler":
@@ -237,19 +228,6 @@ class MemoryTimeline(Sampled):
         return sorted(events, key=lambda event: event[1])
 
 
-class _Mode(TorchDispatchMode):
-    def __init__(self, ran):
-        super().__init__()
-        self._ran = ran
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if DTensor in types:
-            return NotImplemented  # it takes itself apart, and its local operations come here
-        outputs = func(*args, **(kwargs or {}))
-        self._ran(func, (args, kwargs), outputs)
-        return outputs
-
-
 def _at_rest(model: nn.Module, optimizers: Sequence[Optimizer]) -> list[list[UntypedStorage]]:
     """The storages of parameters, gradients and optimizer state, none of them in two of these."""
     parameters = [*model.parameters(), *_grouped(optimizers[:1])]
@@ -257,12 +235,12 @@ def _at_rest(model: nn.Module, optimizers: Sequence[Optimizer]) -> list[list[Unt
     state = [tensor for optimizer in optimizers for tensor in tree_leaves(dict(optimizer.state))
              if isinstance(tensor, torch.Tensor)]
     parts: list[list[UntypedStorage]] = []
-    seen: set[int] = set()
+    seen: dict[int, UntypedStorage] = {}
     for tensors in (parameters, _gradients(everywhere), [*state, *everywhere]):
         found = {storage._cdata: storage for storage in storages_of(tensors)}
         parts.append([storage for address, storage in found.items()
                       if address not in seen and storage.nbytes()])
-        seen |= set(found)
+        seen |= found
     return parts
 
 
@@ -270,9 +248,7 @@ def _with_inner(optimizer: Optimizer | None) -> list[Optimizer]:
     """The optimizer, and those that it keeps as attributes."""
     if optimizer is None:
         return []
-    return [optimizer, *(each for value in vars(optimizer).values()
-                         for each in (value if isinstance(value, list | tuple) else [value])
-                         if isinstance(each, Optimizer))]
+    return [optimizer, *(each for each in vars(optimizer).values() if isinstance(each, Optimizer))]
 
 
 def _grouped(optimizers: Iterable[Optimizer]) -> list[torch.Tensor]:

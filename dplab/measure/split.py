@@ -39,13 +39,9 @@ def from_last_launch(ranks):
     carried = [(max(span.start for span in same), min(span.end for span in same))
                for same in zip(*calls, strict=True)]
     found = []
-    for spans in ranks:
-        times, parts = iter(carried), []
-        for span in spans:
-            if span.lane != "communication":
-                parts.append(span)
-                continue
-            start, end = next(times)
+    for spans, own in zip(ranks, calls, strict=True):
+        parts = [span for span in spans if span.lane != "communication"]
+        for span, (start, end) in zip(own, carried, strict=True):
             parts += [replace(span, lane="stalled", end=start), span.cut(start, end)]
             if end < span.end:
                 parts.append(replace(span, lane="stalled", start=end))

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 CATEGORIES = ("parameters", "optimizer", "gathered", "gradients", "communication", "activations",
               "other")
@@ -68,6 +69,21 @@ class Storages:
         change, self.sizes[number] = size - self.sizes[number], size
         if change:
             self._changed(number, change)
+
+
+class Watch(TorchDispatchMode):
+    """During a ``with`` block, calls ``ran(operation, inputs, outputs)`` after each of torch's."""
+
+    def __init__(self, ran: Callable):
+        super().__init__()
+        self._ran = ran
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if DTensor in types:
+            return NotImplemented  # it takes itself apart, and its local operations come here
+        outputs = func(*args, **(kwargs or {}))
+        self._ran(func, (args, kwargs), outputs)
+        return outputs
 
 
 def storages_of(values: Iterable) -> Iterator[torch.UntypedStorage]:

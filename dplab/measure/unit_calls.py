@@ -1,5 +1,7 @@
 """In which order the units of `fully_shard` gather, compute and reduce."""
 
+from functools import partial
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -24,11 +26,11 @@ class UnitCalls:
             unit.set_custom_all_gather(_Gather(self.notes, f"G{name}"))
             unit.set_custom_reduce_scatter(_Reduce(self.notes, f"R{name}"))
             if number:
-                self._note_computing(unit, name)
+                unit.register_forward_pre_hook(partial(self._note, f"F{name}"))
+                unit.register_full_backward_pre_hook(partial(self._note, f"B{name}"))
 
-    def _note_computing(self, unit, name):
-        unit.register_forward_pre_hook(lambda *_: self.notes.append(f"F{name}"))
-        unit.register_full_backward_pre_hook(lambda *_: self.notes.append(f"B{name}"))
+    def _note(self, note, *_):
+        self.notes.append(note)
 
     def __str__(self):
         return " ".join(self.notes)

@@ -8,10 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from dplab.measure.storages import Storages, storages_of
+from dplab.measure.storages import Storages, Watch, storages_of
 
 PADDING = 64  # bytes, at most, behind a unit
 
@@ -25,7 +24,7 @@ class Whole:
     end: int
 
 
-class WholeUnits(TorchDispatchMode):
+class WholeUnits(Watch):
     """Follows on this rank, during a ``with`` block, which units are whole.
 
     ``units``: the flat parameters of each, of one dimension and without padding, as they are
@@ -35,7 +34,7 @@ class WholeUnits(TorchDispatchMode):
     """
 
     def __init__(self, units: Sequence[torch.Tensor]):
-        super().__init__()
+        super().__init__(self._look)
         self.units = [unit.detach().clone() for unit in units]
         self.spans: list[Whole] = []
         self.marks: dict[str, int] = {}
@@ -46,17 +45,18 @@ class WholeUnits(TorchDispatchMode):
     def mark(self, name: str) -> None:
         self.marks[name] = self.operations
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        outputs = func(*args, **(kwargs or {}))
+    def _look(self, _, inputs, outputs):
         self.operations += 1
-        for storage in storages_of(tree_leaves((args, kwargs, outputs))):
+        for storage in storages_of(tree_leaves((inputs, outputs))):
             number = self._storages.look_at(storage)
             unit = self._unit_in(storage)
             if number in self._whole and self._whole[number][0] != unit:
-                self._overwritten(number)
+                # New memory may still hold what was freed there, until it is written to.
+                if self.operations - self._whole[number][1] > 4:
+                    self._ended(number)
+                self._whole.pop(number, None)
             if unit is not None:
                 self._whole.setdefault(number, (unit, self.operations))
-        return outputs
 
     def __exit__(self, *error):
         super().__exit__(*error)
@@ -73,18 +73,10 @@ class WholeUnits(TorchDispatchMode):
                     return index
         return None
 
-    def _overwritten(self, number):
-        """New memory may still hold what was freed there: until the first operations write to it.
-        """
-        if self.operations - self._whole[number][1] <= 4:
-            del self._whole[number]
-        else:
-            self._ended(number)
-
     def _changed(self, number, change):
         if change < 0 and number in self._whole:
             self._ended(number)
 
     def _ended(self, number):
-        self.spans.append(Whole(self._whole[number][0], self._whole.pop(number)[1],
-                                self.operations))
+        unit, start = self._whole.pop(number)
+        self.spans.append(Whole(unit, start, self.operations))
