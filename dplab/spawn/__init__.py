@@ -10,8 +10,8 @@ package that this one is a part of: a copy of this folder, under any name, is a 
              lines, and `display` shows it, and says where silent ranks are.
 ``server``   the process that ranks are forked from: `start` starts it and asks it for ranks,
              `forkserver` is what it runs.
-``rank``     `life` of a rank from start to exit, `recording` of what it calls, its `device`, what
-             is `shown` beside text, and the `figures` among it.
+``rank``     `life` of a rank from start to exit, `recording` of what it calls, its `device`, and
+             what it has for a `console`.
 ``between``  what both sides know: `messages` and where a run's files lie, `values` as bytes,
              `calls` and the log of them, `errors`.
 

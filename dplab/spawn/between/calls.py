@@ -44,7 +44,7 @@ DEFAULT_GROUP = "0"
 
 _SLOT, _SLOTS, _HEADER = 512, 2048, 64
 LOG_BYTES = _HEADER + _SLOT * _SLOTS
-_GROUP, _FILE = 40, 100  # characters, of their ends: what a slot has room for
+_GROUP, _FILE = 40, 200  # characters, of their ends: what a slot has room for
 
 PACKAGE = os.path.abspath(__file__)  # the folder of the package that this file belongs to
 for _ in range(__name__.count(".")):

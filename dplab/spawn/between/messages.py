@@ -7,10 +7,8 @@ message goes on until it is whole, and a rank that is stopped in the middle woul
 
 import collections
 import itertools
-import json
 import os
 import pickle
-import re
 import socket
 import struct
 import time
@@ -66,7 +64,8 @@ class Answer:
     follows as bytes), or it "raised", "exited" or is "unpicklable".
 
     ``time`` is `time.monotonic`, in seconds; ``launched`` is the number of the last collective in
-    the default group, and ``waiting`` has what was launched and is not complete.
+    the default group, ``waiting`` has what was launched and is not complete, and ``warned`` has
+    (category, text, file, line) of each of Python's warnings since the last answer.
     """
 
     state: str
@@ -75,41 +74,8 @@ class Answer:
     frames: list[Frame] = field(default_factory=list)
     launched: int = 0
     waiting: list[InFlight] = field(default_factory=list)
+    warned: list[tuple] = field(default_factory=list)
     time: float = field(default_factory=time.monotonic)
-
-
-@dataclass
-class Shown:
-    """What a rank shows beside text: ``data`` by kind, as in Jupyter's messages. ``number`` is
-    that of the mark in the rank's output."""
-
-    number: int
-    data: dict
-    metadata: dict
-
-
-def as_text(data: dict) -> str:
-    """What is shown, as text; of Markdown and LaTeX the source, which says more than the object."""
-    return str(data.get("text/markdown") or data.get("text/latex") or data.get("text/plain") or "")
-
-
-_MARK = re.compile(rb"(?m)(^)?\x1b\]ranks:(\w+):(.*)\x07\n")
-
-
-def mark(what: str, value) -> bytes:
-    """A line for a rank's output that is not shown itself: ``"shown"`` with [number, text] where
-    what travels as `Shown` belongs, ``"warned"`` with [category, text, file, line].
-
-    Shorter than what a pipe takes in one piece, so no other thread's output comes into it.
-    """
-    return b"\x1b]ranks:%b:%b\x07\n" % (what.encode(), json.dumps(value).encode())
-
-
-def replace_marks(lines: bytes, by) -> bytes:
-    """``lines`` with the bytes of ``by(what, value)`` in the place of each mark, which may follow
-    a line without an end."""
-    return _MARK.sub(lambda found: (b"\n" if found[1] is None else b"") + by(
-        found[2].decode(), json.loads(found[3])), lines)
 
 
 def log_file(folder: str, rank: int) -> str:

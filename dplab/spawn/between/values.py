@@ -58,8 +58,8 @@ def dumps(value) -> memoryview:
     try:
         _Pickler(buffer, protocol=5).dump(value)
     except Exception as error:
-        culprit = find_culprit(value)
-        raise Unpicklable(f"{culprit} cannot be pickled ({_first_line(error)})") from error
+        why = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise Unpicklable(f"{find_culprit(value)} cannot be pickled ({why})") from error
     return buffer.getbuffer()
 
 
@@ -117,7 +117,3 @@ def can_pickle(value) -> bool:
     except Exception:
         return False
     return True
-
-
-def _first_line(error):
-    return f"{type(error).__name__}: {error}".splitlines()[0]

@@ -1,4 +1,4 @@
-"""Shows what the ranks print and show, and says where they are when they are silent for long.
+"""Shows what the ranks print, and says where they are when they are silent for long.
 
 It stands below a notebook's cell, or in a terminal or a file.
 """
@@ -9,17 +9,8 @@ import os
 import sys
 import time
 
-from ..between.messages import Shown, as_text
 from . import output
-from .output import (
-    GLOO_WORDS,
-    RankText,
-    RankWarnings,
-    as_lines,
-    in_notebook,
-    is_hidden,
-    shown_in,
-)
+from .output import GLOO_WORDS, RankText, RankWarnings, as_lines, in_notebook, is_hidden
 
 _REFRESH = 0.2  # seconds between two live refreshes, or more:
 _RATE = 400_000  # bytes/s, of which a Jupyter server takes a million
@@ -40,140 +31,92 @@ def is_live() -> bool:
 
 
 class CellOutput:
-    """In rank order: texts, and between them what the ranks show as figures, Markdown and so on.
-
-    Each text and each thing shown is a display of its own. They are rewritten while the ranks run;
-    a notebook keeps their last state.
-    """
+    """One display, in rank order, that is rewritten while the ranks run; its last state is kept."""
 
     def __init__(self, world_size):
+        self.warnings = RankWarnings()
         self._texts = [RankText() for _ in range(world_size)]
-        self._shown: list[dict[int, Shown]] = [{} for _ in range(world_size)]  # by number
         self._heading = output.heading.get()
-        self._warnings = RankWarnings()
-        self._displays: list[list] = []  # [handle, its data]
-        self._failure: BaseException | None = _NOT_ENDED
+        self._shown = _Display()
+        self._said = _Display()  # of silent ranks
         self._changed = False
         self._next = time.monotonic() + _REFRESH
-        self._said = None  # the display of what is said of silent ranks
 
     def feed(self, rank, data):
         self._texts[rank].feed(data)
-        self._warnings.add(rank, self._texts[rank])
-        self._changed = True
-
-    def take(self, rank, shown):
-        self._shown[rank][shown.number] = shown
         self._changed = True
 
     def refresh(self):
         if self._changed and time.monotonic() > self._next and is_live():
-            self._show()
+            self._show(_NOT_ENDED)
 
     def say(self, lines: list[str], seconds: float = 0.0) -> None:
         """Says what ranks do that have been silent; with no lines, takes it away again."""
-        if not lines and not self._said:
-            return
         text = "\n".join([f"{seconds:.0f} s …", *lines])
-        data = {"text/plain": text, "text/html": '<pre style="opacity:.75;line-height:1.35">'
-                f"{html.escape(text)}</pre>"} if lines else {}
-        if self._said is None:
-            self._said = _display(data, {})
-        else:
-            self._said.update(data, raw=True)
+        page = f'<pre style="opacity:.75;line-height:1.35">{html.escape(text)}</pre>'
+        self._said.show({"text/plain": text, "text/html": page} if lines else {})
 
     def close(self, failure=None):
         self.say([])
-        self._failure = failure
-        self._show(self._warnings.close())  # also where a refresh has just shown all text
+        self._show(failure, self.warnings.close())
 
-    def _show(self, warnings=()):
-        size, parts = 0, self._parts(warnings)
-        parts += [({}, {})] * (len(self._displays) - len(parts))  # what is there no more
-        for index, (data, metadata) in enumerate(parts):
-            if index == len(self._displays):
-                self._displays.append([_display(data, metadata), data])
-            elif self._displays[index][1] != data:
-                self._displays[index][0].update(data, raw=True, metadata=metadata)
-                self._displays[index][1] = data
-            else:
-                continue
-            size += sum(len(value) for value in data.values())
+    def _show(self, failure, warnings=()):
+        rows = [(f"rank {rank}", output.rank_color(rank), line)
+                for rank, text in enumerate(self._texts) for line in text.lines()
+                if not is_hidden(rank, line, failure)]
+        rows += [(ranks, _OF_MANY, line) for ranks, line in warnings]
+        data = _data(rows, self._heading) if rows else {}
+        self._shown.show(data)
         self._changed = False
+        size = sum(map(len, data.values()))
         self._next = time.monotonic() + max(_REFRESH, size / _RATE)
 
-    def _parts(self, warnings):
-        """(data, metadata) of each display."""
-        parts, rows = [], []
-        for rank, text in enumerate(self._texts):
-            label = f"rank {rank}", output.rank_color(rank)
-            left = dict(self._shown[rank])
-            for line in text.lines():
-                number, line = shown_in(line) or (None, line)
-                if shown := left.pop(number, None):
-                    rows = _add(shown, parts, rows, label)
-                elif not is_hidden(rank, line, self._failure):
-                    rows.append((*label, line, line))
-            if self._failure is not _NOT_ENDED:  # else the mark may be on its way
-                for shown in left.values():  # its mark lay where so much output was cut
-                    rows = _add(shown, parts, rows, label)
-        rows += [(ranks, _OF_MANY, line, line) for ranks, line in warnings]
-        parts += _as_display(rows)
-        if parts and self._heading:
-            first = parts[0][0]
-            first["text/plain"] = f"{self._heading}\n{first['text/plain']}"
-            first["text/html"] = f"<div>{html.escape(self._heading)}</div>{first['text/html']}"
-        return parts
 
-
-def _add(shown, parts, rows, label):
-    """Appends what is shown, below its rank's label; the rows that follow it."""
-    text = as_text(shown.data)
-    if set(shown.data) <= {"text/plain"}:
-        return rows + [(*label, line, line) for line in text.splitlines()]
-    parts += _as_display([*rows, (*label, "", text)])
-    parts.append((shown.data, shown.metadata))
-    return []
-
-
-def _as_display(rows):
-    """The one display of rows (label, its colour, line, line where there is no HTML), if any.
-
-    A long text is scrolled.
-    """
-    if not rows:
-        return []
+def _data(rows, heading):
+    """Rows (label, its colour, line) by kind, as Jupyter takes them. A long text is scrolled."""
+    text = "\n".join(f"[{label}] {line}" for label, _, line in rows)
     lines = [f'<span style="background:{color};color:#fff;border-radius:3px;padding:0 5px">'
-             f"{label}</span> {html.escape(line)}" for label, color, line, _ in rows]
-    text = '<pre style="line-height:1.35">' + "\n".join(lines) + "</pre>"
+             f"{label}</span> {html.escape(line)}" for label, color, line in rows]
+    page = '<pre style="line-height:1.35">' + "\n".join(lines) + "</pre>"
     if len(rows) > _LONG:
-        text = (f'<div style="max-height:{_HEIGHT};overflow:auto;border:1px solid #8A929B;'
-                f'padding:4px">{text}</div>')
-    return [({"text/plain": "\n".join(f"[{label}] {line}" for label, _, _, line in rows),
-              "text/html": text}, {})]
+        page = (f'<div style="max-height:{_HEIGHT};overflow:auto;border:1px solid #8A929B;'
+                f'padding:4px">{page}</div>')
+    if heading:
+        text, page = f"{heading}\n{text}", f"<div>{html.escape(heading)}</div>{page}"
+    return {"text/plain": text, "text/html": page}
 
 
-def _display(data, metadata):
-    from IPython.display import display
+class _Display:
+    """A place below the cell, which is made when there is something to show."""
 
-    return display(data, raw=True, metadata=metadata, display_id=True)
+    def __init__(self):
+        self._handle = None
+        self._data = {}
+
+    def show(self, data: dict) -> None:
+        """Shows ``data``, by kind, in the place of what is there; with none, takes it away."""
+        if data == self._data:
+            return
+        from IPython.display import display
+
+        if self._handle is None:
+            self._handle = display(data, raw=True, display_id=True)
+        else:
+            self._handle.update(data, raw=True)
+        self._data = data
 
 
 class Stream:
     """Lines go out as they come; of very much output, the last lines at the end."""
 
     def __init__(self, world_size):
+        self.warnings = RankWarnings()
         self._texts = [RankText(_KEPT_IN_STREAM) for _ in range(world_size)]
         self._heading = f"{output.heading.get()}\n" if output.heading.get() else ""
-        self._warnings = RankWarnings()
         self._held = []  # (rank, line) that a report may make superfluous
 
     def feed(self, rank, data):
         self._write(rank, as_lines(self._texts[rank].feed(data)))
-        self._warnings.add(rank, self._texts[rank])
-
-    def take(self, rank, shown):
-        """Its text comes with the mark in the output."""
 
     def refresh(self):
         pass
@@ -187,15 +130,13 @@ class Stream:
         for rank, line in self._held:
             if not is_hidden(rank, line, failure):
                 self._print(f"[rank {rank}] {line}\n")
-        for ranks, line in self._warnings.close():
+        for ranks, line in self.warnings.close():
             self._print(f"[{ranks}] {line}\n")
 
     def _write(self, rank, lines):
         held = [line for line in lines if GLOO_WORDS.match(line)]
         self._held += [(rank, line) for line in held]
-        shown = ((line, shown_in(line)) for line in lines if line not in held)
-        self._print("".join(f"[rank {rank}] {found[1] if found else line}\n"
-                            for line, found in shown))
+        self._print("".join(f"[rank {rank}] {line}\n" for line in lines if line not in held))
 
     def _print(self, text):
         if not text or sys.stdout is None:

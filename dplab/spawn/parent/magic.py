@@ -2,9 +2,6 @@
 
 import argparse
 import ast
-import dis
-import operator
-import re
 import traceback
 
 from ..between import values
@@ -14,7 +11,6 @@ from . import output
 from .run import run, validate
 
 _USAGE = "%%ranks N [--timeout SECONDS] [--fails]"
-_FOR_THE_NOTEBOOK = re.compile(r"([\w\s,.\[\]]+=\s*)?[!%]|\?|[\w.]+\?{1,2}$")  # its own syntax
 
 
 class CellError(ValueError):
@@ -36,21 +32,17 @@ def register_magic(shell) -> None:
     warm_up()
     shell.events.register("pre_run_cell", lambda _=None: output.seen_warnings.clear())
 
-    def number_of_ranks(text):
-        """A number, or a name of the notebook that holds one."""
-        return operator.index(shell.user_ns[text]) if text in shell.user_ns else int(text)
-
     parser = _Parser(prog="%%ranks", add_help=False)
-    parser.add_argument("world_size", type=number_of_ranks, metavar="N")
+    parser.add_argument("world_size", type=int, metavar="N")
     parser.add_argument("--timeout", type=float, default=60.0)
     parser.add_argument("--fails", action="store_true")
 
     def ranks(line, cell):
         """``%%ranks N [--timeout SECONDS] [--fails]``: runs the cell's body on N ranks.
 
-        N is a number, or a name of the notebook that holds one. Names of the notebook are visible,
-        none come back. The value of a last expression comes back as the list ``_``. ``--fails``:
-        the failure is meant; it is shown without raising, and kept under the name ``failure``.
+        Names of the notebook are visible, none come back. The value of a last expression comes back
+        as the list ``_``. ``--fails``: the failure is meant; it is shown without raising, and kept
+        under the name ``failure``.
         """
         options = parser.parse_args(line.split())
         body = _Body(shell, line, cell)
@@ -60,21 +52,12 @@ def register_magic(shell) -> None:
             raise CellError(str(error)) from None
         if options.fails:
             with expect_failure() as shell.user_ns["failure"]:
-                _run(body, options)
+                run(body, options.world_size, timeout=options.timeout)
             return None
-        returned = _run(body, options)
+        returned = run(body, options.world_size, timeout=options.timeout)
         return None if all(value is None for value in returned) else returned
 
     register_cell_magic(ranks)
-
-
-def _run(body, options):
-    """Runs the cell; a report on it names the option as such a cell takes it."""
-    try:
-        return run(body, options.world_size, timeout=options.timeout)
-    except RankError as error:
-        error.args = (str(error).replace("timeout=SECONDS", "--timeout SECONDS"),)
-        raise
 
 
 class _Body:
@@ -91,7 +74,7 @@ class _Body:
         if self.result:
             used |= values.global_names(self.result)
         self.names = {name: shell.user_ns[name] for name in used
-                      if name in shell.user_ns and not _stays(name, self.code, shell)}
+                      if name in shell.user_ns and not _is_ipythons(name, shell)}
 
     def __call__(self):
         names = {"__name__": "__main__", **self.names}
@@ -99,14 +82,10 @@ class _Body:
         return eval(self.result, names) if self.result else None
 
 
-def _stays(name, code, shell):
-    """Whether a name's value stays in the notebook: IPython's own ``exit`` and the like, and one
-    that no rank can have, where the cell puts another in its place."""
-    value = shell.user_ns[name]
-    if name in ("exit", "quit", "get_ipython", "open"):
-        return value is shell.user_ns_hidden.get(name)
-    bound = {step.argval for step in dis.get_instructions(code) if step.opname == "STORE_NAME"}
-    return name in bound and not values.can_pickle(value)
+def _is_ipythons(name, shell):
+    """Whether a name's value is IPython's own, which no rank can have: there it is Python's."""
+    return (name in ("exit", "quit", "get_ipython", "open")
+            and shell.user_ns[name] is shell.user_ns_hidden.get(name))
 
 
 def _compiled(cell, file):
@@ -123,9 +102,4 @@ def _explained(error, cell):
     line = error.text or ["", "", *cell.splitlines(), ""][error.lineno]
     error.text = line
     _, *shown, last = traceback.format_exception_only(error)
-    text = f"{last.strip()}, in line {error.lineno} of this cell\n\n{''.join(shown)}"
-    if _FOR_THE_NOTEBOOK.match(line.strip()):
-        text += ("\nShell commands (!), magics (%) and help (?) work in the notebook alone: put "
-                 "the line into a cell without %%ranks. On ranks, use Python, for instance "
-                 "subprocess.run or time.perf_counter.")
-    return text
+    return f"{last.strip()}, in line {error.lineno} of this cell\n\n{''.join(shown)}"

@@ -5,10 +5,8 @@
 
 import contextlib
 import contextvars
-import json
 import re
 
-from ..between.messages import mark, replace_marks
 from .places import ipython, spot
 
 KEPT = 16_000  # bytes kept of a rank's output, from its start and again from its end
@@ -18,8 +16,6 @@ GLOO_WORDS = re.compile(
     r"terminate called after throwing an instance of '(gloo|$)"  # $: it was cut off there
     r"|\s*what\(\):\s*(\[enforce fail at|$)|(\[rank\d+\]:)?\[[EWF]\d{4} .*ProcessGroupGloo")
 _CURSOR = re.compile(r"\x1b\[[0-9;?]*[A-HJKSTfhlsu]")
-_SHOWN = re.compile(r"\x1b\]ranks:shown:(.*)\x07")
-
 
 heading: contextvars.ContextVar[str] = contextvars.ContextVar("heading", default="")
 
@@ -46,24 +42,17 @@ class RankText:
         self._room = start  # bytes that the start may still take in
         self._start, self._end, self._line = bytearray(), b"", b""
         self._dropped = 0
-        self.warned: list[tuple] = []  # (category, text, file, line), since somebody has looked
 
     def feed(self, data: bytes) -> bytes:
         """Takes in what was read; returns the lines that became complete and are in the start."""
         data = _without_overwritten(self._line + data)
         cut = data.rfind(b"\n") + 1
-        lines, self._line = replace_marks(data[:cut], self._note), self._last_of(data[cut:])
+        lines, self._line = data[:cut], self._last_of(data[cut:])
         cut = len(lines) if len(lines) <= self._room else lines.rfind(b"\n", 0, self._room) + 1
         self._start += lines[:cut]
         self._room = self._room - cut if cut == len(lines) else 0
         self._end = self._last_of(self._end + lines[cut:])
         return lines[:cut]
-
-    def _note(self, what, value):
-        if what == "warned":
-            self.warned.append(tuple(value))
-            return b""
-        return mark(what, value)
 
     def _last_of(self, data):
         if len(data) <= KEPT:
@@ -93,12 +82,6 @@ def as_lines(data):
     return [line.rstrip("\r") for line in text.removesuffix("\n").split("\n")] if text else []
 
 
-def shown_in(line: str):
-    """[number, text] of what a rank shows at this place in its output; else None."""
-    found = _SHOWN.fullmatch(line)
-    return json.loads(found[1]) if found else None
-
-
 def is_hidden(rank: int, line: str, failure: Exception | None) -> bool:
     """Whether a line only repeats, as gloo words it, what the failure's report says. What a rank
     said before it died is not hidden: the report has no more. Below a heading is only what the
@@ -119,15 +102,12 @@ class RankWarnings:
     """
 
     def __init__(self):
-        self._ranks: dict[tuple, list[int]] = {}
+        self._ranks: dict[tuple, set[int]] = {}
 
-    def add(self, rank: int, text: RankText) -> None:
-        """Takes in what this rank has warned of."""
-        for warning in text.warned:
-            ranks = self._ranks.setdefault(warning, [])
-            if rank not in ranks:
-                ranks.append(rank)
-        text.warned.clear()
+    def add(self, rank: int, warnings: list[tuple]) -> None:
+        """Takes in what this rank has warned of: (category, text, file, line) of each."""
+        for warning in warnings:
+            self._ranks.setdefault(warning, set()).add(rank)
 
     def close(self) -> list[tuple[str, str]]:
         """Those that nobody has seen yet: which ranks, and a line."""

@@ -19,14 +19,7 @@ def spot(file: str, line: int) -> str:
 
 def place_and_source(file: str, line: int) -> tuple[str, str]:
     """Where a line is, as the reader knows it, and its text, which may be empty."""
-    return f"{place(file)}, line {line}", linecache.getline(_whole_name(file), line).strip()
-
-
-def _whole_name(file):
-    """The file's full name, where a call log kept only its end."""
-    if file in linecache.cache or os.path.exists(file):
-        return file
-    return next((name for name in linecache.cache if name.endswith(file)), file)
+    return f"{place(file)}, line {line}", linecache.getline(file, line).strip()
 
 
 def place(file: str) -> str:
@@ -35,9 +28,8 @@ def place(file: str) -> str:
     One of this package has its path, so that nobody takes it for theirs.
     """
     cells = getattr(getattr(ipython(), "compile", None), "_filename_map", {})
-    for name, number in cells.items():
-        if name == file or (len(file) >= 40 and name.endswith(file)):
-            return f"cell In[{number}]"
+    if file in cells:
+        return f"cell In[{cells[file]}]"
     if file.startswith(os.path.join(PACKAGE, "")):
         return os.path.relpath(file, os.path.dirname(PACKAGE))
     return os.path.basename(file)

@@ -13,7 +13,7 @@ from typing import Any
 
 from ..between.calls import LOG_BYTES, CallReader
 from ..between.errors import SHARED_MEMORY, with_advice
-from ..between.messages import Mailbox, Shown, Task, log_file
+from ..between.messages import Mailbox, Task, log_file
 from ..server.start import start_ranks
 from . import display, places
 from .stages import RankStage, RankState
@@ -114,10 +114,8 @@ class Ranks:
             state.stage = RankStage.RETURNED
             return
         answer = pickle.loads(message)
-        if isinstance(answer, Shown):
-            self.heard_at = time.monotonic()
-            self.display.take(state.rank, answer)
-        elif answer.state == "where":
+        self.display.warnings.add(state.rank, answer.warned)
+        if answer.state == "where":
             state.where = answer
         elif answer.state == "done":
             state.coming = answer

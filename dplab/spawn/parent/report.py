@@ -6,7 +6,6 @@ import os
 import re
 import signal
 
-from ..between import values
 from ..between.calls import PACKAGE, is_learners
 from ..between.errors import RankError, RankReport, advice_on
 from ..between.messages import Frame, InFlight, crash_file
@@ -87,21 +86,14 @@ def of_failure(states, folder) -> RankError:
 
 
 def _advice_on_name(state):
-    """In a notebook, where a rank lacks a name: why it did not come from there."""
+    """In a notebook, where a rank lacks a name that the notebook lacks too: where it may be."""
     found = re.match(r"NameError: name '(\w+)' is not defined", state.answer.text) if (
         state.answer and ipython()) else None
-    if not found:
+    if not found or found[1] in ipython().user_ns:
         return ""
-    name, names = found[1], ipython().user_ns
-    if name not in names:
-        return (f"Each run starts fresh processes, so nothing is left of an earlier %%ranks cell. "
-                f"If `{name}` was made in one, make it in this cell too, or in the notebook: in a "
-                "cell without %%ranks.")
-    if values.can_pickle(names[name]):
-        return ""
-    culprit = values.find_culprit(names[name], f"The notebook's `{name}`")
-    return (f"{culprit} cannot be pickled, so it cannot be sent to the ranks. Make it in this "
-            "cell, before the line that reads it.")
+    return ("Each run starts fresh processes, so nothing is left of an earlier %%ranks cell. If "
+            f"`{found[1]}` was made in one, make it in this cell too, or in the notebook: in a "
+            "cell without %%ranks.")
 
 
 def of_stuck(states, seconds) -> RankError:

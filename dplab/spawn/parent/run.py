@@ -33,8 +33,7 @@ def _options_belong_to_run(run):
                 name = getattr(fn, "__name__", "the function")
                 raise TypeError(
                     f"{option}= is an option of run(), and {name}() has a parameter of that name: "
-                    f"give the function's by position, or in a function of its own, "
-                    f"run(lambda: {name}(…, {option}=…), {world_size}); or rename the parameter")
+                    f"run(lambda: {name}(…, {option}=…), {world_size}) gives the function's")
         return run(fn, world_size, *args, **kwargs)
 
     return checked
@@ -51,7 +50,7 @@ def run(fn, world_size, *args, timeout=60.0, backend=None, link=None, seed=0, **
 
     timeout: seconds that ``fn`` may take on all ranks together.
     backend: ``"nccl"`` where every rank can have a GPU of its own (on AMD GPUs the same name stands
-        for RCCL), ``"xccl"`` likewise on Intel GPUs, else ``"gloo"``; a name forces it.
+        for RCCL), else ``"gloo"``; a name forces it.
     link: an emulated link, or any object whose ``install(backend)`` is called on each rank
         before the process group starts, and returns the name of the backend to use. With a link,
         ``backend`` is ``"gloo"`` unless it is named.
@@ -85,7 +84,7 @@ def run(fn, world_size, *args, timeout=60.0, backend=None, link=None, seed=0, **
         raise RankError(f"{culprit}, so it cannot be sent to the ranks.\nMake it on the ranks, in "
                         "the function or cell, or pass what it is made from.",
                         kind="unpicklable") from None
-    name = devices.choose_backend(world_size, backend or (link and "gloo"))
+    name = backend or (link and "gloo") or devices.choose_backend(world_size)
 
     def supervisor():
         return Supervisor(payload, world_size, timeout=timeout, seed=seed, backend=name)
@@ -126,7 +125,7 @@ def _join_torchrun(fn, world_size, args, kwargs, timeout, backend, seed) -> list
     if not dist.is_initialized():
         local_rank = int(os.environ.get("LOCAL_RANK", 0))
         local_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-        name = devices.choose_backend(local_size, backend)
+        name = backend or devices.choose_backend(local_size)
         devices.become_rank(name, local_rank)
         dist.init_process_group(name, timeout=datetime.timedelta(seconds=timeout))
     life.seed_everything(seed, dist.get_rank())

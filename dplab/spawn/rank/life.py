@@ -9,7 +9,6 @@ import contextlib
 import ctypes
 import datetime
 import faulthandler
-import io
 import json
 import linecache
 import multiprocessing
@@ -28,24 +27,15 @@ from ..between import values
 from ..between.calls import DEFAULT_GROUP, map_log
 from ..between.errors import in_plain_words
 from ..between.messages import Answer, Frame, InFlight, Task, crash_file, log_file, store_file
+from . import console, recording
 from . import device as devices
-from . import recording, shown
 
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
 
 def main(connection: int, output: int) -> int:
     """Serves one task, given the descriptors of the connection to the parent and of the output."""
-    os.dup2(output, 1)
-    os.dup2(output, 2)
-    os.close(output)
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    sys.stdin = open(0, closefd=False)
-    for name, descriptor in (("stdout", 1), ("stderr", 2)):
-        stream = io.TextIOWrapper(
-            io.FileIO(descriptor, "w", closefd=False), encoding="utf-8",
-            errors="backslashreplace", line_buffering=True, write_through=True)
-        setattr(sys, name, stream)
+    console.connect(output)
     wire = _Wire(Connection(connection))
     task: Task = pickle.loads(wire.receive())
     payload = wire.receive()
@@ -70,6 +60,7 @@ class _Wire:
         return self._connection.recv_bytes()
 
     def say(self, answer, value=None):
+        answer.warned = console.take_warnings()
         with self._lock:
             self._connection.send(answer)
             if value is not None:
@@ -97,7 +88,7 @@ def _work(task, payload, wire):
     """Runs the task. Returns the last answer, and with "done" the value as bytes."""
     try:
         _settle(task)
-        shown.install(wire.say, task.world_size, task.in_ipython)
+        console.install(task.in_ipython)
         try:
             function, args, kwargs, link = values.loads(payload).values()
         except Exception as error:
@@ -107,8 +98,7 @@ def _work(task, payload, wire):
         _fill_main(function)
         wire.wait_for_the_others()
         value = function(*args, **kwargs)
-        if task.in_ipython:
-            shown.show_open_figures()
+        console.say_of_figures()
         _flush()
         return Answer("done", launched=_flight()[0]), values.dumps(value)
     except values.Unpicklable as error:
