@@ -24,39 +24,30 @@ class Notebook:
 
     def __init__(self, folder: Path):
         self.temporary = Path(tempfile.mkdtemp(dir=folder))
-        self._output = open(folder / f"output-{self.temporary.name}", "w+b", buffering=0)
         self._connection, theirs = Pipe()
-        with theirs, open(self._output.name, "ab") as output:
+        with theirs:
             self._popen = subprocess.Popen(
                 [sys.executable, __file__, str(theirs.fileno())], pass_fds=[theirs.fileno()],
-                start_new_session=True, stdin=subprocess.DEVNULL, stdout=output,
-                stderr=subprocess.STDOUT,
+                start_new_session=True, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
                 env={**os.environ, "TMPDIR": str(self.temporary)})
         self.process = psutil.Process(self._popen.pid)
         self.killed_server = None  # a zombie until the next run looks for it
-        self.start({"cell": "def work(*_): torch.optim", "ranks": 2})  # the server loads all
+        self.start({"cell": "def work(_): torch.optim", "ranks": 2, "timeout": 60.0,
+                    "elements": 0})  # the server loads all
         self.finish(120)
         self._descriptors = self.process.num_fds()
         self._in_temporary = {*os.listdir(self.temporary)}  # torch's cache
 
     def start(self, task: dict) -> None:
         """Sends a task; returns as the run begins."""
-        self._output.truncate(0)
         self._connection.send(task)
         self._connection.recv()
 
-    def ended(self, seconds: float) -> bool:
-        return self._connection.poll(seconds)
-
     def finish(self, seconds: float) -> dict | None:
-        """How the run ended, or None if it still goes on, or the process has gone."""
+        """How the run ended; None if it still goes on, or the process has gone."""
         with contextlib.suppress(EOFError, OSError):
-            return self._connection.recv() if self.ended(seconds) else None
+            return self._connection.recv() if self._connection.poll(seconds) else None
         return None
-
-    def output(self) -> list[str]:
-        self._output.seek(0)
-        return self._output.read().decode(errors="replace").splitlines()
 
     def interrupt(self):
         os.killpg(self._popen.pid, signal.SIGINT)
@@ -86,24 +77,20 @@ class Notebook:
         deadline = time.monotonic() + SETTLED
         while (found := self._left(made)) and time.monotonic() < deadline:
             time.sleep(0.02)
-        return found
+        return [f"{each} is left" for each in found]
 
     def _left(self, made):
         server = self.server()
-        found = []
-        for child in self.process.children(recursive=True):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                if child != server and child.pid != self.killed_server:
-                    found.append(f"process {child.pid} {child.name()} is {child.status()}")
-        found += [f"{path} is there" for path in made if os.path.exists(path)]
-        found += [f"{name} in the temporary folder" for name in os.listdir(self.temporary)
-                  if name not in self._in_temporary]
-        found += [f"{folder} is mapped" for folder in self.folders()]
+        found = [child for child in self.process.children(recursive=True)
+                 if child != server and child.pid != self.killed_server]
+        found += [path for path in made if os.path.exists(path)]
+        found += {*os.listdir(self.temporary)} - self._in_temporary
+        found += self.folders()  # still mapped
         if self.process.num_fds() != self._descriptors:
             found.append(f"{self.process.num_fds()} descriptors, not {self._descriptors}")
         for process in filter(None, (self.process, server)):
             with contextlib.suppress(psutil.Error):
-                found += [f"listens: {socket.laddr}" for socket in process.net_connections("inet")]
+                found += process.net_connections("inet")
         return found
 
     def end(self) -> list[psutil.Process]:
@@ -114,7 +101,6 @@ class Notebook:
         self._popen.kill()
         self._popen.wait()
         self._connection.close()
-        self._output.close()
         return below
 
 
@@ -124,14 +110,13 @@ def _serve(connection):
     import torch
     import torch.distributed as dist
 
-    from dplab import RankError, run
-    from dplab.spawn.between.errors import Interrupted
+    from dplab import run
 
     tempfile.gettempdir()  # chosen once; when it is full by then, Python chooses another
     made = []
     sys.addaudithook(lambda event, details: event == "tempfile.mkdtemp" and made.append(details[0]))
     names = {"__name__": "__main__", "torch": torch, "dist": dist}
-    exec("import ctypes, os, shutil, signal, subprocess, sys, time", names)
+    exec("import ctypes, os, signal, subprocess, sys, time", names)
     number = 0
     while True:
         _be_deaf()
@@ -140,34 +125,23 @@ def _serve(connection):
         name = f"<ipython-input-{number}-soak>"
         linecache.cache[name] = (1, None, task["cell"].splitlines(keepends=True), name)
         exec(compile(task["cell"], name, "exec"), names)
-        arguments = [torch.full((size,), 7.0) for size in task.get("arguments", ())]
+        arguments = torch.full((task["elements"],), 7.0)
         made.clear()
-        reply = {"rank": None, "text": "", "error": ""}
         connection.send("running")
-        started = time.monotonic()
         try:
             signal.signal(signal.SIGINT, signal.default_int_handler)
-            values = run(names["work"], task["ranks"], *arguments,
-                         timeout=task.get("timeout", 60.0))
+            values = run(names["work"], task["ranks"], arguments, timeout=task["timeout"])
             _be_deaf()
-            reply |= {"outcome": "values", "values": [_summary(value) for value in values]}
+            reply = {"outcome": "values", "values": [_summary(value) for value in values]}
             del values
-        except RankError as error:
-            reply |= {"outcome": error.kind, "rank": error.rank, "text": str(error),
-                      "error": error.error}
-        except Interrupted as error:
-            reply |= {"outcome": "interrupted", "text": str(error)}
-            sys.last_exc = error  # IPython keeps it too, and with it every frame's objects
-        except KeyboardInterrupt as error:
-            reply |= {"outcome": "interrupted"}
-            sys.last_exc = error
         except BaseException as error:
-            reply |= {"outcome": type(error).__name__, "text": str(error)}
-            sys.last_exc = error
-        seconds = time.monotonic() - started
+            name = "Interrupted" if isinstance(error, KeyboardInterrupt) else type(error).__name__
+            reply = {"outcome": getattr(error, "kind", name), "text": str(error),
+                     "rank": getattr(error, "rank", None)}
+            sys.last_exc = error  # IPython keeps it too, and with it every frame's objects
         _be_deaf()
         del arguments
-        connection.send(reply | {"seconds": seconds, "made": list(made)})
+        connection.send({"text": "", "rank": None} | reply | {"made": list(made)})
 
 
 def _be_deaf():
@@ -179,7 +153,7 @@ def _be_deaf():
 
 
 def _summary(value):
-    rank, total, big = value if isinstance(value, tuple) else (value, None, None)
+    rank, total, big = value or (None, None, None)
     if hasattr(big, "numel"):
         big = (big.numel(), big[0].item(), big[-1].item())
     return rank, total, big
