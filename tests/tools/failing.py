@@ -12,7 +12,6 @@ from dplab import RankError, run
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
-both_sizes = pytest.mark.parametrize("ranks", [2, 4])
 SOON = 15  # seconds, on the slowest of days
 
 

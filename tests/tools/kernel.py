@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import queue
 import re
 import signal
 import sys
@@ -22,7 +21,6 @@ class Reply:
     """What a cell showed."""
 
     status: str = "running"
-    seconds: float = 0.0
     text: str = ""  # stdout, stderr, the last state of each display, the value, in this order
     error: str = ""
     value: str = ""
@@ -54,41 +52,35 @@ class Kernel:
     def start(self, code):
         """Sends a cell, and returns at once."""
         self._message = self._client.execute(code)
-        self._started = time.monotonic()
 
     def finish(self, timeout=60) -> Reply:
         """Waits for the cell that `start` sent."""
-        reply, values, streams = Reply(), [], []
-        while True:
-            left = self._started + timeout - time.monotonic()
-            try:
-                message = self._client.get_iopub_msg(timeout=max(left, 0.01))
-            except queue.Empty:
-                raise TimeoutError(f"the cell still runs after {timeout} s: {reply}") from None
-            if message["parent_header"].get("msg_id") != self._message:
-                continue
-            kind, content = message["msg_type"], message["content"]
+        reply, streams, deadline = Reply(), "", time.monotonic() + timeout
+        for kind, content in self._answers(self._client.get_iopub_msg, deadline):
             if kind == "stream":
-                streams.append(content["text"])
+                streams += content["text"]
             elif kind in ("display_data", "update_display_data"):
                 key = content.get("transient", {}).get("display_id", len(reply.displays))
                 reply.displays[key] = content["data"]
                 reply.history.append(content["data"].get("text/plain", ""))
             elif kind == "execute_result":
-                values.append(content["data"]["text/plain"])
+                reply.value = content["data"]["text/plain"]
             elif kind == "error":
                 reply.error = _ANSI.sub("", "\n".join(content["traceback"]))
             elif kind == "status" and content["execution_state"] == "idle":
                 break
-        reply.seconds = time.monotonic() - self._started
-        message = self._client.get_shell_msg(timeout=30)
-        while message["parent_header"].get("msg_id") != self._message:  # of a kernel slow to start
-            message = self._client.get_shell_msg(timeout=30)
-        reply.status = message["content"]["status"]
-        reply.value = "".join(values)
+        _, content = next(self._answers(self._client.get_shell_msg, deadline + 30))
+        reply.status = content["status"]
         shown = [data["text/plain"] for data in reply.displays.values() if data]
-        reply.text = "\n".join(["".join(streams), *shown, reply.value])
+        reply.text = "\n".join([streams, *shown, reply.value])
         return reply
+
+    def _answers(self, get, deadline):
+        """The kernel's messages on the cell that `start` sent: kind and content of each."""
+        while True:
+            message = get(timeout=max(deadline - time.monotonic(), 0.01))
+            if message["parent_header"].get("msg_id") == self._message:
+                yield message["msg_type"], message["content"]
 
     def run(self, code, timeout=60) -> Reply:
         self.start(code)
@@ -96,10 +88,8 @@ class Kernel:
 
     def until_displayed(self, text, timeout=30):
         """The first display whose text contains ``text``, while the cell still runs."""
-        deadline = time.monotonic() + timeout
-        while True:
-            message = self._client.get_iopub_msg(timeout=max(deadline - time.monotonic(), 0.01))
-            data = message["content"].get("data", {})
+        for _, content in self._answers(self._client.get_iopub_msg, time.monotonic() + timeout):
+            data = content.get("data", {})
             if text in data.get("text/plain", ""):
                 return data
 
@@ -118,14 +108,12 @@ class Kernel:
 
 def descendants(process, below_server=False):
     """A process's descendants, or those of its fork server alone."""
-    try:
+    found = []
+    with contextlib.suppress(psutil.NoSuchProcess):
         found = process.children(recursive=True)
-    except psutil.NoSuchProcess:
-        return []
-    if not below_server:
-        return found
-    servers = [child for child in found if is_server(child)]
-    return [rank for server in servers for rank in descendants(server)]
+    if below_server:
+        return [rank for child in found if is_server(child) for rank in descendants(child)]
+    return found
 
 
 def is_server(process):
@@ -158,24 +146,15 @@ def wait_for(condition, timeout=30):
 
 
 def wait_until_gone(processes, timeout):
-    """Asserts that all have ended (a zombie has) within ``timeout``; returns the seconds."""
+    """Asserts that all have ended (a zombie has) within ``timeout`` seconds."""
     def alive(process):
         with contextlib.suppress(psutil.NoSuchProcess):
             return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
         return False
 
-    started = time.monotonic()
-    wait_for(lambda: not any(alive(process) for process in processes), timeout)
-    return time.monotonic() - started
+    wait_for(lambda: not any(map(alive, processes)), timeout)
 
 
 def no_ranks_left():
     """Asserts that this process's fork server has no process below it."""
-    server = server_of()
-    assert not server.children(recursive=True)
-
-
-def folder_of_this_rank():
-    """The private folder of the run that the calling rank belongs to."""
-    with open("/proc/self/maps") as maps:
-        return next(os.path.dirname(line.split()[-1]) for line in maps if "/calls-" in line)
+    assert not server_of().children(recursive=True)
