@@ -32,7 +32,6 @@ from dataclasses import dataclass, replace
 from dplab.predict.catalogue import Gpu
 from dplab.predict.checks import one_of, whole
 from dplab.predict.job import RECOMPUTE, Cluster, Job
-from dplab.predict.pace import PACES
 from dplab.predict.rates import ATTENTION_KERNELS, PUBLISHED, Rate, Rates
 from dplab.predict.step import Layer
 from dplab.predict.transformer_config import TransformerConfig, numel
@@ -100,9 +99,12 @@ def block_backward(model: TransformerConfig, batch: int, sequence: int, *, compi
 
     Raises as `block_forward`, and ValueError for another ``recompute``.
     """
-    one_of(recompute, RECOMPUTE, "recompute")
     tokens, width, inside = _sizes(model, batch, sequence)
-    kernels = again(block_forward(model, batch, sequence, compiled=compiled), recompute)
+    forward = block_forward(model, batch, sequence, compiled=compiled)
+    kernels = {"none": [], "full": forward, "selective": [
+        replace(kernel, count=kernel.count / 2) if kernel.what == "matmul" else kernel
+        for kernel in forward if kernel.what != "attention"],
+    }[one_of(recompute, RECOMPUTE, "recompute")]
     for name, (out, into) in _matrices(model):
         kernels += [Kernel(f"{name} input's gradient", "matmul", (tokens, into, out)),
                     Kernel(f"{name} weight's gradient", "matmul", (out, into, tokens))]
@@ -138,16 +140,6 @@ def _rotary(name, model, tokens, compiled):
         return []
     turned = tokens * BF16 * (model.d_model + model.d_kv)
     return [Kernel(name, "rotary", nbytes=(2 if compiled else 9) * turned)]
-
-
-def again(forward: Iterable[Kernel], recompute: str) -> list[Kernel]:
-    """What backward runs again of the forward; see `RECOMPUTE`."""
-    if recompute == "none":
-        return []
-    if recompute == "full":
-        return list(forward)
-    return [replace(kernel, count=kernel.count / 2) if kernel.what == "matmul" else kernel
-            for kernel in forward if kernel.what != "attention"]
 
 
 def ends_forward(model: TransformerConfig, batch: int, sequence: int, *, compiled: bool = False
@@ -213,7 +205,6 @@ def seconds(kernels: Iterable[Kernel], gpu: Gpu, *, compiled: bool = False, pace
     ``compiled``: whether the code between the products was compiled; ``attention``: one of
     `rates.ATTENTION_KERNELS`. Raises ValueError for another pace or attention.
     """
-    one_of(pace, PACES, "pace"), one_of(attention, ATTENTION_KERNELS, "attention")
     launch = rates.launch_seconds("compiled" if compiled else "eager", pace)
     total = 0.0
     for kernel in kernels:

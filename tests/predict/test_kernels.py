@@ -74,16 +74,6 @@ def test_what_stands_in_is_said():
     assert rotary == pytest.approx(843 / 2000 * 3350e9, rel=1e-3)  # the A100's median
 
 
-@pytest.mark.parametrize(("call", "match"), [
-    (lambda: at_pace([1], "usual"), "no pace"),
-    (lambda: PUBLISHED.memory(H100, "norm", "fast"), "no kind 'fast'"),
-    (lambda: kernels.block_backward(MODELS["GPT-2"], 1, 128, recompute="some"), "no recompute"),
-    (lambda: kernels.seconds([], H100, attention="flash"), "no attention")])
-def test_what_cannot_be_asked_is_refused(call, match):
-    with pytest.raises(ValueError, match=match):
-        call()
-
-
 # A block
 
 GATED = TransformerConfig(2, 64, 4, 160, 512, 128, kv_heads=2, gated=True, biases=False,

@@ -245,6 +245,11 @@ def test_what_others_reached_and_who_wastes_the_gpus():
         none = asked("plan", **values)["plan"]
         assert none["speeds"]["middle"] is None and none["rent"]["allowed"]["days"] > 0
         assert none["range"].startswith(said)
+    least, most = plan._compared()[2]  # of what was published, tokens in a sequence
+    for sequence, beyond in ((least // 2, False), (least // 2 - 1, True), (2 * most, False),
+                             (2 * most + 1, True)):
+        said = asked("plan", sequence=sequence)["plan"]["range"]
+        assert said.startswith("Outside") is beyond
     large = asked("plan", model="Llama-3.1 405B", gpus=16_384)["plan"]["other_ways"][0]
     assert large["rate"] == pytest.approx(422_175 / 2048, rel=1e-3)
     assert "dgxc-benchmarking" in large["source"]
@@ -255,7 +260,10 @@ def test_what_others_reached_and_who_wastes_the_gpus():
 
 
 def test_one_gpu_has_no_wrapper_and_nothing_to_send():
-    shown = asked("plan", gpus=1, model="GPT-2")["plan"]
+    found, two = asked(gpus=1, model="GPT-2"), asked("recommendation", gpus=2, model="GPT-2")
+    assert [[row["strategy"] for row in each["recommendation"]["options"]]
+            for each in (found, two)] == [["DDP", "FSDP"], ["DDP", "ZeRO-1", "FSDP", "FSDP, kept"]]
+    shown = found["plan"]
     assert (shown["strategy"], shown["name"]) == ("DDP", "no wrapper")
     assert not shown["traffic"]["parts"] and not shown["traffic"]["sent_bytes"]
     launch = shown["launch"]

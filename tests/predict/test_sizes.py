@@ -7,7 +7,7 @@ import pytest
 
 from dplab.predict import catalogue, shards
 from dplab.predict.activations import activations
-from dplab.predict.memory import PRECISIONS, Precision, States, states
+from dplab.predict.memory import PRECISIONS, States, states
 from dplab.predict.transformer_config import TransformerConfig
 
 LLAMA_8B = catalogue.MODELS["Llama-3 8B"]
@@ -74,13 +74,6 @@ def test_shards_that_do_not_divide_by_hand(implementation, whole, optimizer):
         States(4 * whole, 4 * whole, 8 * elements + 4 * tensors) for elements, tensors in optimizer]
     momentum = shards.real_states(implementation, "fp32, SGD with momentum", 3, UNITS)
     assert [each.optimizer for each in momentum] == [4 * elements for elements, _ in optimizer]
-
-
-def test_shards_that_divide_are_those_of_the_formula():
-    free = Precision("no counters", 2, 2, 12, per_tensor=0)
-    for implementation, stage in {"DDP": "DDP", "fully_shard": "ZeRO-3"}.items():
-        formula = states(stage, free, 8, LLAMA_8B.parameters)
-        assert shards.real_states(implementation, free, 8, LLAMA_8B.units) == [formula] * 8
 
 
 @pytest.mark.parametrize(("implementation", "ranks", "elements"), [
