@@ -281,10 +281,10 @@ def test_a_fault_of_the_course_is_said_to_be_one():
 
 @pytest.mark.parametrize(("attempt", "said"), [
     (scaled_mean, ""), (root, "with 2 ranks, the mean with weight 1 is not as expected"),
-    (raises, "with 2 ranks, rank 0 of 2 raised AttributeError"), (1, "with 2 ranks, ")])
+    (raises, r"with 2 ranks, rank \d of 2 raised AttributeError"), (1, "with 2 ranks, ")])
 def test_a_rerun_says_in_one_line_what_is_wrong(attempt, said):
     found = EXERCISE.rerun(attempt, (2, 4))
-    assert found.startswith(said) and bool(found) == bool(said) and "\n" not in found
+    assert re.match(said, found) and bool(found) == bool(said) and "\n" not in found
 
 
 class OneRankLast(ScaledMean):
