@@ -3,6 +3,7 @@
 The key of a chapter is its number, that of an appendix its letter.
 """
 
+import functools
 import json
 import re
 from pathlib import Path
@@ -34,36 +35,6 @@ TITLES: dict[Key, str] = {
     "C": "Precision, compile, and DDP's switches",
     "D": "Whole matrices",
 }
-
-# The slugs of each chapter's guesses, in its order; a test compares.
-GUESSES: dict[Key, tuple[str, ...]] = {
-    0: ("counter-after-ranks", "sum-on-rank-3", "sum-in-two-steps", "longest-in-the-call",
-        "rank-to-blame", "both-send-first"),
-    1: ("bytes-of-an-all-reduce", "messages-after-backward", "rows-of-wider-layers",
-        "numbers-a-block-keeps", "limit-on-32-nodes"),
-    2: ("line-that-breaks", "weight-of-a-token", "yes-or-no", "plain-all-reduce", "mean-of-a-sum",
-        "gradient-of-open-clip"),
-    3: ("rank-0-receives-first", "equal-bits", "halving-faster-from", "a-slow-machine"),
-    4: ("equal-but-wrong", "accuracy-with-repeats", "forgotten-and-no-loss-differs"),
-    5: ("longest-of-three-ways", "all-reduces-in-iteration-1", "one-step-of-two-heads"),
-    6: ("strong-on-eight", "ill-on-a-gpu", "most-of-the-three", "kernels-repaired"),
-    7: ("rate-on-four-ranks", "rule-that-loses-seeds", "steps-at-256-times",
-        "rank-seconds-of-eight", "smallest-critical-batch", "largest-noise-scale"),
-    8: ("line-that-runs-out", "bytes-of-zero-1", "time-of-zero-2", "least-with-micro-batches"),
-    9: ("layers-held-after-forward", "zero-3-beside-ddp", "t5-as-one-unit", "hidden-by-one-ahead",
-        "gap-to-fully-shard"),
-    10: ("gathers-of-a-step", "blocks-held-at-the-peak", "where-405b-fits",
-         "shards-with-one-seed"),
-    11: ("tokens-on-2048-gpus", "money-on-512-gpus"),
-    12: ("losses-on-one-rank", "minutes-between-saves", "where-the-hang-began",
-         "flips-in-the-log"),
-    13: ("largest-number-that-fits", "ranks-until-gathering-costs-as-much", "alone-in-equal-time"),
-    "A": ("error-with-mixed-signs", "ones-on-four-ranks", "sure-gradient"),
-    "B": ("product-that-cut-f-sums", "least-sent-at-two-depths", "cut-that-leaves-most-intensity"),
-    "C": ("ranks-with-finite-weights", "early-when-uncut", "tied-under-both-names"),
-    "D": ("all-gathers-of-muon", "matrices-in-turn", "torch-beside-owners"),
-}
-
 
 def key_of(stem: str) -> Key | None:
     """The key of the chapter or appendix whose notebook has this name, without its ending; of
@@ -102,24 +73,34 @@ def folder() -> Path | None:
     return chapters if chapters.is_dir() else None
 
 
-def notebook_of(chapter: Key) -> Path | None:
-    """The course's notebook of this chapter, or None where it is not here."""
+@functools.cache
+def code_cells(chapter: Key) -> list[dict]:
+    """The code cells of the course's own notebook, each ``source`` one text; [] where it is not
+    here.
+    """
     chapters = folder()
-    return notebooks(chapters).get(chapter) if chapters else None
+    path = notebooks(chapters).get(chapter) if chapters else None
+    cells = json.loads(path.read_text(encoding="utf-8"))["cells"] if path else []
+    return [cell | {"source": "".join(cell["source"])} for cell in cells
+            if cell["cell_type"] == "code"]
+
+
+def guesses() -> dict[Key, list[str]]:
+    """The slugs of the guesses that each chapter asks for, in its order."""
+    found = {key: re.findall(r'\bguess\(\s*"([^"]+)"',
+                             "\n".join(cell["source"] for cell in code_cells(key)))
+             for key in TITLES}
+    return {key: slugs for key, slugs in found.items() if slugs}
 
 
 def link_to(chapter: Key, slug: str) -> str:
     """An address that opens the exercise's heading; every notebook lies beside the others."""
-    notebook = notebook_of(chapter)
+    chapters = folder()
+    notebook = notebooks(chapters).get(chapter) if chapters else None
     return f"{notebook.name}#cell-id=exercise-{slug}" if notebook else ""
 
 
 def stub_of(chapter: Key, slug: str) -> str | None:
     """The source of the cell in which the exercise is posed, or None where it is not found."""
-    notebook = notebook_of(chapter)
-    if notebook is None:
-        return None
-    for cell in json.loads(notebook.read_text())["cells"]:
-        if cell["metadata"].get("dplab", {}).get("exercise") == slug:
-            return "".join(cell["source"])
-    return None
+    return next((cell["source"] for cell in code_cells(chapter)
+                 if cell["metadata"].get("dplab", {}).get("exercise") == slug), None)

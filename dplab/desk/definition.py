@@ -12,17 +12,59 @@ import ast
 import copy
 import inspect
 import linecache
+import symtable
 import sys
+import textwrap
 import types
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
 
-from dplab.desk.statements import Definition, Statement
 from dplab.spawn.parent.output import ipython
 
-LONGEST = 10_000  # characters of a constant
-
+Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 _MISSING = object()
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, tuple, list, set, dict)
+
+
+@dataclass(frozen=True)
+class Statement:
+    """A statement of ``source``."""
+
+    node: ast.stmt
+    source: str
+
+    @property
+    def lines(self) -> range:
+        """The numbers of its lines, its decorators with it."""
+        decorators = getattr(self.node, "decorator_list", ())
+        first = min(each.lineno for each in (self.node, *decorators))
+        return range(first, (self.node.end_lineno or first) + 1)
+
+    @property
+    def text(self) -> str:
+        """Its lines, with comments, as they would stand outside of a block."""
+        lines = self.source.split("\n")[self.lines.start - 1:self.lines.stop - 1]
+        return textwrap.dedent("\n".join(lines)).rstrip()
+
+    @cached_property
+    def _table(self):
+        return symtable.symtable(ast.unparse(self.node), "statement", "exec")
+
+    @cached_property
+    def binds(self) -> set[str]:
+        """The global names that it binds."""
+        return {each.get_name() for each in self._table.get_symbols()
+                if each.is_assigned() or each.is_imported()}
+
+    @cached_property
+    def uses(self) -> set[str]:
+        """The global names that it looks up: when it runs, or when what it defines is called."""
+        def names(table):
+            own = {each.get_name() for each in table.get_symbols() if each.is_global()}
+            return own.union(*map(names, table.get_children()))
+
+        return names(self._table)
 
 
 class CannotWrite(Exception):
@@ -56,7 +98,8 @@ class _Source:
         self.last = {name: each for each in _run_so_far(home) for name in each.binds}
         self.names: set[str] = set()  # which are defined, or about to be
         self.imports: set[str] = set()
-        self.parts: list[str] = []  # each below what it uses
+        self.constants: list[str] = []
+        self.definitions: list[str] = []  # each below what it uses
 
     def add(self, name: str, user: str | None = None) -> None:
         """Chooses what defines ``name``, which ``user`` uses, and all that it uses in turn."""
@@ -66,18 +109,15 @@ class _Source:
         value, statement = self.home[name], self.last.get(name)
         if user and (slug := self.from_mine(value)) is not None:
             self.imports.add("import dplab")
-            self.parts.append(f'{name} = dplab.mine("{slug}")')
+            self.constants.append(f'{name} = dplab.mine("{slug}")')
         elif imported := _import_in(statement, name) or self._import_by_name(name, value):
             self.imports.add(imported)
         elif text := _literal(value):
-            if len(text) > LONGEST:
-                raise CannotWrite(f"`{name}` has {len(text):,} characters when written down, and "
-                                  f"{LONGEST:,} is the limit. Make it inside the function.")
-            self.parts.append(f"{name} = {text}")
+            self.constants.append(f"{name} = {text}")
         elif statement and _is_definition(statement.node):
             for used in sorted(statement.uses):
                 self.add(used, name)
-            self.parts.append(statement.text)
+            self.definitions.append(statement.text)
         else:
             raise CannotWrite(_refusal(name, value, user))
 
@@ -93,12 +133,8 @@ class _Source:
 
     def text(self) -> str:
         imports = sorted(self.imports, key=lambda line: (line.startswith("from"), line))
-        text, was_short = "\n".join(imports), False
-        for part in self.parts:
-            is_short = not part.startswith(("def ", "class ", "@", "async "))
-            text += ("\n" if was_short and is_short else "\n\n\n") + part
-            was_short = is_short
-        return text.lstrip("\n") + "\n"
+        parts = ["\n".join(imports), "\n".join(self.constants), *self.definitions]
+        return "\n\n\n".join(filter(None, parts)) + "\n"
 
 
 def _home(value) -> dict:
@@ -182,10 +218,9 @@ def _literal(value) -> str | None:
     if text in ("inf", "-inf", "nan"):
         return f'float("{text}")'
     try:
-        again = ast.literal_eval(text)
+        return text if ast.literal_eval(text) == value else None
     except (ValueError, SyntaxError, RecursionError, MemoryError):
         return None
-    return text if type(again) is type(value) and again == value else None
 
 
 def _refusal(name, value, user):

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from dplab.desk import cards, course, record
 from dplab.desk.quantities import NotUnderstood, read, written
-from dplab.spawn.parent.output import in_notebook, ipython
+from dplab.spawn.parent.output import in_notebook
 
 RULE = ("A choice counts if it is right. A number counts if it is within a factor of 2 of the "
         "result; a percentage must also be within 25 percentage points.")
@@ -42,7 +42,7 @@ def scores() -> dict[course.Key, Score]:
     """For each chapter that has guesses: how good the reader's are."""
     entries = record.entries("guesses")
     found = {}
-    for chapter, slugs in course.GUESSES.items():
+    for chapter, slugs in course.guesses().items():
         answered = [entries[slug] for slug in slugs if "answer" in entries.get(slug, {})]
         found[chapter] = Score(len(slugs), len(answered),
                                sum("good" in entry for entry in answered),
@@ -62,11 +62,10 @@ class Guess:
             self._choices = dict(zip(map(str, words), choices, strict=True))
         self._entry = self._recalled()
         self._asks_back = ""  # what the reader is asked about an answer that was not understood
-        self._measured = None  # the result, once `reveal` has told it
+        self._measured: Any = None  # the result, once `reveal` has told it
         self._is_kept = True
         self._box: Any = None
         self._in_place: Any = None  # what stands in place of a box that JupyterLab cannot find
-        self._shown_by: int | None = None
 
     def _recalled(self):
         """The entry that is kept, if its answer still answers the question.
@@ -78,10 +77,6 @@ class Guess:
         with contextlib.suppress(NotUnderstood, KeyError):
             return entry | {"value": self._understood(str(entry["answer"]))}
         return {}
-
-    @property
-    def _value(self):
-        return self._entry.get("value")
 
     @property
     def _revealed(self):
@@ -98,7 +93,7 @@ class Guess:
             self._asks_back = str(question)
         else:
             self._asks_back = ""
-            if (typed, value) != (self._entry.get("answer"), self._value):
+            if (typed, value) != (self._entry.get("answer"), self._entry.get("value")):
                 now = datetime.now().astimezone().isoformat(timespec="seconds")
                 self._keep({"answer": typed, "value": value, "when": now})
         self._refresh()
@@ -108,23 +103,26 @@ class Guess:
         it beside the result and says how far off it is; from then on the guess stays as it is. A
         guess that comes later is compared in its box.
         """
-        result = self._result(measured.item() if hasattr(measured, "item") else measured)
-        if self._choices is not None and result not in self._choices:
-            cards.card(f"Result: {result}", "This is none of the choices.")
-            return
+        measured = measured.item() if hasattr(measured, "item") else measured
+        if self._choices is None:
+            result: Any = float(measured)
+        else:
+            result = next((words for words, choice in self._choices.items() if measured == choice),
+                          None)
+            if result is None:
+                cards.card(f"Result: {measured}", "This is none of the choices.")
+                return
         self._measured = result
         if not self._entry:
             cards.card(f"Result: {self._written(result)}")
             return
         self._compare()
-        cards.card(f"Your guess: {self._written(self._value)} · Result: {self._written(result)}",
-                   self._compared(result)[1],
+        cards.card(f"Your guess: {self._written(self._entry['value'])} · "
+                   f"Result: {self._written(result)}", self._compared(result)[1],
                    color=cards.GREEN if self._entry["good"] else cards.ORANGE)
 
     def show(self) -> None:
         """Shows the question again; `guess` has shown it once."""
-        shell = ipython()
-        self._shown_by = shell.execution_count if shell else None
         if not in_notebook():
             print(self._plain())
             return
@@ -143,14 +141,7 @@ class Guess:
             "text/plain": self._plain(), "text/html": self._rich(self._how_to_answer())}, raw=True)
         self._in_place.show(self._without_box())
 
-    def _ipython_display_(self):
-        """As the last line of the cell that made it, nothing: it is there already."""
-        shell = ipython()
-        if shell is None or shell.execution_count != self._shown_by:
-            self.show()
-
-    def __repr__(self):
-        return f"<guess {self.slug!r}: {self._written(self._value) if self._entry else 'open'}>"
+    _ipython_display_ = show
 
     def _understood(self, typed):
         if self._choices is None:
@@ -162,18 +153,11 @@ class Guess:
                                 f"{', '.join(self._choices)}.")
         return alike[0]
 
-    def _result(self, measured):
-        """A number, or the words of the choice; of what is no choice, its own."""
-        if self._choices is None:
-            return float(measured)
-        return next((words for words, choice in self._choices.items() if measured == choice),
-                    str(measured))
-
     def _compared(self, result):
         """Whether the guess was good, as `RULE` says, and a sentence that says how far off."""
         if self._choices is None:
-            return _beside(self._value, result, self.unit)
-        good = result == self._value
+            return _beside(self._entry["value"], result, self.unit)
+        good = result == self._entry["value"]
         return good, f"Your guess is {'right' if good else 'wrong'}."
 
     def _written(self, value):
@@ -189,14 +173,14 @@ class Guess:
 
     def _compare(self):
         """Keeps the guess with the result beside it. From then on it stays as it is."""
-        good, _ = self._compared(self._measured)
         self._asks_back = ""
-        self._keep(self._entry | {"measured": self._measured, "good": good})
+        self._keep(self._entry | {"measured": self._measured,
+                                  "good": self._compared(self._measured)[0]})
         self._refresh()
 
     def _status(self, then="Run the next cells."):
         """One line: what was noted, or what the reader is asked; empty at first."""
-        value = self._written(self._value) if self._entry else ""
+        value = self._written(self._entry["value"]) if self._entry else ""
         if self._asks_back:
             return self._asks_back + (f" (Noted so far: {value}.)" if value else "")
         if not value:

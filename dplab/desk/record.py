@@ -31,12 +31,8 @@ def folder() -> Path:
 
 def entries(kind: str) -> dict[str, dict]:
     """All that is kept of this kind, by slug."""
-    with contextlib.suppress(OSError):
-        kept = _load()
-        if not _is_damaged(kept):
-            return _by_kind(kept)[kind]
-        with _locked():
-            pass  # that sets it aside
+    with contextlib.suppress(OSError), _locked() as kept:
+        return kept[kind]
     return {}
 
 
@@ -61,23 +57,15 @@ def forget(kind: str, slug: str) -> bool:
     return False
 
 
-def _by_kind(kept):
-    return {kind: kept.get(kind, {}) for kind in KINDS}
-
-
-def _is_damaged(kept):
-    """Whether it is no record, or one of a later version of the course."""
-    return kept != {} and not (isinstance(kept, dict) and kept.get("edition") == EDITION)
-
-
 def _load():
-    """The file's content; of a missing file {}, of one that is no JSON None. Raises OSError."""
+    """The file's content; {} where there is none, and an edition of its own if it is damaged."""
     try:
-        return json.loads((folder() / "progress.json").read_text())
+        kept = json.loads((folder() / "progress.json").read_text())
     except FileNotFoundError:
         return {}
     except ValueError:
-        return None
+        kept = None
+    return kept if isinstance(kept, dict) and kept else {"edition": None}
 
 
 def _write(kept):
@@ -102,7 +90,7 @@ def _locked():
     with open(folder() / "lock", "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         kept = _load()
-        if _is_damaged(kept):
+        if kept and kept.get("edition") != EDITION:
             _set_aside()
             kept = {}
-        yield _by_kind(kept)
+        yield {kind: kept.get(kind, {}) for kind in KINDS}

@@ -13,10 +13,12 @@ def home(tmp_path, monkeypatch):
     return tmp_path
 
 
+def note(slug="global-mean", kind="exercises", **entry):
+    return record.update(kind, slug, lambda kept: kept.update(entry))
+
+
 def test_entries_are_kept_by_kind_and_slug():
-    assert record.update("exercises", "global-mean", lambda entry: entry.update(tries=1))
-    assert record.update("guesses", "global-mean", lambda entry: entry.update(answer="10 %"))
-    assert record.update("exercises", "global-mean", lambda entry: entry.update(hints=2))
+    assert note(tries=1) and note(kind="guesses", answer="10 %") and note(hints=2)
     assert record.entries("exercises") == {"global-mean": {"tries": 1, "hints": 2}}
     assert record.entries("guesses") == {"global-mean": {"answer": "10 %"}}
     assert record.entries("drills") == {}
@@ -28,42 +30,38 @@ def test_entries_are_kept_by_kind_and_slug():
 @pytest.mark.parametrize(("content", "is_read_first"), [
     (b"[]", True), (b"\xff", False), (b'{"edition": 2, "exercises": {"global-me', False),
     (b'{"edition": 3}', True)])
-def test_a_damaged_record_is_set_aside_and_said_to_be_so_once(
-        home, capsys, content, is_read_first):
+def test_a_damaged_record_is_set_aside_and_said_to_be_so_once(home, capsys, content, is_read_first):
     (home / "progress-damaged-1.json").write_text("an earlier one")
     (home / "progress.json").write_bytes(content)
     if is_read_first:
         assert record.entries("exercises") == {}
-    assert record.update("exercises", "global-mean", lambda entry: entry.update(outcome="wrong"))
+    assert note(outcome="wrong")
     assert record.entries("exercises") == {"global-mean": {"outcome": "wrong"}}
     assert (home / "progress-damaged-1.json").read_text() == "an earlier one"
     assert (home / "progress-damaged-2.json").read_bytes() == content
     assert capsys.readouterr().out.count(str(home / "progress-damaged-2.json")) == 1
 
 
-def test_a_record_that_cannot_be_opened_is_not_overwritten(home):
-    (home / "progress.json").symlink_to("progress.json")  # opening it raises, replacing it does not
-    assert record.entries("exercises") == {}
-    assert not record.update("exercises", "global-mean", lambda entry: entry.update(tries=1))
-    assert (home / "progress.json").is_symlink()
+def test_a_full_disk_or_a_file_that_cannot_be_opened_loses_nothing(home, monkeypatch):
+    def full_disk(*paths):
+        raise OSError(28, "No space left on device")
 
-
-def test_a_stop_midway_leaves_the_old_record_whole(home, monkeypatch):
-    record.update("exercises", "global-mean", lambda entry: entry.update(tries=1))
-    monkeypatch.setattr(record.os, "replace", _full_disk)
-    assert not record.update("exercises", "local-part", lambda entry: entry.update(tries=1))
+    assert note(tries=1)
+    with monkeypatch.context() as patch:
+        patch.setattr("os.replace", full_disk)
+        assert not note(tries=2)
     assert record.entries("exercises") == {"global-mean": {"tries": 1}}
     assert {path.name for path in home.iterdir()} == {"progress.json", "lock"}
-
-
-def _full_disk(*paths):
-    raise OSError(28, "No space left on device")
+    (home / "progress.json").unlink()
+    (home / "progress.json").symlink_to("progress.json")  # opening it raises, replacing it does not
+    assert record.entries("exercises") == {} and not note(tries=1)
+    assert (home / "progress.json").is_symlink()
 
 
 def _count(slug, times):
     for _ in range(times):
-        record.update("exercises", slug, lambda entry: entry.update(n=entry.get("n", 0) + 1))
-        record.update("exercises", "shared", lambda entry: entry.update(n=entry.get("n", 0) + 1))
+        for each in (slug, "shared"):
+            record.update("exercises", each, lambda entry: entry.update(n=entry.get("n", 0) + 1))
 
 
 def test_two_notebooks_write_at_once_and_nothing_is_lost():
