@@ -46,13 +46,13 @@ def prepare(folder: Path) -> dict[str, str]:
     }
 
 
-def command(place: Path, options: list[str], *, first_time: bool, browser: bool) -> list[str]:
+def command(place: Path, options: list[str], *, browser: bool) -> list[str]:
     """The command line that opens chapter 00; later, the windows as the reader left them."""
     words = [sys.executable, "-m", "jupyterlab", f"--ServerApp.root_dir={place}",
              "--log-level=WARN"]  # so that the address is not lost among forty lines
-    if first_time or not (place / ".course/jupyter/workspaces").is_dir():
+    if not (place / ".course/jupyter/workspaces").is_dir():
         words.append(f"--LabApp.default_url=/lab/tree/{FIRST_CHAPTER}")
-    if not browser or not _can_open_a_browser():
+    if not browser:
         words.append("--no-browser")
     if os.geteuid() == 0:
         words.append("--allow-root")
@@ -78,10 +78,3 @@ def start(words: list[str]) -> NoReturn:
 
 def _in_front(folder, variable):
     return os.pathsep.join(filter(None, [str(folder), os.environ.get(variable)]))
-
-
-def _can_open_a_browser():
-    """Without a display Python would take a browser for terminals, such as w3m."""
-    if sys.platform != "linux":
-        return True
-    return any(os.environ.get(name) for name in ("DISPLAY", "WAYLAND_DISPLAY", "BROWSER"))

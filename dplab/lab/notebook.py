@@ -5,7 +5,11 @@ import uuid
 from pathlib import Path
 
 
-class UnreadableNotebook(ValueError):
+class Refused(Exception):
+    """What the reader asked for cannot be done; the text says why."""
+
+
+class UnreadableNotebook(Refused):
     """The file is no notebook of format 4."""
 
 

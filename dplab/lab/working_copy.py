@@ -16,23 +16,12 @@ name and then renamed, so that a stop or a full disk leaves the old one as it wa
 
 import contextlib
 import datetime
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from dplab.desk.files import write_whole
 from dplab.lab import notebook
 from dplab.lab.answers import answers_in, stubs_in, with_answers
 from dplab.lab.course_files import Course
-
-
-@dataclass
-class Changes:
-    """What one start of the command did and found; all are paths in the copy."""
-
-    created: bool = False
-    added: list[str] = field(default_factory=list)
-    replaced: list[str] = field(default_factory=list)  # the reader had not touched them
-    newer: list[str] = field(default_factory=list)  # in the course; wait for the reader's word
 
 
 class WorkingCopy:
@@ -42,26 +31,30 @@ class WorkingCopy:
         self.place = place
         self.course = course
         self.kept = place / ".course"
+        self.notebooks = [name for name in course.files if name.endswith(".ipynb")]
 
-    def refresh(self) -> Changes:
-        """Adds what is missing, and brings up to date what the reader has not touched."""
-        changes = Changes(created=not self.kept.exists())
-        self.kept.mkdir(parents=True, exist_ok=True)
+    def refresh(self) -> tuple[list[str], list[str], list[str]]:
+        """Adds what is missing, and brings up to date what the reader has not touched.
+
+        Returns the names of the added files, of those that were replaced, and of those that are
+        newer in the course and wait for the reader's word.
+        """
+        added, replaced, newer = [], [], []
         broken = self.broken()
         for name, content in self.course.files.items():
             base = self._base(name)
             if not (self.place / name).exists():
                 self._put(name, content)
-                changes.added.append(name)
-            elif base is None:  # a file of the reader's, or the folder .course was deleted
-                write_whole(self.kept / "base" / name, content)
-            elif base != content and name not in broken:
+                added.append(name)
+            elif not base.exists():  # a file of the reader's, or the folder .course was deleted
+                write_whole(base, content)
+            elif base.read_bytes() != content and name not in broken:
                 if self._is_untouched(name):
                     self._put(name, content)
-                    changes.replaced.append(name)
+                    replaced.append(name)
                 else:
-                    changes.newer.append(name)
-        return changes
+                    newer.append(name)
+        return added, replaced, newer
 
     def update(self, name: str, *, bare: bool = False) -> Path | None:
         """Brings the course's version over; where the old one is kept.
@@ -69,18 +62,34 @@ class WorkingCopy:
         In a notebook's stubs stands what the reader wrote there, unless it is to be ``bare``.
         """
         content = self.course.files[name]
-        if name.endswith(".ipynb") and not bare:
-            answers = answers_in(notebook.read(self.place / name), self._stubs_of_base(name))
+        if name in self.notebooks and not bare:
+            answers = answers_in(notebook.read(self.place / name),
+                                 stubs_in(notebook.read(self._base(name))))
             new = notebook.read(self.course.root / name, content)
             content = notebook.dumps(with_answers(new, answers))
-        kept = self._keep(name)
-        self._put(name, content)
+        kept = self.replace(name, content)
+        write_whole(self._base(name), self.course.files[name])
+        return kept
+
+    def replace(self, name: str, content: bytes) -> Path | None:
+        """Puts other content in a file's place. Where the old one is kept: beside it, under a dated
+        name; None where the reader has not touched it.
+        """
+        path, kept = self.place / name, None
+        if not self._is_untouched(name):
+            stem, count = f"{path.stem}.before-{datetime.date.today().isoformat()}", 1
+            kept = path.with_stem(stem)
+            while kept.exists() and kept.read_bytes() != path.read_bytes():
+                count += 1
+                kept = path.with_stem(f"{stem}-{count}")
+            write_whole(kept, path.read_bytes())
+        write_whole(path, content)
         return kept
 
     def broken(self) -> dict[str, str]:
         """Why a notebook of the copy cannot be read, by its name."""
         found = {}
-        for name in self._notebooks():
+        for name in self.notebooks:
             try:
                 if (self.place / name).exists():
                     notebook.read(self.place / name)
@@ -99,59 +108,28 @@ class WorkingCopy:
             with contextlib.suppress(notebook.UnreadableNotebook):
                 outside |= answers_in(notebook.read(path), {})
         found, broken = {}, self.broken()
-        for name in self._notebooks():
-            if (self.place / name).exists() and name not in broken:
-                here, bare = notebook.read(self.place / name), self._stubs_of_base(name)
-                answers = {slug: outside[slug] for slug, stub in stubs_in(here).items()
-                           if slug in outside and stub == bare.get(slug) != outside[slug]}
-                if answers:
-                    found[name] = notebook.dumps(with_answers(here, answers))
+        for name in set(self.notebooks) - broken.keys():
+            here, bare = notebook.read(self.place / name), stubs_in(notebook.read(self._base(name)))
+            answers = {slug: outside[slug] for slug, stub in stubs_in(here).items()
+                       if slug in outside and stub == bare.get(slug) != outside[slug]}
+            if answers:
+                found[name] = notebook.dumps(with_answers(here, answers))
         return found
 
-    def take(self, name: str, content: bytes) -> Path | None:
-        """Puts what `answers_from` found into the copy; where the old file is kept."""
-        kept = self._keep(name)
-        write_whole(self.place / name, content)
-        return kept
-
-    def _notebooks(self):
-        return [name for name in self.course.files if name.endswith(".ipynb")]
-
     def _base(self, name):
-        path = self.kept / "base" / name
-        return path.read_bytes() if path.is_file() else None
-
-    def _stubs_of_base(self, name):
-        base = self._base(name)
-        return {} if base is None else stubs_in(notebook.read(self.kept / "base" / name))
+        return self.kept / "base" / name
 
     def _is_untouched(self, name):
         """Whether the file is as the course had it. A notebook that ran is the reader's."""
-        base, data = self._base(name), (self.place / name).read_bytes()
-        if data == base or base is None or not name.endswith(".ipynb"):
-            return data == base
-        try:
+        data, base = (self.place / name).read_bytes(), self._base(name)
+        if data == base.read_bytes() or name not in self.notebooks:
+            return data == base.read_bytes()
+        with contextlib.suppress(notebook.UnreadableNotebook):
             here = notebook.read(self.place / name)
-        except notebook.UnreadableNotebook:
-            return False
-        return (notebook.sources(here) == notebook.sources(notebook.read(self.kept / "base" / name))
-                and not notebook.has_outputs(here))
+            return (notebook.sources(here) == notebook.sources(notebook.read(base))
+                    and not notebook.has_outputs(here))
+        return False
 
     def _put(self, name, content):
         write_whole(self.place / name, content)
-        write_whole(self.kept / "base" / name, self.course.files[name])
-
-    def _keep(self, name):
-        """A second file with the same content beside the file, under a dated name; None where the
-        reader has not touched it.
-        """
-        if self._is_untouched(name):
-            return None
-        path = self.place / name
-        stem, count = f"{path.stem}.before-{datetime.date.today().isoformat()}", 1
-        kept = path.with_stem(stem)
-        while kept.exists() and kept.read_bytes() != path.read_bytes():
-            count += 1
-            kept = path.with_stem(f"{stem}-{count}")
-        write_whole(kept, path.read_bytes())
-        return kept
+        write_whole(self._base(name), content)

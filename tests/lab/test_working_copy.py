@@ -6,12 +6,12 @@ import resource
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from small_course import (
     ANSWER,
     STUB,
+    book,
     by_id,
     cell,
     chapter,
@@ -20,12 +20,14 @@ from small_course import (
     make_course,
     read,
     sources,
+    text,
     write,
 )
 
 from dplab.lab import command, jupyterlab
+from dplab.lab.answers import NOTE, answers_in, stubs_in, with_answers
 
-THIRD = "chapters/03_all_reduce.ipynb"
+FIRST, THIRD = "chapters/00_start_here.ipynb", "chapters/03_all_reduce.ipynb"
 
 
 @pytest.fixture
@@ -37,10 +39,10 @@ def course(tmp_path, monkeypatch):
 
 @pytest.fixture
 def lab(course, capsys):
-    """A function that runs ``dplab lab --copy-only``; returns the copy's folder and the output."""
+    """A function that runs ``dplab lab --copy-only``; returns what it printed."""
     def run(*arguments, status=0):
         assert command.lab([*arguments, "--copy-only"]) == status
-        return capsys.readouterr()
+        return "".join(capsys.readouterr())
     return run
 
 
@@ -54,382 +56,274 @@ def set_source(path, id, source):
     edit(path, lambda cells: by_id(cells, id).update(source=source))
 
 
+def answer_in(path):
+    set_source(path, "stub-total", ANSWER)
+
+
 def run_in(path):
     """What JupyterLab leaves in a notebook that was run and saved."""
-    def change(cells):
-        by_id(cells, "setup")["outputs"] = [
-            {"output_type": "stream", "name": "stdout", "text": ["4\n"]}]
-    edit(path, change)
+    shown = {"output_type": "stream", "name": "stdout", "text": ["4\n"]}
+    edit(path, lambda cells: by_id(cells, "setup").update(outputs=[shown]))
 
 
-def change_course(course, **texts):
-    """A newer version of chapter 03, with other texts in these cells."""
-    for id, source in texts.items():
-        set_source(course / THIRD, id.replace("_", "-"), source)
+def change_course(course, source="ranks = 8"):
+    """A newer version of chapter 03, with another cell."""
+    set_source(course / THIRD, "setup", source)
     commit(course)
 
 
 def files(folder):
-    return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()
-            and ".course" not in path.parts}
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*")
+            if path.is_file() and ".course" not in path.parts}
 
 
-def test_the_copy_has_what_chapters_need_and_no_outputs(course, copy):
-    assert files(copy) == {"README.md", "figures/ring.svg", "chapters/data/sweep.json", THIRD,
-                           "chapters/00_start_here.ipynb", "chapters/03_launch/train.py"}
-    assert sources(read(copy / THIRD)) == sources(read(course / THIRD))
-    assert "gives it away" in (course / THIRD).read_text()
-    assert "gives it away" not in (copy / THIRD).read_text()
-    for name in files(copy) - {THIRD, "chapters/00_start_here.ipynb"}:
-        assert (copy / name).read_bytes() == (course / name).read_bytes()
+def kept(copy, pattern="03_*.before-*"):
+    """What was kept beside the notebooks of the copy."""
+    return sorted(path.read_bytes() for path in (copy / "chapters").glob(pattern))
+
+
+# What lies in it
 
 
 @pytest.mark.parametrize("with_git", [True, False])
-def test_of_the_web_book_only_the_pages_that_others_link_to_are_copied(course, lab, with_git):
-    """Nor is copied what git does not know, or what lies in hidden folders."""
-    for name, page in {"setup.md": "[next](more.md)", "more.md": "# More", "conf.py": ""}.items():
+def test_the_copy_has_what_chapters_need_and_nothing_else(course, lab, with_git):
+    """No outputs, nothing that git does not know or that is hidden, of the web book linked pages;
+    and the rules for assistants where editors look for them.
+    """
+    for name, page in {"setup.md": "[next](more.md)", "more.md": "# More", "conf.py": "",
+                       "assistants.md": "# Rules\n\n[all](../glossary.md)"}.items():
         (course / "chapters/book").mkdir(exist_ok=True)
         (course / "chapters/book" / name).write_text(page)
-    (course / "README.md").write_text("[set-up](chapters/book/setup.md)")
+    (course / "README.md").write_text(
+        "[a](chapters/book/setup.md) [b](chapters/book/assistants.md) [c](../outside.md)")
+    (course.parent / "outside.md").write_text("not of the course")
     commit(course)
-    hidden = course / "chapters/.ipynb_checkpoints"
-    hidden.mkdir()
-    for path in (hidden / "x.ipynb", *[course / "chapters/Untitled.ipynb"] * with_git):
-        path.write_text("no notebook")
-    if not with_git:
+    expected = files(course)
+    (course / "chapters/.ipynb_checkpoints").mkdir()
+    (course / "chapters/.ipynb_checkpoints/x.ipynb").write_text("no notebook")
+    if with_git:
+        (course / "chapters/Untitled.ipynb").write_text("no notebook")
+        answer_in(course / THIRD)  # in the clone itself: not the course's text
+    else:
         shutil.rmtree(course / ".git")
     lab()
-    copied = files(course / "my_course/chapters")
-    assert {name for name in copied if name.startswith("book/") or name.endswith(".ipynb")} == {
-        "book/setup.md", "book/more.md", "00_start_here.ipynb", "03_all_reduce.ipynb"}
+    found = files(course / "my_course")
+    assert not (course / "outside.md").exists()
+    assert found.pop("AGENTS.md") == b"# Rules\n\n[all](chapters/glossary.md)"
+    assert found.keys() == {
+        "README.md", "figures/ring.svg", "chapters/data/sweep.json", THIRD, FIRST,
+        "chapters/03_launch/train.py", *(f"chapters/book/{name}.md" for name in (
+            "setup", "more", "assistants"))}
+    for name in found.keys() - {FIRST, THIRD}:
+        assert found[name] == expected[name]
+    third = read(course / "my_course" / THIRD)
+    assert sources(third) == sources(chapter()) and b"gives it away" in expected[THIRD]
+    assert not any(each.get("outputs") for each in third["cells"])
 
 
-def test_an_assistant_in_an_editor_finds_its_rules(course, lab):
-    """By the name that such programs look for, with links that lead on from there."""
-    (course / "chapters/book").mkdir()
-    (course / "chapters/book/assistants.md").write_text("# Rules\n\n[all](../glossary.md)")
-    (course / "README.md").write_text("[rules](chapters/book/assistants.md)")
-    commit(course)
-    lab()
-    rules = course / "my_course/AGENTS.md"
-    assert rules.read_text() == "# Rules\n\n[all](chapters/glossary.md)"
-    rules.write_text("Say it all.")
-    (course / "chapters/book/assistants.md").write_text("# New rules")
-    commit(course)
-    lab()
-    assert rules.read_text() == "Say it all."
+def test_a_copy_of_the_real_course_is_complete(tmp_path):
+    """Every link, picture and data file of the copied chapters leads to a file of the copy."""
+    assert command.lab([str(tmp_path / "copy"), "--copy-only"]) == 0
+    dead, count = [], 0
+    for path in (tmp_path / "copy/chapters").glob("*.ipynb"):
+        cells = [each for each in read(path)["cells"] if each["cell_type"] == "markdown"]
+        found = re.findall(r"\]\(([^)#\s]+)", "\n".join(sources({"cells": cells})))
+        found += re.findall(r'Path\(\\"((?:data/|launch)[^"\\]*)', path.read_text())
+        count += len(found)
+        dead += [(path.name, target) for target in found
+                 if "://" not in target and not (path.parent / target).exists()]
+    assert count > 50 and not dead
 
 
-def test_another_place_and_a_second_start_keeps_what_is_there(course, lab, tmp_path):
+# What happens to the reader's files
+
+
+def test_nothing_changes_at_a_second_start_and_what_is_missing_comes_back(course, lab, tmp_path):
     place = tmp_path / "at home" / "course of mine"
     lab(str(place))
-    set_source(place / THIRD, "stub-total", ANSWER)
-    run_in(place / "chapters/00_start_here.ipynb")
+    answer_in(place / THIRD)
+    run_in(place / FIRST)
     (place / "chapters/mine.ipynb").write_text("whatever")
-    before = {name: (place / name).read_bytes() for name in files(place)}
-    assert "new" not in lab(str(place)).out.lower()
-    assert {name: (place / name).read_bytes() for name in files(place)} == before
+    (place / "README.md").unlink()
+    before = files(place)
+    assert "README.md" in lab(str(place)) and "New" not in lab(str(place))
+    assert files(place) == before | {"README.md": (course / "README.md").read_bytes()}
     assert not (course / "my_course").exists()
-
-
-def test_a_deleted_chapter_comes_back_as_the_course_has_it(copy, lab):
-    set_source(copy / THIRD, "stub-total", ANSWER)
-    (copy / THIRD).unlink()
-    lab()
-    assert STUB in sources(read(copy / THIRD))
+    (course / THIRD).unlink()  # it left the course
+    commit(course)
+    lab(str(place))
+    assert files(place)[THIRD] == before[THIRD]
 
 
 def test_what_the_reader_has_not_touched_follows_the_course_by_itself(course, copy, lab):
-    change_course(course, setup="ranks = 8")
     (course / "chapters/data/sweep.json").write_text("[3]\n")
-    commit(course)
-    assert "03_all_reduce" in lab().out
-    assert "ranks = 8" in sources(read(copy / THIRD))
+    change_course(course)
+    assert "03_all_reduce" in lab()
+    assert sources(read(copy / THIRD)) == sources(read(course / THIRD)) and not kept(copy)
     assert (copy / "chapters/data/sweep.json").read_text() == "[3]\n"
 
 
-@pytest.mark.parametrize("touch", [run_in, lambda path: set_source(path, "stub-total", ANSWER)])
-def test_a_newer_chapter_waits_until_the_reader_asks_for_it(course, copy, lab, touch):
-    touch(copy / THIRD)
-    before = (copy / THIRD).read_bytes()
-    change_course(course, setup="ranks = 8")
-    said = lab().out
-    assert "Newer in the course" in said and "--update 03" in said
-    assert (copy / THIRD).read_bytes() == before
-
-
-def test_a_chapter_is_named_by_its_number_and_an_appendix_by_its_letter(course, lab):
-    path = "chapters/appendix_other_cuts.ipynb"
-    write(course / path, chapter("Other cuts"))
-    commit(course)
-    lab()
-    set_source(course / "my_course" / path, "stub-total", ANSWER)
-    set_source(course / path, "setup", "ranks = 8")
-    commit(course)
-    assert "--update B" in lab().out
-    for word in ("B", "b", "appendix_other_cuts", "3", "03", "03_all_reduce"):
-        name = THIRD if "3" in word else path
-        said = lab("--fresh", word).out
-        assert f"{name}: new from the course" in said and "--update" not in said
-
-
-@pytest.mark.parametrize("id", ["stub-total", "last"])
-def test_an_update_brings_answers_along_and_keeps_the_whole_old_notebook_beside(
-        course, copy, lab, id):
-    """Also where the reader answered nothing, and wrote elsewhere."""
-    set_source(copy / THIRD, id, ANSWER)
-    edit(copy / THIRD, lambda cells: cells.insert(3, cell("note", "of_the_reader = 1")))
-    before = (copy / THIRD).read_bytes()
-    change_course(course, setup="ranks = 8")
-    lab("--update", "03")
-    expected = sources(read(course / THIRD))
-    expected[2] = ANSWER if id == "stub-total" else STUB
-    assert sources(read(copy / THIRD)) == expected
-    [old] = [path for path in (copy / "chapters").glob("03_*.ipynb") if path != copy / THIRD]
-    assert re.fullmatch(r"03_all_reduce\.before-\d{4}-\d\d-\d\d\.ipynb", old.name)
-    assert old.read_bytes() == before
-    assert "Newer" not in lab().out
-
-
-def test_who_changed_nothing_sees_just_the_new_notebook(course, copy, lab):
-    change_course(course, setup="ranks = 8")
-    lab()
-    assert sources(read(copy / THIRD)) == sources(read(course / THIRD))
-    assert files(copy / "chapters") == files(course / "chapters")
-
-
-def test_two_updates_on_one_day_keep_both_old_notebooks(course, copy, lab):
-    """One was only run."""
+@pytest.mark.parametrize("touch", [run_in, answer_in,
+                                   lambda path: set_source(path, "last", "x = 1")])
+def test_an_update_waits_for_the_word_brings_answers_and_keeps_the_old_notebook(
+        course, copy, lab, touch):
+    """Also a second one on the same day; then only the answer comes along."""
     olds = []
-    for number in (8, 16):
-        run_in(copy / THIRD) if number == 8 else set_source(copy / THIRD, "stub-total", ANSWER)
+    for number, word in ((8, "03"), (16, "all")):
+        touch(copy / THIRD)
         olds.append((copy / THIRD).read_bytes())
-        change_course(course, setup=f"ranks = {number}")
-        lab("--update", "all")
-    kept = [path.read_bytes() for path in (copy / "chapters").glob("03_*before*.ipynb")]
-    assert sorted(kept) == sorted(olds)
+        change_course(course, f"ranks = {number}")
+        said = lab()
+        assert "Newer in the course" in said and "--update 03" in said
+        assert (copy / THIRD).read_bytes() == olds[-1]
+        assert "brought over; as it was: chapters/03_all_reduce.before-" in lab("--update", word)
+        expected = sources(read(course / THIRD))
+        expected[2] = ANSWER if touch is answer_in else STUB
+        assert sources(read(copy / THIRD)) == expected
+        assert kept(copy) == sorted(olds) and "Newer" not in lab()
 
 
 def test_an_edited_file_beside_the_chapters_is_kept_under_another_name(course, copy, lab):
     (copy / "chapters/03_launch/train.py").write_text("print('mine')\n")
     (course / "chapters/03_launch/train.py").write_text("print('newer')\n")
     commit(course)
-    assert "03_launch/train.py" in lab().out
-    lab("--update", "03")
-    [old] = (copy / "chapters/03_launch").glob("train.before-*.py")
-    assert old.read_text() == "print('mine')\n"
+    assert "--update 03_launch/train.py" in lab()
+    lab("--update", "03_launch/train.py")
+    assert kept(copy, "03_launch/train.before-*.py") == [b"print('mine')\n"]
     assert (copy / "chapters/03_launch/train.py").read_text() == "print('newer')\n"
 
 
-FIRST = "chapters/00_start_here.ipynb"
-
-
-def test_a_chapter_that_left_the_course_stays_in_the_copy(course, copy, lab):
-    set_source(copy / THIRD, "stub-total", ANSWER)
-    (course / THIRD).unlink()
+def test_a_chapter_is_begun_anew_by_its_number_and_an_appendix_by_its_letter(course, copy, lab):
+    path = "chapters/appendix_other_cuts.ipynb"
+    write(course / path, chapter("Other cuts"))
     commit(course)
     lab()
-    assert ANSWER in sources(read(copy / THIRD))
+    for name, words in ((THIRD, ("3", "03_all_reduce")), (path, ("B", "b"))):
+        for word in words:
+            answer_in(copy / name)
+            assert f"{name}: new from the course; as it was" in lab("--fresh", word)
+            assert STUB in sources(read(copy / name))
+    assert len(kept(copy)) == 1
+    for option in ("--fresh", "--update"):
+        assert "no chapter 77" in lab(option, "77", status=1)
+    answer_in(copy / path)
+    set_source(course / path, "setup", "ranks = 2")
+    commit(course)
+    assert "--update B" in lab() and "--update" not in lab("--fresh", "B")
 
 
-@pytest.mark.parametrize("arguments", [[], ["--update", "all"], ["--fresh", "03"],
-                                       ["--import", "."]])
-def test_nothing_is_replaced_while_jupyterlab_has_the_copy_open(
-        course, copy, lab, monkeypatch, arguments):
-    set_source(copy / FIRST, "stub-total", ANSWER)
-    change_course(course, setup="ranks = 8")
-    before = everything(copy)
-    monkeypatch.setattr(jupyterlab, "running_at", lambda place: "http://127.0.0.1:1/lab")
-    said = lab(*arguments, status=1 if arguments else 0)
-    assert "Close JupyterLab" in said.err if arguments else "127.0.0.1:1/lab" in said.out
-    assert everything(copy) == before
-    monkeypatch.undo()
-    monkeypatch.setattr(command, "ROOT", course)
+def test_a_broken_notebook_is_left_alone_until_a_new_one_is_asked_for(course, copy, lab):
+    broken = (copy / THIRD).read_bytes()[:300]  # as a full disk or a stop leaves it
+    (copy / THIRD).write_bytes(broken)
+    change_course(course)
+    for arguments in (["--update", "all"], ["--import", str(course)]):
+        said = lab(*arguments)
+        assert str(copy / THIRD) in said and "--fresh 03" in said and "--update 03" not in said
+    assert "no answers" in lab("--update", "03", status=1)
+    assert (copy / THIRD).read_bytes() == broken
+    said = lab("--fresh", "03")
+    assert "is broken" not in said and "Newer" not in said
+    assert sources(read(copy / THIRD)) == sources(read(course / THIRD)) and kept(copy) == [broken]
+    before = files(copy)
+    (course / THIRD).write_text("<<<<<<< HEAD\n")  # the course's own; until then the last commit
     lab()
-    assert "ranks = 8" in sources(read(copy / THIRD))
+    commit(course)
+    assert str(course / THIRD) in lab(status=1) and files(copy) == before
 
 
-@pytest.mark.parametrize("place", ["other/03_all_reduce (1).ipynb", "other/chapters/03.ipynb"])
-def test_answers_in_another_folder_are_imported_and_nothing_is_lost(
-        course, copy, lab, tmp_path, place):
-    """By slug, whatever the file is called, from a newer chapter too; the newest file wins, and a
-    broken one, a stub and what the copy has already are left out.
-    """
-    for number, answer in enumerate((ANSWER.replace("sum", "min"), ANSWER)):
-        notebook = chapter("Another title")
-        by_id(notebook["cells"], "stub-total")["source"] = answer
-        write((tmp_path / place).with_stem(f"03 ({number})"), notebook)
-        os.utime((tmp_path / place).with_stem(f"03 ({number})"), (number, number))
-    write(tmp_path / "other/bare.ipynb", chapter())
+def test_answers_in_another_folder_are_imported_where_the_copy_has_none(copy, lab, tmp_path):
+    """By slug, whatever the file is called; the newest file wins, stubs and broken ones do not."""
+    for number, (place, answer) in enumerate({
+            "chapters/03.ipynb": ANSWER.replace("sum", "min"), "03_all_reduce (1).ipynb": ANSWER,
+            "bare.ipynb": STUB}.items()):
+        write(tmp_path / "other" / place, book(cell("c", answer, slug="total-of-ranks")))
+        os.utime(tmp_path / "other" / place, (number, number))
     (tmp_path / "other/broken.ipynb").write_text("{")
     set_source(copy / THIRD, "last", "of_the_reader = 1")
     before = (copy / THIRD).read_bytes()
     lab("--import", str(tmp_path / "other"))
-    assert {ANSWER, "# All-reduce", "of_the_reader = 1"} <= {
-        source.split("\n\n!")[0] for source in sources(read(copy / THIRD))}
-    assert [path.read_bytes() for path in (copy / "chapters").glob("03*.before-*")] == [before]
-    assert "No answers" in lab("--import", str(tmp_path / "other")).out
+    assert sources(read(copy / THIRD)) == [
+        *sources(chapter())[:2], ANSWER, *sources(chapter())[3:5], "of_the_reader = 1"]
+    assert kept(copy) == [before]
+    set_source(copy / THIRD, "stub-total", ANSWER.replace("sum", "max"))
+    before = files(copy)
+    assert "No answers" in lab("--import", str(tmp_path / "other")) and files(copy) == before
+    assert "is not there" in lab("--import", "nowhere", status=1)
 
 
-def test_an_import_leaves_the_answer_that_the_copy_has(course, copy, lab):
-    set_source(copy / THIRD, "stub-total", ANSWER.replace("sum", "min"))
-    set_source(course / THIRD, "stub-total", ANSWER)
-    before = everything(copy)
-    assert "No answers" in lab("--import", str(course)).out
-    assert everything(copy) == before
+def test_nothing_is_replaced_while_jupyterlab_has_the_copy_open(course, copy, lab, monkeypatch):
+    answer_in(copy / FIRST)
+    change_course(course)
+    before = files(copy)
+    monkeypatch.setattr(jupyterlab, "running_at", lambda place: "http://127.0.0.1:1/lab")
+    assert "127.0.0.1:1/lab" in lab()
+    for words in (["--update", "all"], ["--fresh", "03"], ["--import", "."]):
+        assert "Close JupyterLab" in lab(*words, status=1)
+    assert files(copy) == before
 
 
-def break_off(path):
-    """A file that a full disk or a stop cut in the middle."""
-    path.write_text(path.read_text()[:300])
-    return path.read_bytes()
+def test_a_full_disk_changes_nothing(course, copy, lab):
+    """Nor does it leave a part of a file, and a first copy is completed later."""
+    answer_in(copy / THIRD)
+    change_course(course)
+    script = ("import sys; from dplab.lab import command; from pathlib import Path\n"
+              f"command.ROOT = Path({str(course)!r}); sys.exit(command.lab(sys.argv[1:]))")
+    for place, words in ((copy, ["--update", "03"]), (course.parent / "new", [])):
+        before = files(copy)
+        done = subprocess.run(
+            [sys.executable, "-B", "-c", script, str(place), "--copy-only", *words], text=True,
+            capture_output=True,
+            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (500, 500)))
+        assert done.returncode == 1 and "Nothing of yours was changed" in done.stderr
+        assert files(copy) == before and not list(course.parent.rglob("*.part"))
+    lab(str(place))
+    assert sources(read(place / THIRD)) == sources(read(course / THIRD))
 
 
-def test_a_broken_notebook_is_named_and_left_alone_until_a_new_one_is_asked_for(course, copy, lab):
-    broken = break_off(copy / THIRD)
-    change_course(course, last="print(8)")
-    for arguments in (["--update", "all"], ["--import", str(course)]):
-        said = lab(*arguments).out
-        assert str(copy / THIRD) in said and "--fresh 03" in said and "--update 03" not in said
-    said = lab("--update", "03", status=1)
-    assert "no answers" in said.err and "Nothing newer" not in said.out
-    assert (copy / THIRD).read_bytes() == broken
-    said = lab("--fresh", "03").out
-    assert "is broken" not in said and "Newer" not in said
-    assert sources(read(copy / THIRD)) == sources(read(course / THIRD))
-    [old] = (copy / "chapters").glob("03_all_reduce.before-*.ipynb")
-    assert old.read_bytes() == broken and old.name in said
-
-
-def test_a_chapter_that_is_begun_anew_keeps_the_old_notebook_beside(course, copy, lab):
-    set_source(copy / THIRD, "stub-total", ANSWER)
-    set_source(copy / FIRST, "stub-total", ANSWER)
-    lab("--fresh", "3")
-    assert STUB in sources(read(copy / THIRD))
-    [old] = (copy / "chapters").glob("03_all_reduce.before-*.ipynb")
-    assert ANSWER in sources(read(old)) and ANSWER in sources(read(copy / FIRST))
-    lab("--fresh", "3")
-    assert len(list((copy / "chapters").glob("03_*.ipynb"))) == 2
-    for option in ("--fresh", "--update"):
-        assert "no chapter 77" in lab(option, "77", status=1).err
-    assert "is not there" in lab("--import", "nowhere", status=1).err
-
-
-def test_a_broken_notebook_of_the_course_is_named_and_changes_nothing(course, copy, lab):
-    """One that is committed so; where a conflict of git is open, the last commit counts."""
-    before = everything(copy)
-    (course / THIRD).write_text("<<<<<<< HEAD\n" + (course / THIRD).read_text())
-    lab()
-    commit(course)
-    assert str(course / THIRD) in lab(status=1).err
-    assert everything(copy) == before
-
-
-@pytest.mark.parametrize("place", [".", "chapters/mine", "figures"])
-def test_a_copy_does_not_go_into_the_course_or_among_other_files(course, lab, place):
-    before = files(course)
-    assert "Name a" in lab(str(course / place), status=1).err
-    assert files(course) == before
-
-
-def test_a_package_without_chapters_says_so(course, lab):
-    shutil.rmtree(course / "chapters")
-    assert "clone" in lab(status=1).err
-
-
-def script_of(course, *arguments):
-    """What a Python of its own runs for ``dplab lab --copy-only`` on this course."""
-    return ("import sys; from dplab.lab import command; from pathlib import Path\n"
-            f"command.ROOT = Path({str(course)!r})\n"
-            f"sys.exit(command.lab([*{arguments!r}, '--copy-only']))")
-
-
-def without_room(course, *arguments):
-    """Runs the command in a process that can write no more than 500 bytes to a file."""
-    return subprocess.run(
-        [sys.executable, "-B", "-c", script_of(course, *arguments)], text=True, timeout=60,
-        capture_output=True,
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (500, 500)))
-
-
-def everything(folder):
-    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
-def test_an_update_that_finds_no_room_changes_nothing(course, copy, lab):
-    set_source(copy / THIRD, "stub-total", ANSWER)
-    change_course(course, setup="ranks = 8")
-    before = everything(copy)
-    done = without_room(course, "--update", "03")
-    assert done.returncode == 1 and "Nothing of yours was changed" in done.stderr
-    assert everything(copy) == before
-    lab("--update", "03")
-    assert {ANSWER, "ranks = 8"} <= set(sources(read(copy / THIRD)))
-
-
-def test_a_first_copy_that_finds_no_room_is_completed_later(course, lab):
-    done = without_room(course)
-    assert done.returncode == 1 and "File too large" in done.stderr
-    assert not list((course / "my_course").rglob("*.part"))
-    lab()
-    assert sources(read(course / "my_course" / THIRD)) == sources(chapter())
-
-
-def test_the_read_only_clone_names_the_way_out(course, lab, tmp_path):
-    if os.geteuid():
-        course.chmod(0o500)
-    elif subprocess.run(["mount", "--bind", "-o", "ro", course, course]).returncode:
-        pytest.skip("cannot mount")
-    try:
-        assert "dplab lab ~/my_course" in lab(status=1).err
-        lab(str(tmp_path / "elsewhere"))
-        assert THIRD in files(tmp_path / "elsewhere")
-    finally:
-        if os.geteuid():
-            course.chmod(0o700)
-        else:
-            subprocess.run(["umount", course], check=True)
-
-
-def test_the_words_that_start_jupyterlab(tmp_path, monkeypatch):
-    monkeypatch.setattr(os, "geteuid", lambda: 0)
-    for name in ("DISPLAY", "WAYLAND_DISPLAY", "BROWSER"):
-        monkeypatch.delenv(name, raising=False)
-    words = jupyterlab.command(tmp_path, ["--port", "9000"], first_time=True, browser=True)
-    assert {"--allow-root", "--no-browser"} <= set(words) and words[-2:] == ["--port", "9000"]
-    monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    monkeypatch.setenv("DISPLAY", ":0")
-    words = jupyterlab.command(tmp_path, [], first_time=True, browser=True)
-    assert not {"--allow-root", "--no-browser"} & set(words)
-    assert "--no-browser" in jupyterlab.command(tmp_path, [], first_time=True, browser=False)
-
-
-def test_a_python_without_jupyterlab_says_what_to_install(course, copy, monkeypatch, capsys):
-    monkeypatch.setattr(jupyterlab.util, "find_spec",
-                        lambda name: None if name == "jupyterlab" else True)
+def test_where_no_copy_can_be_it_says_what_to_do(course, lab, tmp_path, monkeypatch):
+    for place in (".", "chapters/mine", "figures"):
+        before = files(course)
+        assert "Name a" in lab(str(course / place), status=1) and files(course) == before
+    (tmp_path / "file").write_text("")  # as a clone that one may not write in
+    assert "dplab lab ~/my_course" in lab(str(tmp_path / "file" / "copy"), status=1)
+    monkeypatch.setattr(jupyterlab, "missing_package", lambda: "jupyterlab")
     assert command.lab([]) == 1
-    assert "no jupyterlab" in (said := capsys.readouterr().err) and "pip install" in said
+    shutil.rmtree(course / "chapters")
+    said = lab(status=1)
+    assert "no jupyterlab. In the course's folder" in said and "clone" in said
 
 
-def test_settings_go_before_those_of_the_machine_and_after_the_readers(tmp_path, monkeypatch):
-    monkeypatch.setenv("JUPYTER_PATH", "/of/the/machine")
-    environment = jupyterlab.prepare(tmp_path)
-    assert environment["JUPYTER_PATH"] == f"{tmp_path}{os.pathsep}/of/the/machine"
-    overrides = read(tmp_path / "labconfig/default_setting_overrides.json")
-    assert overrides["@jupyter-widgets/jupyterlab-manager:plugin"] == {"saveState": True}
+# Answers
 
 
-def test_a_copy_of_the_real_course_is_complete(tmp_path):
-    """Every link and picture of the copied chapters leads to a file of the copy."""
-    assert command.lab([str(tmp_path / "copy"), "--copy-only"]) == 0
-    dead, count = [], 0
-    for path in (tmp_path / "copy/chapters").glob("*.ipynb"):
-        cells = [each for each in read(path)["cells"] if each["cell_type"] == "markdown"]
-        for target in re.findall(r"\]\(([^)#\s]+)", "\n".join(sources({"cells": cells}))):
-            if "://" not in target:
-                count += 1
-                dead += [(path.name, target)] * (not Path(path.parent, target).exists())
-    assert count > 5 and not dead
-    data = {name for path in (tmp_path / "copy/chapters").glob("*.ipynb")
-            for name in re.findall(r'Path\(\\"((?:data/|launch)[^"\\]*)', path.read_text())}
-    assert data and all((tmp_path / "copy/chapters" / name).exists() for name in data)
+@pytest.mark.parametrize(("texts", "answer"), [
+    ([STUB], None), ([], None), ([STUB, " "], None), ([ANSWER], ANSWER),
+    ([f"{STUB}  # first add, then send"], f"{STUB}  # first add, then send"),
+    (["import math", STUB, ANSWER], f"import math\n\n\n{ANSWER}")])
+def test_an_answer_is_what_stands_in_place_of_the_stub(texts, answer):
+    """In several cells it becomes one. Where the stub is unknown, an unfinished one is none."""
+    old = book(text("title", "# T"), *(cell(f"c{number}", source, slug="total-of-ranks")
+                                       for number, source in enumerate(texts)), cell("own", "x"))
+    found = {} if answer is None else {"total-of-ranks": answer}
+    assert answers_in(old, {"total-of-ranks": STUB}) == found
+    assert answers_in(old, {}) == ({} if answer and "NotImplemented" in answer else found)
+    new = chapter()
+    new["cells"].append({**new["cells"][2], "id": "more", "source": "more = 1"})
+    new["cells"][2]["outputs"] = [{}]
+    result = with_answers(new, found | {"another-slug": ANSWER})
+    assert stubs_in(new) == {"total-of-ranks": STUB}
+    assert sources(result) == [*sources(new)[:2], answer or STUB, *sources(new)[3:]]
+    if answer:
+        assert result["cells"][1]["outputs"] and not result["cells"][2]["outputs"]
+
+
+@pytest.mark.parametrize(("old", "new", "replaced"), [
+    ("all ranks", "the ranks of the group", True), ("total(values)", "total(values, group)", False),
+    ("total", "sum_of_ranks", False)])
+def test_below_a_stub_with_another_signature_the_answer_stands_and_still_runs(old, new, replaced):
+    stub = STUB.replace(old, new)
+    [source] = sources(with_answers(book(cell("c", stub, slug="s")), {"s": ANSWER}))
+    assert source == (ANSWER if replaced else f"{stub}\n\n\n{NOTE}\n{ANSWER}")
+    names = {}
+    exec(source, names)
+    assert names["total"]([1, 2]) == 3
