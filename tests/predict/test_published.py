@@ -9,7 +9,6 @@ import pytest
 
 from dplab.predict import published, reached
 from dplab.predict.catalogue import MODELS
-from dplab.predict.choose import TIE
 from dplab.predict.cluster import Job, predict
 from dplab.predict.published import ROWS, TABLE, PublishedRun, Ranking
 
@@ -164,14 +163,3 @@ def test_the_nearest_runs_are_near_and_of_the_same_kind():
     [tensor, *_] = reached.other_ways("H100", 2048, 405_853_388_800)
     assert "TP 8" in tensor["how"]
     assert not reached.other_ways("A100", 8, 8e9) and not reached.other_ways("H100", 8, 1e9)
-
-
-def test_runs_differ_by_less_than_what_counts_as_a_tie(runs):
-    """`choose.TIE` is the median error of ratios of runs that differ in strategy or GPUs."""
-    sizes = []
-    for ranking in published.rankings(runs):
-        setups = [(ROWS[run]["strategy"], ROWS[run]["ranks"]) for run in ranking.runs]
-        pairs = [(one, two) for place, one in enumerate(setups) for two in setups[place + 1:]]
-        sizes += [abs(error) for (one, two), error in zip(pairs, ranking.ratio_errors, strict=True)
-                  if one != two]
-    assert statistics.median(sizes) == pytest.approx(TIE, abs=0.01)

@@ -266,8 +266,3 @@ def test_where_adding_ranks_stops_paying():
     # A step that does not pay, here from one node to two, is no end where later ones pay.
     curve = [(8, 80.0), (16, 104.0), (32, 200.0), (64, 232.0)]
     assert [cluster.stops_paying(curve[:points]) for points in (2, 3, 4)] == [8, None, 32]
-
-
-def test_a_part_of_a_node_grows_within_it():
-    for ranks, nodes in ((8, 1), (16, 2)):
-        assert (H100.of(3).of(ranks).nodes, H100.of(3).of(ranks).per_node) == (nodes, 8)
