@@ -9,7 +9,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
 from pathlib import Path
 
 import nbformat
@@ -77,24 +76,12 @@ def server(command, folder, private, course=REPOSITORY, **environment):
     try:
         yield until(lambda: ADDRESS.search(log.read_text()), 60, "no address")[0]
     finally:
-        found = ADDRESS.search(log.read_text())
-        stop_server(process, *(found.groups() if found else ("http://127.0.0.1", "")))
-
-
-def stop_server(process, address, token):
-    """Asks the server to end its kernels and itself; then ends what is left, by id."""
-    if process.poll() is not None:
-        return
-    left = [*process.children(recursive=True), process]
-    with contextlib.suppress(OSError):
-        ask = urllib.request.Request(f"{address}/api/shutdown", b"",
-                                     {"Authorization": f"token {token}"})
-        urllib.request.urlopen(ask, timeout=20).close()
-        left = psutil.wait_procs(left, timeout=20)[1]
-    for one in left:  # psutil compares start times: never a stranger with the same id
         with contextlib.suppress(psutil.NoSuchProcess):
-            one.kill()
-    psutil.wait_procs(left, timeout=10)
+            below = process.children(recursive=True)
+            process.terminate()  # Jupyter ends its kernels, too
+            for one in psutil.wait_procs([process, *below], timeout=20)[1]:
+                one.kill()
+        process.wait()
 
 
 class Lab:
@@ -104,15 +91,6 @@ class Lab:
         self.browser = browser
         server, token = ADDRESS.match(address).groups()
         self.url = f"{server}/lab/tree/{{path}}?token={token}&reset"
-
-    def change_setting(self, plugin, **settings):
-        """Changes settings of a plugin for all pages that are opened from now on."""
-        page = self.browser.new_page()
-        page.goto(self.url.format(path=""))
-        page.wait_for_function("() => window.jupyterapp?.serviceManager.isReady")
-        page.evaluate("([plugin, raw]) => jupyterapp.serviceManager.settings.save(plugin, raw)",
-                      [plugin, json.dumps(settings)])
-        page.close()
 
     def open(self, path):
         """Opens a notebook, given relative to the server's folder, and waits for its kernel."""
