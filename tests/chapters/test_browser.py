@@ -5,7 +5,6 @@ JupyterLab serves all, on a copy that ``dplab lab`` makes. One notebook, EVERYTH
 most; its tests follow each other as a reader's evening does.
 """
 
-import io
 import os
 import shutil
 import subprocess
@@ -13,11 +12,9 @@ import sys
 from types import SimpleNamespace
 
 import notebooks
-import numpy as np
 import psutil
 import pytest
 from jupyter import OWN_FOLDERS, dplab_lab, until, write_cells
-from matplotlib import image
 from nbformat.v4 import new_markdown_cell
 from reading import clipped_controls, controls_without_name, cut_off, focus_by_tab, window
 from sandbox import ROOT
@@ -115,9 +112,7 @@ def notebook(lab, folders):
         "load": "%load_ext dplab\nimport dplab, torch, torch.distributed as dist\n"
                 f"folder = {str(folders.notes)!r}",
         **GUESSES, "wrong": 'dplab.check("exposed-time", lambda *case: 1.0)', **RESET,
-        "stepper": STEPPER,
-        "drawing": new_markdown_cell("![A drawing](../figures/one_step.svg)", id="drawing"),
-        "ranks": RANKS,
+        "stepper": STEPPER, "ranks": RANKS,
         **{f"{cell.id}-{stem[:2]}": cell.source for stem, (ids, _) in WIDGETS.items()
            for cell in notebooks.read(ROOT / f"chapters/{stem}.ipynb").cells if cell.id in ids}}
     write_cells(folders.place / EVERYTHING, cells)
@@ -299,18 +294,6 @@ def test_widgets_by_keyboard_alone(notebook):
             assert cut_off(notebook) == []
             for cell in ("step-through-03", "calculator-08"):
                 assert clipped_controls(notebook, cell) == []
-
-
-def test_figure_and_drawing_are_dark_in_the_dark_theme_and_light_again(notebook):
-    for theme in ("dark", "light"):
-        notebook.set_theme(theme)
-        for cell in ("stepper", "drawing"):
-            notebook.page.wait_for_function(
-                "() => [...document.images].every(image => image.complete)")
-            place = notebook.page.locator(f".jp-Cell >> nth={notebook.index(cell)}")
-            pixels = image.imread(io.BytesIO(place.locator("img:visible").screenshot()))
-            ground = np.median(pixels[8:-8, 8:-8, :3].reshape(-1, 3), axis=0)
-            assert ground.max() < 0.15 if theme == "dark" else ground.min() > 0.95, (theme, cell)
 
 
 def test_the_stop_button_and_a_restart_end_hung_ranks_and_guesses_stay(notebook, folders):
