@@ -53,12 +53,15 @@ NOISY = Slip("It aborts.", {"dist.all_reduce": (
     "print('a mistake says this')\nos.write(2, b'words of a mistake')\nos.abort()\n"
     "dist.all_reduce")})
 
+OF_CHANCE = Slip("It adds noise.", *({"total / dist.get_world_size(group)": (
+    f"total / dist.get_world_size(group) + torch.rand({count}).sum()")} for count in (2, 1)))
+
 
 class ScaledMean(Exercise):
     number, title, minutes, hints = "9.9", "A mean", 1, ("", "", "")
     world_sizes = (1, 2, 3, 4)
     solution = staticmethod(scaled_mean)
-    slips = (UNDIVIDED, UNWEIGHTED, NEGATIVE, HANGS, NOISY)
+    slips = (UNDIVIDED, UNWEIGHTED, NEGATIVE, HANGS, NOISY, OF_CHANCE)
     seconds = 5.0
     with_groups = True
 
@@ -108,6 +111,11 @@ def forgets_all_three(values, weight, group=None):
 
 def undivided_and_far_off_with_weight_3(values, weight, group=None):
     return forgets_to_divide_and_weigh(values, weight, group) + (weight == 3)
+
+
+def adds_noise(values, weight, group=None):
+    dist.all_reduce(total := values.sum(), group=group)
+    return (total / dist.get_world_size(group) + torch.rand(1).sum()) * max(1, weight)
 
 
 def half(values, weight, group=None):
@@ -229,6 +237,7 @@ def unpicklable():
     (forgets_to_divide_and_weigh, WRONG, UNDIVIDED.why + SEVERAL + UNWEIGHTED.why, "weight 3"),
     (forgets_all_three, WRONG, "", "already on 1 rank"),
     (undivided_and_far_off_with_weight_3, WRONG, "", "weight 3"),
+    (adds_noise, WRONG, OF_CHANCE.why, "already on 1 rank"),
     (half, WRONG, "", "so no other rank has a part in it.*0.5 times the reference\n  expected "),
     (root, WRONG, "", "already on 1 rank"),
     (divides_by_one_rank_more, WRONG, "", "0.5 times"),
