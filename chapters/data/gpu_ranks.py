@@ -20,9 +20,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from gpu_step import ON_GPU
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.profiler import record_function
 
+from dplab.bench.results import save
 from dplab.predict.catalogue import MODELS
 from dplab.workloads.transformer import Transformer
 
@@ -31,7 +33,6 @@ BATCHES = {"4": (4, 4), "16": (16, 16), "32": (32, 32), "16 and 24": (16, 24)}
 """Samples of a step, on an even and on an odd rank."""
 CAPS = 1, 5, 25, 100, 1000  # MiB
 SIZES = [2**power for power in range(12, 29, 2)]  # bytes
-ON_GPU = "kernel", "gpu_memcpy", "gpu_memset"
 PHASES = "zero_grad", "forward", "backward", "optimizer"
 GAP = 20  # µs: kernels of a phase that lie closer are written down as one
 
@@ -192,7 +193,6 @@ def measure():
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--share", action="store_true", help="one GPU for all ranks")
-    parser.add_argument("--to", type=Path, default=Path(__file__).with_suffix(".json"))
     options = parser.parse_args()
     if options.share:
         os.environ |= {"NCCL_HOSTID": f"rank {os.environ['RANK']}", "NCCL_SOCKET_IFNAME": "lo",
@@ -204,14 +204,11 @@ def main():
     dist.all_gather_object(ranks, measure())
     if dist.get_rank() == 0:
         share = os.environ.get("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE") if options.share else None
-        found = {"command": "python -m torch.distributed.run --nproc-per-node 2 "
-                            "chapters/data/gpu_ranks.py --share",
-                 "torch": torch.__version__, "nccl": ".".join(map(str, torch.cuda.nccl.version())),
-                 "gpu": torch.cuda.get_device_name(), "percent_of_it": share and int(share),
-                 "parameters": ranks[0].pop("parameters"), "ranks": ranks}
-        text = ",\n".join(f" {json.dumps(name)}: {json.dumps(part)}"
-                          for name, part in found.items())
-        options.to.write_text(f"{{\n{text}\n}}\n", encoding="utf-8")
+        command = "python -m torch.distributed.run --nproc-per-node 2 chapters/data/gpu_ranks.py"
+        save("gpu_ranks", command=command + " --share" * options.share,
+             nccl=".".join(map(str, torch.cuda.nccl.version())),
+             gpu=torch.cuda.get_device_name(), percent_of_it=share and int(share),
+             parameters=ranks[0].pop("parameters"), ranks=ranks)
     dist.destroy_process_group()
 
 

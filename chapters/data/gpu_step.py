@@ -11,6 +11,8 @@ import sys
 import urllib.request
 from pathlib import Path
 
+from dplab.bench.results import save
+
 COMMIT = "f4d0062"
 PATH = "tests/data/nccl_parser_config/nccl_data.json.gz"
 SOURCE = f"https://github.com/facebookresearch/HolisticTraceAnalysis/blob/{COMMIT}/{PATH}"
@@ -35,7 +37,6 @@ def main(file=None):
     steps = [event for event in events if event["name"].startswith("ProfilerStep")]
     whole = steps[WHOLE]
     parts = {
-        "command": "python chapters/data/gpu_step.py",
         "torch": f"not in the trace; NCCL {trace['distributedInfo']['nccl_version']}",
         "source": SOURCE, "licence": "MIT",
         "gpu": trace["deviceProperties"][0]["name"],
@@ -49,9 +50,7 @@ def main(file=None):
         "kernels": [times(event, whole) for event in on_gpu
                     if of_step(event, whole) and "Collective name" not in event["args"]],
     }
-    text = ",\n".join(f" {json.dumps(name)}: {json.dumps(part, ensure_ascii=False)}"
-                      for name, part in parts.items())
-    Path(__file__).with_suffix(".json").write_text(f"{{\n{text}\n}}\n", encoding="utf-8")
+    save("gpu_step", **parts)
 
 
 def of_step(event, step):

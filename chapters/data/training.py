@@ -8,7 +8,7 @@ five constant rates for each batch size.
 
 One process with one thread trains here. N ranks would take the same steps: the mean of the
 gradients of N equal parts is the gradient of the whole batch, and nothing in the model or in its
-data depends on N (chapter 02 has the proof; tests/bench/test_training.py trains one of these
+data depends on N (chapter 02 has the proof; tests/bench/test_recorded.py trains one of these
 runs on two ranks). All seeds train side by side: each weight has one more dimension, the seed's.
 """
 

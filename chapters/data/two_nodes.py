@@ -46,13 +46,12 @@ CONFIG = TransformerConfig(
     layers=4, d_model=192, heads=4, d_ff=384, vocabulary=VOCABULARY, context=64, gated=True,
     biases=False, norm="rmsnorm", learned_positions=False, tied=False)
 GLOBAL_BATCH, LENGTH, LEARNING_RATE = 8, 32, 0.1
-KINDS = {  # by name: what `predict.traffic` calls it, and what `training_step` does
-    "DDP": ("DDP", "DDP"),
-    "ManualDDP": ("DDP", "ManualDDP"),
-    "ShardedOptimizer (ZeRO-1)": ("ShardedOptimizer, reduce_gradients=True",) * 2,
-    "FullyShardedModel (ZeRO-3)": ("FullyShardedModel",) * 2,
-    "fully_shard": ("fully_shard",) * 2,
-    "fully_shard, HSDP": ("HSDP",) * 2,
+KINDS = {  # by name: what `predict.traffic` and `training_step` call it
+    "DDP": "DDP",
+    "ShardedOptimizer (ZeRO-1)": "ShardedOptimizer, reduce_gradients=True",
+    "FullyShardedModel (ZeRO-3)": "FullyShardedModel",
+    "fully_shard": "fully_shard",
+    "fully_shard, HSDP": "HSDP",
 }
 
 
@@ -156,7 +155,7 @@ def measure(steps: int) -> list[dict]:
         first = ranks[0]
         row = {name: (first["after"][name] - first["before"][name]) / steps
                for name in first["before"]}
-        rows.append({"strategy": kind, "predicted": crossing_bytes(KINDS[kind][0]), **row,
+        rows.append({"strategy": kind, "predicted": crossing_bytes(KINDS[kind]), **row,
                      "payload": row["bytes"] - HEADERS * row["packets"],
                      "seconds": first["seconds"],
                      "losses": [statistics.mean(step) for step in
@@ -191,7 +190,7 @@ def train(kind, steps):
     """
     torch.manual_seed(0)
     model = Transformer(CONFIG)
-    step = training_step(KINDS[kind][1], model, next_byte_loss, torch.optim.SGD,
+    step = training_step(KINDS[kind], model, next_byte_loss, torch.optim.SGD,
                          units=list(model.blocks), lr=LEARNING_RATE)
     text, losses, seconds = load_source(), [], []
     mine = slice(dist.get_rank(), None, dist.get_world_size())

@@ -3,7 +3,7 @@
 The tasks are those of `dplab.workloads.scheme_tasks`, on four ranks. Each scheme is searched by one
 rule: rates a factor of two apart, from the task's first one on, and on towards the side of the best
 one, until it has a worse neighbour on each side. One process with one thread plays all ranks of all
-seeds: a row of ``weights`` is a rank's model. tests/bench/test_data_unsent.py compares it with real
+seeds: a row of ``weights`` is a rank's model. tests/bench/test_recorded.py compares it with real
 ranks.
 """
 

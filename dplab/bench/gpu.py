@@ -1,10 +1,8 @@
-"""Rates of kernels on this GPU, and a real block's time and memory beside the prediction."""
+"""Rates of kernels on this GPU, and a real block's time beside the prediction."""
 
 import re
-import statistics
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -12,17 +10,17 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.parallel import DistributedDataParallel
+from torch.utils.benchmark import Timer
 
-import dplab
-from dplab import dryrun
 from dplab.bench.results import FOLDER, save
 from dplab.predict import kernels
 from dplab.predict.catalogue import GPUS, MODELS, Gpu
 from dplab.predict.pace import PACES
 from dplab.predict.rates import PUBLISHED, Rates
-from dplab.workloads.transformer import Block, Transformer, rotated, rotation_table
+from dplab.workloads.transformer import Block, rotated, rotation_table
 
+LEAST = 0.2  # seconds of each measurement
+random = partial(torch.randn, dtype=torch.bfloat16)
 BACKENDS = {"FlashAttention-2": SDPBackend.FLASH_ATTENTION, "cuDNN": SDPBackend.CUDNN_ATTENTION}
 COLUMNS = {
     "matmul": ("m", "n", "k", "TFLOP/s"),
@@ -33,11 +31,9 @@ COLUMNS = {
 
 
 def add_arguments(parser):
-    parser.add_argument("--models", nargs="+", default=["GPT-2", "Llama-3 8B"],
-                        choices=list(MODELS), metavar="MODEL",
-                        help="whose layers to multiply (default GPT-2 'Llama-3 8B')")
-    parser.add_argument("--block", default="Llama-3 8B", choices=list(MODELS), metavar="MODEL",
-                        help="whose block to run (default 'Llama-3 8B')")
+    parser.add_argument("--model", default="Llama-3 8B", choices=list(MODELS), metavar="MODEL",
+                        help="whose layers to multiply, besides GPT-2's, and whose block to run "
+                             "(default 'Llama-3 8B')")
     parser.add_argument("--sequence", type=int, default=8192, help="tokens (default 8192)")
     parser.add_argument("--eager", action="store_true", help="leave torch.compile out")
     parser.add_argument("--save", action="store_true",
@@ -50,282 +46,204 @@ def main(options):
         sys.exit("This bench measures a CUDA GPU, and torch sees none here.")
     if options.save and not FOLDER.is_dir():
         sys.exit(f"--save writes into the course's repository, and there is no {FOLDER}")
-    card = torch.cuda.get_device_name()
-    found = measure(options, torch.device("cuda"), card,
-                    torch.cuda.get_device_properties(0).total_memory)
+    properties = torch.cuda.get_device_properties(0)
+    found = measure(options, torch.device("cuda"), properties.name, properties.total_memory)
     if options.save:
-        save(f"gpu_{re.sub(r'[^a-z0-9]+', '_', card.lower())}", "python -m dplab.bench gpu --save",
-             **found)
+        save(f"gpu_{re.sub(r'[^a-z0-9]+', '_', properties.name.lower())}",
+             command="python -m dplab.bench gpu --save", **found)
 
 
 def measure(options, device: torch.device, card: str, memory_bytes: float) -> dict:
-    """Measures and prints all; what `main` saves. A step's memory is measured on a GPU alone."""
-    model = MODELS[options.block]
-    print(f"{card}: rates in bf16, the median of 10 rounds", flush=True)
-    tables = measured_tables(card, device, [MODELS[name] for name in options.models],
-                             tokens=options.sequence, width=model.d_model,
-                             vocabulary=model.vocabulary, compiled=not options.eager)
-    flops, bandwidth = own_peaks(tables).values()
-    known = in_catalogue(card) or Gpu(card, flops, memory_bytes, bandwidth)
+    """Measures and prints all: what `main` saves."""
+    model, tokens = MODELS[options.model], options.sequence
+    print(f"{card}: rates in bf16", flush=True)
+    shapes = layer_shapes(MODELS["GPT-2"], tokens) | layer_shapes(model, tokens)
+    tables = measured_tables(card, device, shapes, tokens, model.d_model, model.vocabulary,
+                             compiled=not options.eager)
+    best = {unit: max(row[-1] for table in tables if table["columns"][-1] == unit
+                      for row in table["rows"]) for unit in ("TFLOP/s", "GB/s")}
+    known = next((gpu for name, gpu in GPUS.items() if name in card), None) or Gpu(
+        card, 1e12 * best["TFLOP/s"], memory_bytes, 1e9 * best["GB/s"])
     gpu = replace(known, name=card)
     peaks = {"TFLOP/s": gpu.bf16_flops / 1e12, "GB/s": gpu.memory_bandwidth / 1e9}
     for table in tables:
         print(f"\n{table['what']}: {', '.join(table['columns'])}")
         for row in table["rows"]:
-            print("  " + ", ".join(str(value) for value in row))
+            print("  " + ", ".join(map(str, row)))
         if table["columns"][-1] in peaks:
             table["peak"] = peaks[table["columns"][-1]]
 
-    config = replace(model, layers=2, vocabulary=min(model.vocabulary, 32_000))
-    print(f"\nA block of {options.block}, {options.sequence} tokens, forward and backward in ms: "
-          f"measured; predicted from these rates; from published ones, {', '.join(PACES)}")
-    blocks, attention = [], attention_kernel(config, options.sequence, device)
-    print(f"torch takes {attention} for attention")
+    attention = attention_kernel(model, tokens, device)
+    print(f"\nA block of {options.model}, {tokens} tokens, forward and backward in ms: measured; "
+          f"predicted from these rates; from published ones, {', '.join(PACES)}\n"
+          f"torch takes {attention} for attention")
+    blocks = []
     for compiled in (False,) if options.eager else (False, True):
-        row = {"compiled": compiled,
-               "measured": block_seconds(config, 1, options.sequence, device, compiled=compiled),
-               "attention": attention,
-               "own": predicted(config, 1, options.sequence, gpu, compiled, attention,
-                                Rates(tables)),
-               **{pace: predicted(config, 1, options.sequence, known, compiled, attention,
-                                  PUBLISHED, pace) for pace in PACES}}
-        blocks.append(row)
+        predicted = partial(kernels.seconds, block_kernels(model, tokens, compiled),
+                            compiled=compiled, attention=attention)
+        row = {"measured": block_seconds(model, tokens, device, compiled=compiled),
+               "own": predicted(gpu, rates=Rates(tables)),
+               **{pace: predicted(known, rates=PUBLISHED, pace=pace) for pace in PACES}}
         print(f"  {'compiled' if compiled else 'eager':9}" + "".join(
-            f"{1e3 * row[column]:9.2f}" for column in ("measured", "own", *PACES)), flush=True)
-    found = {"gpu": card, "peaks": peaks, "tables": tables, "blocks": blocks}
-    if device.type == "cuda":
-        peak, dry = memory_peaks(config, 1, options.sequence)
-        print(f"\nA step of two such blocks under DDP, all in bf16: {peak / 1e9:.2f} GB at the "
-              f"peak, the dry run says {dry / 1e9:.2f}")
-        found["memory"] = {"measured": peak, "dry_run": dry}
-    return found
+            f"{1e3 * seconds:9.2f}" for seconds in row.values()), flush=True)
+        blocks.append({"compiled": compiled, "attention": attention, **row})
+    return {"gpu": card, "peaks": peaks, "tables": tables, "blocks": blocks}
 
 
-def in_catalogue(card: str) -> Gpu | None:
-    """The catalogue's GPU that the card's name contains."""
-    return next((gpu for name, gpu in GPUS.items() if name in card), None)
+def block_kernels(model, tokens: int, compiled: bool = False) -> list[kernels.Kernel]:
+    return [*kernels.block_forward(model, 1, tokens, compiled=compiled),
+            *kernels.block_backward(model, 1, tokens, compiled=compiled)]
 
 
-def own_peaks(tables) -> dict[str, float]:
-    """The highest rates measured, for a card whose peaks are not in the catalogue."""
-    best = {unit: max(row[-1] for table in tables if table["columns"][-1] == unit
-                      for row in table["rows"]) for unit in ("TFLOP/s", "GB/s")}
-    return {"bf16_flops": 1e12 * best["TFLOP/s"], "memory_bandwidth": 1e9 * best["GB/s"]}
+def layer_shapes(model, tokens: int) -> dict[tuple[int, ...], None]:
+    """The products of a model's block, forward and backward, as (m, n, k), each once."""
+    every = block_kernels(model, min(tokens, model.context))
+    return dict.fromkeys(kernel.shape for kernel in every if kernel.what == "matmul")
 
 
-def seconds_of(function: Callable, device: torch.device, rounds: int = 10) -> float:
-    """The median time of a call, after three; on a GPU that of its kernels."""
+def seconds_of(call: Callable) -> float:
+    """The median time of calls one after another, for `LEAST` seconds, after three."""
     for _ in range(3):
-        function()
-    found = []
-    for _ in range(rounds):
-        if device.type == "cuda":
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            torch.cuda.synchronize()
-            start.record()
-            function()
-            end.record()
-            end.synchronize()
-            found.append(start.elapsed_time(end) / 1e3)
-        else:
-            begun = time.perf_counter()
-            function()
-            found.append(time.perf_counter() - begun)
-    return statistics.median(found)
+        call()
+    timer = Timer("call()", globals={"call": call}, num_threads=torch.get_num_threads())
+    return timer.blocked_autorange(min_run_time=LEAST).median
 
 
-def measured_tables(gpu: str, device: torch.device, configs: Sequence, *, tokens: int = 8192,
-                    width: int = 4096, vocabulary: int = 128_256, compiled: bool = True,
-                    rounds: int = 10) -> list[dict]:
-    """All rates, in the tables of ``kernels.json``, with ``gpu`` as each table's name of the card.
-    """
-    time_it = partial(seconds_of, device=device, rounds=rounds)
+def short(value: float) -> float:
+    """With five digits."""
+    return float(f"{value:.5g}")
+
+
+def measured_tables(card: str, device: torch.device, shapes, tokens: int, width: int,
+                    vocabulary: int, *, compiled: bool = True) -> list[dict]:
+    """All rates, in the tables of ``kernels.json``, with ``card`` as each table's GPU."""
+    one_kernel = partial(torch.zeros(1, device=device).add_, 1)
     rows = {
-        "matmul": matmul_rows(configs, tokens, device, time_it),
-        "attention": attention_rows(tokens, device, time_it),
-        "memory": memory_rows(tokens, width, vocabulary, device, time_it, compiled=compiled),
-        "launch": [["from Python", round(1e6 * _launch_seconds(device), 2)]],
+        "matmul": matmul_rows(shapes, device),
+        "attention": attention_rows(tokens, device),
+        "memory": memory_rows(tokens, width, vocabulary, device, compiled=compiled),
+        "launch": [["from Python", short(1e6 * seconds_of(one_kernel))]],
     }
-    return [{"what": what, "gpu": gpu, "source": "python -m dplab.bench gpu",
+    return [{"what": what, "gpu": card, "source": "python -m dplab.bench gpu",
              "columns": COLUMNS[what], "rows": rows[what]} for what in rows]
 
 
-def layer_shapes(config, tokens: int) -> list[tuple[int, ...]]:
-    """The products of a model's block, forward and backward, as (m, n, k), each once."""
-    every = [*kernels.block_forward(config, 1, tokens), *kernels.block_backward(config, 1, tokens)]
-    return list(dict.fromkeys(kernel.shape for kernel in every if kernel.what == "matmul"))
-
-
-def matmul_rows(configs, tokens, device, time_it):
+def matmul_rows(shapes, device):
     rows = []
-    for m, n, k in dict.fromkeys(shape for config in configs
-                                 for shape in layer_shapes(config, min(tokens, config.context))):
-        left, right = (torch.randn(shape, device=device, dtype=torch.bfloat16)
-                       for shape in ((m, k), (k, n)))
-        rows.append([m, n, k, round(2 * m * n * k / time_it(lambda a=left, b=right: a @ b) / 1e12,
-                                    4)])
+    for m, n, k in shapes:
+        product = partial(torch.matmul, random(m, k, device=device), random(k, n, device=device))
+        rows.append([m, n, k, short(2 * m * n * k / seconds_of(product) / 1e12)])
     return rows
 
 
-def attention_rows(tokens, device, time_it, width=2048):
+def attention_rows(tokens, device, width=2048):
     rows = []
     for kernel, backend in BACKENDS.items():
         for head_dim in (64, 128):
-            for sequence in dict.fromkeys((max(1, tokens // 4), tokens)):
-                shape = (max(1, tokens // sequence), max(1, width // head_dim), sequence, head_dim)
+            for sequence in (tokens // 4, tokens):
+                shape = tokens // sequence, width // head_dim, sequence, head_dim
+                flops = 4 * tokens * sequence * width / 2  # the mask leaves a half
                 try:
-                    rows += _attention(kernel, backend, shape, device, time_it)
+                    forward, backward = attention_seconds(backend, shape, device)
                 except RuntimeError as error:  # no such kernel for this card or shape
                     print(f"no {kernel} for {shape} here: {str(error).partition(chr(10))[0]}")
+                    continue
+                rows += [[kernel, direction, head_dim, True, sequence, short(work / took / 1e12)]
+                         for direction, work, took in (("forward", flops, forward),
+                                                       ("backward", 2.5 * flops, backward))]
     return rows
 
 
-def _attention(kernel, backend, shape, device, time_it):
-    batch, heads, sequence, head_dim = shape
-    query, key, value, gradient = (torch.randn(shape, device=device, dtype=torch.bfloat16,
-                                               requires_grad=True) for _ in range(4))
-
-    def forward():
-        with sdpa_kernel(backend):
-            return F.scaled_dot_product_attention(query, key, value, is_causal=True)
-
-    flops = 4 * batch * heads * sequence**2 * head_dim / 2
-    output = forward()
-
-    def backward():
-        torch.autograd.grad(output, (query, key, value), gradient, retain_graph=True)
-
-    return [[kernel, direction, head_dim, True, sequence,
-             round(work / time_it(function) / 1e12, 4)]
-            for direction, function, work in (("forward", forward, flops),
-                                              ("backward", backward, 2.5 * flops))]
+def attention_seconds(backend, shape, device):
+    """Of forward and of backward. RuntimeError where there is no such kernel."""
+    *inputs, gradient = (random(*shape, device=device, requires_grad=True) for _ in range(4))
+    with sdpa_kernel(backend):
+        forward = partial(F.scaled_dot_product_attention, *inputs, is_causal=True)
+        return seconds_of(forward), seconds_of(partial(
+            torch.autograd.grad, forward(), inputs, gradient, retain_graph=True))
 
 
-def memory_rows(tokens, width, vocabulary, device, time_it, *, compiled=True):
+def memory_rows(tokens, width, vocabulary, device, *, compiled=True):
     """Each operation with its bytes an element counted as in `kernels.block_forward`."""
-    new = partial(torch.randn, device=device, dtype=torch.bfloat16)
-    x, y, out = new(tokens, width), new(tokens, width), torch.empty(
-        tokens, width, device=device, dtype=torch.bfloat16)
-    scale = torch.ones(width, device=device, dtype=torch.bfloat16)
-    heads = new(1, tokens, max(1, width // 128), min(width, 128))
-    table = rotation_table(tokens, heads.shape[-1], device, torch.bfloat16)
-    weight = new(vocabulary, width)
-    places = torch.randint(vocabulary, (tokens,), device=device)
-    some = max(1, tokens // 8)  # logits of all tokens would fill a small card
-    logits = torch.randn(some, vocabulary, device=device)
-    rows = []
-
-    def add(operation, kind, elements, nbytes, function):
-        took = time_it(function)
-        rows.append([operation, kind, elements, nbytes, round(1e3 * took, 4),
-                     round(elements * nbytes / took / 1e9, 2)])
-
-    def with_backward(operation, kind, elements, forward_bytes, backward_bytes, function, *inputs):
-        inputs = [each.detach().requires_grad_() for each in inputs]
-        add(operation, kind, elements, forward_bytes, lambda: function(*inputs))
-        result = function(*inputs)
-        gradient = torch.ones_like(result)
-        add(f"{operation} backward", kind, elements, backward_bytes,
-            lambda: torch.autograd.grad(result, inputs, gradient, retain_graph=True))
+    new = partial(random, device=device)
+    x, y, out, scale = new(tokens, width), new(tokens, width), new(tokens, width), new(width)
+    head_dim = min(width, 128)
+    heads = new(1, tokens, width // head_dim, head_dim)
+    table = rotation_table(tokens, head_dim, device, torch.bfloat16)
+    weight, places = new(vocabulary, width), torch.randint(vocabulary, (tokens,), device=device)
+    logits = new(tokens // 8, vocabulary)  # those of all tokens would fill a small card
+    parameter = nn.Parameter(torch.zeros(tokens, width, device=device))
+    parameter.grad = torch.ones_like(parameter)
 
     def norm(values, scale):
         return F.rms_norm(values, (width,), scale, 1e-5)
 
     def loss(values):
-        return F.cross_entropy(values, places[:some])
+        return F.cross_entropy(values.float(), places[:len(values)])
 
-    add("copy", "eager", x.numel(), 4, lambda: out.copy_(x))
-    add("elementwise", "eager", x.numel(), 6, lambda: x + y)
-    add("activation", "eager", x.numel(), 4, lambda: F.silu(x))
-    add("activation", "eager", x.numel(), 6, lambda: x * y)
-    add("rotary", "eager", heads.numel(), 18, lambda: rotated(heads, table))
-    add("embedding", "eager", x.numel(), 4, lambda: F.embedding(places, weight))
-    with_backward("norm", "eager", x.numel(), 4, 10, norm, x, scale)
-    with_backward("loss", "eager", logits.numel(), 16, 20, loss, logits)
+    def optimizer(**options):
+        step = torch.optim.AdamW([parameter], **options).step
+        return lambda parameter: step()
+
+    # Operation, kind, bytes of forward and of backward for an element of the first input.
+    operations: list[tuple] = [
+        ("copy", "eager", 4, 0, out.copy_, x),
+        ("elementwise", "eager", 6, 0, torch.add, x, y),
+        ("activation", "eager", 4, 0, F.silu, x),
+        ("activation", "eager", 6, 0, torch.mul, x, y),
+        ("rotary", "eager", 18, 0, rotated, heads, table),
+        ("embedding", "eager", 4, 0, lambda x: F.embedding(places, weight), x),
+        ("norm", "eager", 4, 10, norm, x, scale),
+        ("loss", "eager", 16, 20, loss, logits.float()),
+        ("optimizer", "fused", 28, 0, optimizer(fused=True), parameter),
+        ("optimizer", "foreach", 28, 0, optimizer(foreach=True), parameter),
+    ]
     if compiled:
-        add("elementwise", "compiled", x.numel(), 6, partial(torch.compile(torch.add), x, y))
-        add("activation", "compiled", x.numel(), 6,
-            partial(torch.compile(lambda a, b: F.silu(a) * b), x, y))
-        add("rotary", "compiled", heads.numel(), 4,
-            partial(torch.compile(rotated), heads, table))
-        with_backward("norm", "compiled", x.numel(), 6, 8,
-                      torch.compile(lambda a, b, scale: norm(a + b, scale)), x, y, scale)
-        with_backward("loss", "compiled", logits.numel(), 2, 4,
-                      torch.compile(lambda values: loss(values.float())),
-                      logits.to(torch.bfloat16))
-    for kind, options in (("fused", {"fused": True}), ("foreach", {"foreach": True})):
-        parameter = nn.Parameter(torch.zeros(tokens, width, device=device))
-        parameter.grad = torch.ones_like(parameter)
-        add("optimizer", kind, parameter.numel(), 28,
-            torch.optim.AdamW([parameter], **options).step)
+        operations += [
+            (operation, "compiled", forward, backward, torch.compile(function), *inputs)
+            for operation, forward, backward, function, *inputs in (
+                ("elementwise", 6, 0, torch.add, x, y),
+                ("activation", 6, 0, lambda a, b: F.silu(a) * b, x, y),
+                ("rotary", 4, 0, rotated, heads, table),
+                ("norm", 6, 8, lambda a, b, scale: norm(a + b, scale), x, y, scale),
+                ("loss", 2, 4, loss, logits))]
+    rows = []
+
+    def add(operation, kind, elements, nbytes, call):
+        took = seconds_of(call)
+        rows.append([operation, kind, elements, nbytes, short(1e3 * took),
+                     short(elements * nbytes / took / 1e9)])
+
+    for operation, kind, forward, backward, function, *inputs in operations:
+        elements = inputs[0].numel()
+        if backward:
+            inputs = [each.detach().requires_grad_() for each in inputs]
+        add(operation, kind, elements, forward, partial(function, *inputs))
+        if backward:
+            result = function(*inputs)
+            add(f"{operation} backward", kind, elements, backward, partial(
+                torch.autograd.grad, result, inputs, torch.ones_like(result), retain_graph=True))
     return rows
 
 
-def _launch_seconds(device, launches=1000):
-    """Of many tiny kernels launched from Python, what each takes."""
-    tiny = torch.zeros(1, device=device)
-
-    def many():
-        for _ in range(launches):
-            tiny.add_(1)
-
-    return seconds_of(many, device, rounds=3) / launches
-
-
-def block_seconds(config, batch: int, sequence: int, device: torch.device, *,
-                  compiled: bool = False, rounds: int = 10) -> float:
-    """The course's block of this configuration in bf16: forward and backward."""
-    torch.manual_seed(0)
-    block = Block(config).to(device, torch.bfloat16)
-    x = torch.randn(batch, sequence, config.d_model, device=device, dtype=torch.bfloat16,
-                    requires_grad=True)
-    rotation = None if config.learned_positions else rotation_table(
-        sequence, config.d_model // config.heads, device, torch.bfloat16)
-    run = torch.compile(block) if compiled else block
-    gradient = torch.ones_like(x)
+def block_seconds(model, tokens: int, device: torch.device, *, compiled: bool = False) -> float:
+    """The course's block of this model in bf16: forward and backward."""
+    block = Block(model).to(device, torch.bfloat16)
+    x = random(1, tokens, model.d_model, device=device, requires_grad=True)
+    rotation = None if model.learned_positions else rotation_table(
+        tokens, model.d_model // model.heads, device, torch.bfloat16)
+    run, gradient = torch.compile(block) if compiled else block, torch.ones_like(x)
 
     def step():
         block.zero_grad()
         run(x, rotation).backward(gradient)
 
-    return seconds_of(step, device, rounds)
+    return seconds_of(step)
 
 
-def attention_kernel(config, sequence: int, device: torch.device) -> str:
+def attention_kernel(model, tokens: int, device: torch.device) -> str:
     """The kernel that torch takes for this model's attention, one of BACKENDS if it can."""
-    query, key, value = (torch.empty(1, config.heads, sequence, config.d_model // config.heads,
-                                     device=device, dtype=torch.bfloat16) for _ in range(3))
-    taken = torch._fused_sdp_choice(query, key, value, is_causal=True)
+    query = random(1, model.heads, tokens, model.d_model // model.heads, device=device)
+    taken = torch._fused_sdp_choice(query, query, query, is_causal=True)
     return next((name for name, backend in BACKENDS.items() if backend.value == taken),
                 next(iter(BACKENDS)))
-
-
-def predicted(config, batch: int, sequence: int, gpu: Gpu, compiled: bool, attention: str,
-              rates: Rates, pace: str = "typical") -> float:
-    """Seconds of a block's forward and backward at those rates."""
-    every = [*kernels.block_forward(config, batch, sequence, compiled=compiled),
-             *kernels.block_backward(config, batch, sequence, compiled=compiled)]
-    return kernels.seconds(every, gpu, compiled=compiled, attention=attention, pace=pace,
-                           rates=rates)
-
-
-def memory_peaks(config, batch: int, sequence: int) -> tuple[int, int]:
-    """Bytes at the peak of a step under DDP on one GPU, all in bf16, and those of the dry run."""
-    real = dplab.run(_ddp_peak, 1, config, batch, sequence)[0]
-    return real, dryrun.ddp(config, 1, batch=batch, sequence=sequence, precision="bf16").peak
-
-
-def _ddp_peak(config, batch, sequence):
-    device = dplab.device()
-    model = DistributedDataParallel(Transformer(config).to(device, torch.bfloat16))
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    tokens = torch.zeros(batch, sequence, dtype=torch.int64, device=device)
-    for _ in range(3):  # the buckets and the optimizer's state are there from the second step on
-        torch.cuda.reset_peak_memory_stats()
-        logits = model(tokens)
-        loss = F.cross_entropy(logits.flatten(0, 1).float(), tokens.flatten())
-        del logits
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return torch.cuda.max_memory_allocated()

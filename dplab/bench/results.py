@@ -15,20 +15,23 @@ def spread(times: Sequence[float], digits: int = 1) -> str:
             f"({min(times):.{digits}f} to {max(times):.{digits}f})")
 
 
-def save(name: str, command: str | None = None, **parts) -> None:
+def save(name: str, **parts) -> None:
     """Writes NAME.json: the command that made it, torch's version, then ``parts``.
 
-    command: by default that of the script beside it. parts: settings, and tables as lists of dicts,
-    which get a line for each row. Raises FileNotFoundError where dplab does not lie in the course's
-    repository.
+    parts: settings, and tables as lists of dicts, which get a line for each row; ``command`` where
+    it is another than that of the script beside the file, ``torch`` where another version ran.
+    Raises FileNotFoundError where dplab does not lie in the course's repository.
     """
-    parts = {"command": command or f"python chapters/data/{name}.py", "torch": version("torch"),
-             **parts}
-    text = ",\n".join(f" {json.dumps(part)}: {_value(value)}" for part, value in parts.items())
+    parts = {"command": f"python chapters/data/{name}.py", "torch": version("torch"), **parts}
+    text = ",\n".join(f" {_json(part)}: {_value(value)}" for part, value in parts.items())
     (FOLDER / f"{name}.json").write_text(f"{{\n{text}\n}}\n", encoding="utf-8")
 
 
 def _value(part):
     if isinstance(part, list) and part and isinstance(part[0], dict):
-        return "[\n  " + ",\n  ".join(map(json.dumps, part)) + "\n ]"
-    return json.dumps(part)
+        return "[\n  " + ",\n  ".join(map(_json, part)) + "\n ]"
+    return _json(part)
+
+
+def _json(part):
+    return json.dumps(part, ensure_ascii=False)

@@ -12,7 +12,7 @@ from dplab.bench.results import spread
 from dplab.bench.training_step import HAS_DEEPSPEED, training_step
 from dplab.measure import WireMeter
 
-MIB = 2**20
+LAYERS, BATCH, WARM_UP = 8, 64, 3
 BASE = "fully_shard, reshard_after_forward=True"
 KINDS = ["DDP", "ZeroRedundancyOptimizer", "ShardedOptimizer",
          "ShardedOptimizer, reduce_gradients=True", "ShardedGradientOptimizer",
@@ -24,58 +24,51 @@ def add_arguments(parser):
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="default 2 4")
     parser.add_argument("--rounds", type=int, default=25,
                         help="each times one step of every kind, in turn (default 25)")
-    parser.add_argument("--layers", type=int, default=8, help="of the model (default 8)")
     parser.add_argument("--width", type=int, default=1024, help="of each layer (default 1024)")
-    parser.add_argument("--batch", type=int, default=64, help="samples of a rank (default 64)")
-    parser.add_argument("--only", nargs="+", metavar="KIND", choices=KINDS, default=KINDS,
-                        help="some of the kinds, by name")
 
 
 def main(options):
-    size = 4 * options.layers * (options.width + 1) * options.width
-    print(f"gloo, float32, AdamW; {options.layers} layers of {options.width}×{options.width}, "
-          f"M = {size / MIB:.1f} MiB, {options.batch} samples a rank; median of {options.rounds} "
+    size = 4 * LAYERS * (options.width + 1) * options.width
+    print(f"gloo, float32, AdamW; {LAYERS} layers of {options.width}×{options.width}, "
+          f"M = {size / 2**20:.1f} MiB, {BATCH} samples a rank; median of {options.rounds} "
           "rounds, least and most")
     if not HAS_DEEPSPEED:
         print("DeepSpeed is not installed")
     for ranks in options.ranks:
-        times, sent = run(measured, ranks, options, backend="gloo", timeout=900)[0]
-        base = BASE if BASE in times else next(iter(times))
+        times, sent = run(measured, ranks, options.width, options.rounds, backend="gloo",
+                          timeout=900)[0]
         share = (ranks - 1) / ranks
         print(f"\n{f'{ranks} ranks, f = (N−1)/N = {share:.3g}':42}{'ms a step':>26}{'ratio':>9}"
               f"{'bytes ÷ M':>11}{'÷ fM':>7}")
         for name, seconds in times.items():
+            ratio = statistics.median(seconds) / statistics.median(times[BASE])
             moved = sent[name] / size
-            print(f"{name:42}{spread([1000 * each for each in seconds]):>26}"
-                  f"{statistics.median(seconds) / statistics.median(times[base]):8.2f}×"
+            print(f"{name:42}{spread([1000 * each for each in seconds]):>26}{ratio:8.2f}×"
                   f"{moved:11.3f}{moved / share:7.2f}")
 
 
-def measured(options):
+def measured(width, rounds):
     """Kind: the seconds that a step took the slowest rank, each round; and its bytes per rank."""
     steps = {}
-    for name in options.only:
-        model = equal_layers(options)
+    for name in KINDS:
+        torch.manual_seed(0)
+        model = nn.Sequential(*[nn.Sequential(nn.Linear(width, width), nn.ReLU())
+                                for _ in range(LAYERS)])
         steps[name] = training_step(
             name, model, mean_square, torch.optim.AdamW, units=list(model), lr=1e-3,
             bucket_mb=4 if name == "ShardedGradientOptimizer" else 25)
-    x = torch.randn(options.batch, options.width)
+    x = torch.randn(BATCH, width)
     times, sent = {name: [] for name in steps}, {}
-    for number in range(options.rounds + 3):
+    for number in range(rounds + WARM_UP):
         for name, step in steps.items():
-            times[name].append(slowest_seconds(step, x))
-            if number < 3:  # the least of three: the loopback may have other users
-                with WireMeter() as wire:
-                    step(x)
-                sent[name] = min(wire.bytes_per_rank, sent.get(name, wire.bytes_per_rank))
-    return {name: seconds[3:] for name, seconds in times.items()}, sent
-
-
-def equal_layers(options):
-    """``options.layers`` of ``options.width``, the same on each rank."""
-    torch.manual_seed(0)
-    return nn.Sequential(*[nn.Sequential(nn.Linear(options.width, options.width), nn.ReLU())
-                           for _ in range(options.layers)])
+            if number >= WARM_UP:
+                times[name].append(slowest_seconds(step, x))
+                continue
+            with WireMeter() as wire:
+                step(x)
+            # The least of them: the loopback may have other users.
+            sent[name] = min(wire.bytes_per_rank, sent.get(name, wire.bytes_per_rank))
+    return times, sent
 
 
 def mean_square(model, x):

@@ -5,6 +5,7 @@ import logging
 import os
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch.distributed as dist
 from torch import nn
@@ -12,20 +13,17 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
 
-from dplab.parallel import (
-    FullyShardedModel,
-    ManualDDP,
-    ShardedGradientOptimizer,
-    ShardedOptimizer,
-)
+from dplab.parallel import FullyShardedModel, ShardedGradientOptimizer, ShardedOptimizer
 
 HAS_DEEPSPEED = importlib.util.find_spec("deepspeed") is not None
-WRAPPERS = {
-    "DDP": lambda model, bucket_mb: DistributedDataParallel(model, bucket_cap_mb=bucket_mb),
-    "ManualDDP": lambda model, bucket_mb: ManualDDP(model),
+SHARDED_OPTIMIZERS: dict[str, Callable] = {
+    "ZeroRedundancyOptimizer": ZeroRedundancyOptimizer,
+    "ShardedOptimizer": ShardedOptimizer,
+    "ShardedOptimizer, reduce_gradients=True": partial(ShardedOptimizer, reduce_gradients=True),
+    "ShardedGradientOptimizer": ShardedGradientOptimizer,
 }
+IN_DDP = "DDP", "ZeroRedundancyOptimizer", "ShardedOptimizer"
 RESHARDS = {"fully_shard": None, "fully_shard, reshard_after_forward=True": True,
             "fully_shard, reshard_after_forward=False": False, "HSDP": None}
 # With its defaults, stage 3 gathers a small model once: it keeps whole what is small, or used soon.
@@ -39,39 +37,35 @@ def training_step(name: str, model: nn.Module, compute_loss: Callable, optimizer
                   units: Sequence[nn.Module] = (), bucket_mb: float = 25, **settings) -> Callable:
     """On each rank: a function that trains ``model`` for one step on a batch; it returns the loss.
 
-    name: one of WRAPPERS, RESHARDS or DEEPSPEED, or of the classes below. compute_loss: of the
-    model in its wrapper, and the batch. units: what is gathered at a time, besides the root.
-    settings: the optimizer's.
+    name: of the tables above, or FullyShardedModel. compute_loss: of the model in its wrapper, and
+    the batch. units: what is gathered at a time, besides the root. settings: the optimizer's.
     """
-    def make(parameters):
-        return optimizer_cls(parameters, **settings)
-
-    optimizer: Optimizer | None = None
-    if name in WRAPPERS:
-        model = WRAPPERS[name](model, bucket_mb)
-    elif name == "ZeroRedundancyOptimizer":
-        model = WRAPPERS["DDP"](model, bucket_mb)
-        optimizer = ZeroRedundancyOptimizer(model.parameters(), optimizer_cls, **settings)
-    elif name == "ShardedOptimizer":
-        model = WRAPPERS["DDP"](model, bucket_mb)
-        optimizer = ShardedOptimizer(model.parameters(), optimizer_cls, **settings)
-    elif name == "ShardedOptimizer, reduce_gradients=True":
-        optimizer = ShardedOptimizer(model.parameters(), optimizer_cls, reduce_gradients=True,
-                                     **settings)
-    elif name == "ShardedGradientOptimizer":
-        optimizer = ShardedGradientOptimizer(model.parameters(), optimizer_cls,
-                                             bucket_mb=bucket_mb, **settings)
+    if name in IN_DDP:
+        model = DistributedDataParallel(model, bucket_cap_mb=bucket_mb)
     elif name == "FullyShardedModel":
         model = FullyShardedModel(model, units=list(units))
     elif name in RESHARDS:
         mesh = _mesh(hybrid=name == "HSDP")
         for unit in (*units, model):
             fully_shard(unit, mesh=mesh, reshard_after_forward=RESHARDS[name])
-    elif HAS_DEEPSPEED and name in DEEPSPEED:
-        return _deepspeed(model, make(model.parameters()), compute_loss, DEEPSPEED[name])
-    else:
+    elif name not in SHARDED_OPTIMIZERS | DEEPSPEED:
         raise ValueError(f"no strategy {name!r}")
-    return _stepping(model, optimizer or make(model.parameters()), compute_loss)
+    if name in SHARDED_OPTIMIZERS:
+        if name == "ShardedGradientOptimizer":
+            settings["bucket_mb"] = bucket_mb
+        optimizer = SHARDED_OPTIMIZERS[name](model.parameters(), optimizer_cls, **settings)
+    else:
+        optimizer = optimizer_cls(model.parameters(), **settings)
+    if name in DEEPSPEED:
+        return _deepspeed(model, optimizer, compute_loss, DEEPSPEED[name])
+
+    def step(*batch):
+        optimizer.zero_grad()
+        loss = compute_loss(model, *batch)
+        loss.backward()
+        optimizer.step()
+        return loss.item()
+    return step
 
 
 def _mesh(hybrid):
@@ -80,18 +74,6 @@ def _mesh(hybrid):
         return init_device_mesh("cpu", (ranks,))
     in_node = int(os.environ["LOCAL_WORLD_SIZE"])
     return init_device_mesh("cpu", (ranks // in_node, in_node), mesh_dim_names=("copies", "shards"))
-
-
-def _stepping(model, optimizer, compute_loss):
-    def step(*batch):
-        optimizer.zero_grad()
-        loss = compute_loss(model, *batch)
-        loss.backward()
-        if isinstance(model, ManualDDP):
-            model.finish_gradient_sync()
-        optimizer.step()
-        return loss.item()
-    return step
 
 
 def _deepspeed(model, optimizer, compute_loss, zero):
