@@ -3,6 +3,7 @@
 Each training is a real one, by torchrun or in one process, on shards of real text.
 """
 
+import importlib
 import json
 import os
 import random
@@ -43,31 +44,35 @@ def whole(data, tmp_path_factory):
     return found, folder
 
 
-def command(data, folder, *options, ranks, restarts=0):
+STARTED = []
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left():
+    yield
+    for process in STARTED:
+        process.kill()
+
+
+def started(data, folder, *options, ranks, restarts=0, largest_file=None):
+    """A training; ``largest_file``: in bytes, as on a disk that is full."""
     start = [sys.executable] if ranks == 1 else [
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
         str(ranks), "--max-restarts", str(restarts), "--signals-to-handle",
         "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"]
-    return [*start, LAUNCH / "train.py", "--data", data, "--checkpoints", folder, *SMALL, *options]
-
-
-def started(*arguments, largest_file=None, **settings):
-    """A training; ``largest_file``: in bytes, as on a disk that is full."""
     _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "",
-                   "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    return subprocess.Popen(
-        command(*arguments, **settings), env=environment, text=True, stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT, preexec_fn=largest_file and (
-            lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, most))))
+    STARTED.append(subprocess.Popen(
+        [*start, LAUNCH / "train.py", "--data", data, "--checkpoints", folder, *SMALL, *options],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "",
+             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
+        text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, preexec_fn=largest_file and (
+            lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, most)))))
+    return STARTED[-1]
 
 
 def ended(process, status=0):
     """All that it prints from here on, when it has ended with this status."""
-    try:
-        printed, _ = process.communicate(timeout=TIME_LIMIT)
-    finally:
-        process.kill()
+    printed, _ = process.communicate(timeout=TIME_LIMIT)
     assert process.returncode == status, printed
     return printed
 
@@ -172,41 +177,33 @@ def test_a_full_disk_costs_the_checkpoint_and_no_training_on_one_rank(data, whol
     assert saved(before)[-1] == f"step-{stopped:08}" and stopped >= 12
 
 
-REFUSED = """
-import json, runpy, sys, torch.distributed as dist
-for words in json.loads(sys.argv[1]):
-    sys.argv = words
-    try:
-        runpy.run_path(words[0], run_name="__main__")
-    except SystemExit as error:
-        print(error)
-    dist.destroy_process_group()
-"""
-
-
 def test_another_model_or_data_set_is_refused(data, whole, tmp_path):
-    """In one process, one after another."""
     _, folder = whole
-    beginnings, short, absent = (shutil.copytree(data, tmp_path / name) for name in "abc")
-    shard = beginnings / "shard-0001.bin"
+    other = shutil.copytree(data, tmp_path / "other")
+    shard = other / "shard-0001.bin"
     shard.write_bytes(bytes(2) + shard.read_bytes()[2:])
-    os.truncate(short / "shard-0001.bin", 1000)
-    (absent / "shard-0001.bin").unlink()
-    tried = [(data, "--width", "64"), (beginnings,), (short,), (absent,)]
-    words = [[*map(str, command(each, folder, *options, ranks=1)[1:])] for each, *options in tried]
-    done = subprocess.run([sys.executable, "-c", REFUSED, json.dumps(words)], capture_output=True,
-                          text=True, timeout=TIME_LIMIT, env=os.environ | {
-                              "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(LAUNCH)})
-    model, other, cut, missing = done.stdout.splitlines()
-    assert "width was 32 and is 64" in model and re.search(r"data was \w+ and is \w+", other)
-    assert f"{short / 'shard-0001.bin'} should have" in cut and "500" in cut
-    assert "is missing" in missing and saved(folder)[-1] == "step-00000010"
+    printed = ended(started(other, folder, "--width", "64", ranks=1), status=1)
+    assert "width was 32 and is 64" in printed and re.search(r"data was \w+ and is \w+", printed)
+    assert saved(folder)[-1] == "step-00000010"
 
 
-def test_a_batch_that_the_ranks_cannot_divide_is_refused(monkeypatch):
+@pytest.fixture
+def train(monkeypatch):
+    """The script as a module."""
     monkeypatch.syspath_prepend(LAUNCH)
-    import train
+    return importlib.import_module("train")
 
+
+def test_shards_that_are_cut_off_or_missing_and_a_batch_that_does_not_divide_are_refused(
+        data, train, tmp_path, monkeypatch):
+    short = shutil.copytree(data, tmp_path / "short")
+    shard = short / "shard-0001.bin"
+    os.truncate(shard, 1000)
+    with pytest.raises(SystemExit, match=f"{shard} should have .* has 500"):
+        train.Tokens(short, 17)
+    shard.unlink()
+    with pytest.raises(SystemExit, match=f"{shard} should have .* is missing"):
+        train.Tokens(short, 17)
     monkeypatch.setattr(train, "join_job", lambda timeout: None)
     monkeypatch.setattr(train.dist, "get_world_size", lambda: 2)
     monkeypatch.setattr(sys, "argv", ["train.py", "--batch", "13"])
@@ -214,10 +211,7 @@ def test_a_batch_that_the_ranks_cannot_divide_is_refused(monkeypatch):
         train.main()
 
 
-def test_every_sample_comes_once_an_epoch_and_the_next_epoch_is_another_order(data, monkeypatch):
-    monkeypatch.syspath_prepend(LAUNCH)
-    import train
-
+def test_every_sample_comes_once_an_epoch_and_the_next_epoch_is_another_order(data, train):
     tokens = train.Tokens(data, 4099)
     rows = [tuple(tokens.sample(number)[:40].tolist()) for number in range(2 * tokens.total)]
     first, second = rows[:tokens.total], rows[tokens.total:]
@@ -233,16 +227,11 @@ def test_a_kill_at_any_moment_loses_at_most_an_interval(data, whole, tmp_path, s
     expected, _ = whole
     chance = random.Random(seed)
     process = started(data, tmp_path, "--steps", "100", "--save-every", "2", ranks=2)
-    until = chance.randint(1, 9)
-    follow(process, f"step {until}:")
+    printed = follow(process, f"step {chance.randint(1, 9)}:")
     time.sleep(chance.uniform(0, 0.3))
-    if chance.random() < 0.5:
-        process.kill()  # torchrun, and its ranks with it
-    else:
-        chance.choice(ranks_of(process)).kill()
-    printed, _ = process.communicate(timeout=TIME_LIMIT)
-    seen = max((step for step, *_ in losses(printed)), default=until)
+    chance.choice([process, *ranks_of(process)]).kill()  # torchrun, and its ranks with it; or one
+    printed += process.communicate(timeout=TIME_LIMIT)[0]
     again = ended(started(data, tmp_path, "--steps", "12", ranks=2))
     start = int(re.search(r"from step (\d+)", again)[1])
-    assert "torn" not in again and seen - start <= 2 * 2 + 1
+    assert "torn" not in again and losses(printed)[-1][0] - start <= 2 * 2 + 1
     assert losses(again)[:max(0, 10 - start)] == expected[start:]
