@@ -1,4 +1,4 @@
-"""Rates of kernels on this GPU, and a real block's time beside the prediction."""
+"""Rates of kernels on this GPU, and a real block's time and memory beside the prediction."""
 
 import re
 import sys
@@ -10,14 +10,17 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.benchmark import Timer
 
+import dplab
+from dplab import dryrun
 from dplab.bench.results import FOLDER, save
 from dplab.predict import kernels
 from dplab.predict.catalogue import GPUS, MODELS, Gpu
 from dplab.predict.pace import PACES
 from dplab.predict.rates import PUBLISHED, Rates
-from dplab.workloads.transformer import Block, rotated, rotation_table
+from dplab.workloads.transformer import Block, Transformer, rotated, rotation_table
 
 LEAST = 0.2  # seconds of each measurement
 random = partial(torch.randn, dtype=torch.bfloat16)
@@ -87,7 +90,15 @@ def measure(options, device: torch.device, card: str, memory_bytes: float) -> di
         print(f"  {'compiled' if compiled else 'eager':9}" + "".join(
             f"{1e3 * seconds:9.2f}" for seconds in row.values()), flush=True)
         blocks.append({"compiled": compiled, "attention": attention, **row})
-    return {"gpu": card, "peaks": peaks, "tables": tables, "blocks": blocks}
+    found = {"gpu": card, "peaks": peaks, "tables": tables, "blocks": blocks}
+    if device.type == "cuda":
+        two = replace(model, layers=2, vocabulary=min(model.vocabulary, 32_000))
+        peak = dplab.run(ddp_peak, 1, two, tokens)[0]
+        dry = dryrun.ddp(two, 1, batch=1, sequence=tokens, precision="bf16").peak
+        print(f"\nA step of two such blocks under DDP, all in bf16: {peak / 1e9:.2f} GB at the "
+              f"peak, the dry run says {dry / 1e9:.2f}")
+        found["memory"] = {"measured": peak, "dry_run": dry}
+    return found
 
 
 def block_kernels(model, tokens: int, compiled: bool = False) -> list[kernels.Kernel]:
@@ -239,6 +250,22 @@ def block_seconds(model, tokens: int, device: torch.device, *, compiled: bool = 
         run(x, rotation).backward(gradient)
 
     return seconds_of(step)
+
+
+def ddp_peak(model, tokens: int) -> int:
+    """Bytes at the peak of a training step on this rank's GPU."""
+    replica = DistributedDataParallel(Transformer(model).to(dplab.device(), torch.bfloat16))
+    optimizer = torch.optim.AdamW(replica.parameters(), fused=True)
+    ids = torch.zeros(1, tokens, dtype=torch.int64, device=dplab.device())
+    for _ in range(3):  # the buckets and the optimizer's state are there from the second step on
+        torch.cuda.reset_peak_memory_stats()
+        logits = replica(ids)
+        loss = F.cross_entropy(logits.flatten(0, 1).float(), ids.flatten())
+        del logits
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return torch.cuda.max_memory_allocated()
 
 
 def attention_kernel(model, tokens: int, device: torch.device) -> str:

@@ -129,8 +129,11 @@ def test_the_whole_bench_on_a_gpu(monkeypatch, tmp_path):
     monkeypatch.setattr(results, "FOLDER", tmp_path)
     command.main(["gpu", "--save"])
     [path] = tmp_path.glob("gpu_*.json")
-    for row in json.loads(path.read_text())["blocks"]:
+    found = json.loads(path.read_text())
+    for row in found["blocks"]:
         assert row["own"] == pytest.approx(row["measured"], rel=0.25)
+    # On an H200 the peak was 13 % above the dry run's, which knows the buckets once.
+    assert 0.97 < found["memory"]["measured"] / found["memory"]["dry_run"] < 1.15
 
 
 # The strategies
