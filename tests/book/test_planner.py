@@ -3,8 +3,8 @@
 The built book would do as well, but it takes longer to make; the theme around the page is left out.
 """
 
-import importlib.util
 import json
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -32,17 +32,9 @@ RIGHT = ["", "gpu=A100&gpus=8&strategy=DDP&model=GPT-2", "model=Llama-3.1+405B&g
          "model=custom&layers=12&d_model=1024&heads=16&d_ff=4096&sequence=1024&compile=no",
          "gpus=1&model=GPT-2&global_batch=5e5", "strategy=HSDP&gpus=256&per_node=16&nics=1",
          "recompute=full&sequence=1000&price=2.5", "strategy=ZeRO-1&batch=2"]
-BAD = ["model=custom&heads=30", "gpus=1000000000", "gpus=12", "gpus=", "who=me", "gpus=8&gpus=16",
-       "model=GPT-2&layers=3", "model=%3Cscript%3Ealert(1)%3C%2Fscript%3E", "gpus=%FF"]
+BAD = ["model=custom&heads=30", "gpus=", "who=me", "gpus=8&gpus=16", "model=GPT-2&layers=3",
+       "model=%3Cscript%3Ealert(1)%3C%2Fscript%3E", "gpus=%FF"]
 WRONG = "gpus=128&heads=30&model=custom&%3Ci%3Ewho=me"
-
-
-def script(path):
-    """A script of the book, which is in no package, as a module."""
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def answer(query="", part="all"):
@@ -53,9 +45,10 @@ def answer(query="", part="all"):
 def opened(tmp_path_factory):
     """A function that opens the page, on a server of its own, at a query in a new tab."""
     need_program("npm")
-    script(BOOK / "build.py").install_packages()
+    runpy.run_path(str(BOOK / "build.py"))["install_packages"]()
     folder = tmp_path_factory.mktemp("site")
-    script(BOOK / "planner/bundle.py").bundle(folder / "planner", BOOK / "node_modules")
+    bundle = runpy.run_path(str(BOOK / "planner/bundle.py"))["bundle"]
+    bundle(folder / "planner", BOOK / "node_modules")
     (folder / "planner.html").write_text(
         AROUND.format((folder / "planner" / "fragment.html").read_text()))
     with served(folder) as site, chromium() as browser:
@@ -170,6 +163,10 @@ def test_a_bad_address_shows_each_error_at_its_field_until_it_is_right(loaded):
         loaded.tab.fill("#field-heads", heads)
         loaded.wait("error" if heads == "30" else "live")
     loaded.plan(model="custom", heads=64)
+    loaded.tab.evaluate("for (const each of document.querySelectorAll('details')) each.open = true")
+    for width in (400, 1280):  # nothing is wider than the page
+        loaded.tab.set_viewport_size({"width": width, "height": 900})
+        assert loaded.tab.evaluate("document.documentElement.scrollWidth") == width
     assert not loaded.tab.locator(
         "[aria-invalid], .why:visible, #planner-errors:visible").count()
     assert loaded.given() == {"model": "custom", "heads": "64"} and not loaded.is_stale()
@@ -225,15 +222,6 @@ def test_page_and_package_agree_on_addresses(live):
     found = dict(zip(queries, map(json.loads, live.tab.evaluate("answers")), strict=True))
     assert [query for query in queries if found[query] != expected[query]] == []
     assert [query for query in queries if found[query]["errors"]] == BAD
-
-
-def test_nothing_is_wider_than_the_page(live):
-    live.tab.select_option("#field-model", "custom")
-    live.plan(model="custom")
-    live.tab.evaluate("for (const each of document.querySelectorAll('details')) each.open = true")
-    for width in (400, 1280):
-        live.tab.set_viewport_size({"width": width, "height": 900})
-        assert live.tab.evaluate("document.documentElement.scrollWidth") == width
 
 
 def test_a_shared_address_gives_its_plan(opened):
