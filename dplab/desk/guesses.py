@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from dplab.desk import cards, course, record
 from dplab.desk.quantities import NotUnderstood, read, written
-from dplab.spawn.parent.output import in_notebook
+from dplab.spawn.parent.output import in_notebook, ipython
 
 RULE = ("A choice counts if it is right. A number counts if it is within a factor of 2 of the "
         "result; a percentage must also be within 25 percentage points.")
@@ -66,6 +66,7 @@ class Guess:
         self._is_kept = True
         self._box: Any = None
         self._in_place: Any = None  # what stands in place of a box that JupyterLab cannot find
+        self._shown_by: int | None = None  # the number of the cell that showed it last
 
     def _recalled(self):
         """The entry that is kept, if its answer still answers the question.
@@ -123,6 +124,7 @@ class Guess:
 
     def show(self) -> None:
         """Shows the question again; `guess` has shown it once."""
+        self._shown_by = _running_cell()
         if not in_notebook():
             print(self._plain())
             return
@@ -141,7 +143,10 @@ class Guess:
             "text/plain": self._plain(), "text/html": self._rich(self._how_to_answer())}, raw=True)
         self._in_place.show(self._without_box())
 
-    _ipython_display_ = show
+    def _ipython_display_(self):
+        """As the last line of the cell that made it, nothing: it is there already."""
+        if self._shown_by is None or self._shown_by != _running_cell():
+            self.show()
 
     def _understood(self, typed):
         if self._choices is None:
@@ -227,6 +232,11 @@ class Guess:
 
     def _in_field(self):
         return self._entry.get("value" if self._choices else "answer")
+
+
+def _running_cell():
+    shell = ipython()
+    return shell.execution_count if shell else None
 
 
 def _beside(guessed, result, unit):
