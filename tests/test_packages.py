@@ -1,25 +1,19 @@
-"""The course as a package: its requirements, other Pythons, and other torches."""
+"""The course as a package: its requirements, and what it uses of torch."""
 
 import ast
 import contextlib
 import importlib
-import os
 import re
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 
-import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
-from skips import skip_or_fail
 
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 DEPENDENCIES = PROJECT["project"]["dependencies"]
 EXTRAS = PROJECT["project"]["optional-dependencies"]
-NEWEST_PYTHON = "3.13"  # the tests run on 3.11, and on GitHub on all three
 
 
 def by_name(requirements):
@@ -44,36 +38,6 @@ def test_what_the_project_names_is_pinned_for_pip_and_for_uv():
     assert by_name(PROJECT["tool"]["uv"]["constraint-dependencies"]) == pinned
     [torch] = pinned["torch"].specifier
     assert by_name(DEPENDENCIES)["torch"].specifier.contains(torch.version)
-
-
-def newest_python():
-    """Its path: on the PATH, by pyenv or by uv, which in CI fetches it."""
-    pyenv = Path(os.environ.get("PYENV_ROOT") or Path.home() / ".pyenv")
-    path = os.pathsep.join([*map(str, pyenv.glob("versions/*/bin")), os.environ["PATH"]])
-
-    def uv(*words):
-        return subprocess.run(
-            [Path(sys.executable).with_name("uv"), "python", *words, NEWEST_PYTHON],
-            env=os.environ | {"PATH": path}, capture_output=True, text=True)
-
-    if os.environ.get("CI") and uv("find", "--no-project").returncode:
-        uv("install")
-    found = uv("find", "--no-project", "--no-python-downloads")
-    if found.returncode:
-        skip_or_fail(f"no Python {NEWEST_PYTHON}: `uv python install {NEWEST_PYTHON}` brings one")
-    return found.stdout.strip()
-
-
-@pytest.mark.slow
-def test_the_newest_python_plans_without_torch_as_this_one_does():
-    newest = newest_python()
-    for query in ("", "model=GPT-2&gpus=8&strategy=DDP&gpu=A100", "strategy=HSDP&gpus=256&nics=1",
-                  "model=custom&layers=12&d_model=1024&heads=16&d_ff=4096&sequence=1024"):
-        first, second = (subprocess.run(
-            [python, "-B", "-m", "dplab", "plan", "--json", f"http://x/?{query}"], cwd=ROOT,
-            capture_output=True, text=True) for python in (newest, sys.executable))
-        assert first.returncode == 0, first.stderr
-        assert first.stdout == second.stdout and "tokens" in first.stdout
 
 
 # What the course uses of torch although its name says that it is torch's own. Where a test of it

@@ -84,34 +84,25 @@ def test_an_old_torch_is_told_with_a_command_to_paste(monkeypatch):
 # Limits
 
 
-@pytest.fixture
-def limited():
-    """A function that lowers a soft limit of this process until the test ends."""
-    before = {}
-
-    def lower(which, value):
-        before[which] = resource.getrlimit(which)
-        resource.setrlimit(which, (value, before[which][1]))
-    yield lower
-    for which, value in before.items():
-        resource.setrlimit(which, value)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("left", [30, 70])  # some logs of the 40 ranks; all, and some pipes
-def test_too_few_descriptors_are_named_and_none_is_lost(limited, left):
+def test_too_few_descriptors_are_named_and_none_is_lost(left):
     assert run(total, 2) == [2.0, 2.0]
     descriptors = os.listdir("/dev/fd")
     free = (number for number in itertools.count() if str(number) not in descriptors)
-    limited(resource.RLIMIT_NOFILE, next(itertools.islice(free, left, None)))
-    for _ in range(2):
-        with pytest.raises(OSError, match="Too many open files: 40 ranks take about 210") as caught:
-            run(total, 40)
-        assert caught.value.errno == errno.EMFILE and "ulimit -n 4096" in str(caught.value)
-        del caught  # which holds sockets, in the frames of its traceback
-        gc.collect()
-        assert os.listdir("/dev/fd") == descriptors
-    assert run(total, 2) == [2.0, 2.0]
+    before, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (next(itertools.islice(free, left, None)), most))
+    try:
+        for _ in range(2):
+            with pytest.raises(OSError, match="Too many open files: 40 ranks take about 210") as no:
+                run(total, 40)
+            assert no.value.errno == errno.EMFILE and "ulimit -n 4096" in str(no.value)
+            del no  # which holds sockets, in the frames of its traceback
+            gc.collect()
+            assert os.listdir("/dev/fd") == descriptors
+        assert run(total, 2) == [2.0, 2.0]
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (before, most))
 
 
 def test_a_rank_that_meets_a_limit_is_reported_with_advice():

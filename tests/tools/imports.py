@@ -35,7 +35,7 @@ def package_of(module):
 
 def _of_source(source, where, package=()):
     """``package``: the folders that a relative import starts from."""
-    nodes = [*ast.walk(_Bare().visit(ast.parse(source)))]
+    nodes = [*ast.walk(ast.parse(source))]
     found, bound = [], {}  # bound: which names stand for what of dplab
     for node in nodes:
         if isinstance(node, ast.Import | ast.ImportFrom):
@@ -53,10 +53,3 @@ def _of_source(source, where, package=()):
             name = f"{bound.get(top, top)}.{rest}"
             found += [(name, node)] if re.fullmatch(r"dplab(\.\w+)+", name) else []
     return [(module, f"{where}:{node.lineno}") for module, node in found]
-
-
-class _Bare(ast.NodeTransformer):
-    """Takes out what stands under `if TYPE_CHECKING`."""
-
-    def visit_If(self, node):
-        return None if "TYPE_CHECKING" in ast.unparse(node.test) else self.generic_visit(node)
