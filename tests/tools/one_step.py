@@ -7,18 +7,9 @@ import textwrap
 from dataclasses import replace
 from pathlib import Path
 
+from dplab.predict import kernels
 from dplab.predict.catalogue import GPUS, LINKS, MODELS
 from dplab.predict.cluster import Cluster, Job, predict
-from dplab.predict.kernels import (
-    block_backward,
-    block_forward,
-    ends_backward,
-    ends_forward,
-    optimizer_seconds,
-    rate,
-    seconds,
-    unit_costs,
-)
 from dplab.predict.network import collective_seconds, computing_slowdown, nccl_candidates
 from dplab.predict.published import published_runs, summary
 from dplab.predict.transformer_config import numel
@@ -32,39 +23,39 @@ JOB = Job(MODEL, 1, SEQUENCE, gradient_bytes=4)  # fully_shard; gathers in bf16,
 def page() -> str:
     """The whole page. Raises AssertionError where the parts do not add up to the simulator's."""
     block, root = parts = MODEL.block_parameters, numel(MODEL.ends.values())
-    forward, backward = block_forward(MODEL, 1, SEQUENCE), block_backward(MODEL, 1, SEQUENCE)
-    first, last = ends_forward(MODEL, 1, SEQUENCE), ends_backward(MODEL, 1, SEQUENCE)
-    layers, ends = unit_costs(JOB, CLUSTER)
+    forward, backward, first, last = (
+        each(MODEL, 1, SEQUENCE) for each in (kernels.block_forward, kernels.block_backward,
+                                              kernels.ends_forward, kernels.ends_backward))
+    layers, ends = kernels.unit_costs(JOB, CLUSTER)
     gathers = [collective_seconds(CLUSTER, "all-gather", 2 * size) for size in parts]
     scatters = [collective_seconds(CLUSTER, "reduce-scatter", 4 * size) for size in parts]
     slowdown = computing_slowdown(CLUSTER)
-    layers_of = MODEL.layers
-    computing = layers_of * (layers[0].forward_seconds + layers[0].backward_seconds) + (
+    count, one = MODEL.layers, layers[0]
+    computing = count * (one.forward_seconds + one.backward_seconds) + (
         ends.forward_seconds + ends.backward_seconds)
-    hidden = (2 * layers_of - 1) * gathers[0] + (layers_of - 1) * scatters[0]
+    hidden = (2 * count - 1) * gathers[0] + (count - 1) * scatters[0]
     slower = (1 - 1 / slowdown) * hidden
     exposed = gathers[0] + gathers[1] + scatters[0] + scatters[1]
-    update = optimizer_seconds(MODEL.parameters / CLUSTER.ranks, CLUSTER.gpu,
-                               nbytes=2 * JOB.optimizer_bytes + 4)
+    update = kernels.optimizer_seconds(MODEL.parameters / CLUSTER.ranks, CLUSTER.gpu,
+                                       nbytes=2 * JOB.optimizer_bytes + 4)
     total = computing + slower + exposed + update
     found = predict(JOB, CLUSTER)
     assert abs(total / found.seconds - 1) < 1e-9, (total, found.seconds)
     fast, slow = (predict(JOB, replace(CLUSTER, pace=pace)).seconds for pace in ("fast", "slow"))
     candidates = nccl_candidates(CLUSTER, "all-gather", 2 * block)
-    protocol = min(candidates, key=candidates.__getitem__)
-    first_two = sorted(candidates.values())[:2]
-    for collective, nbytes in (("reduce-scatter", 4 * block), ("all-gather", 2 * root),
-                               ("reduce-scatter", 4 * root)):
-        larger = nccl_candidates(CLUSTER, collective, nbytes)
+    (leads, protocol), (second, _), *_ = sorted((each, name) for name, each in candidates.items())
+    for larger in (nccl_candidates(CLUSTER, "reduce-scatter", 4 * block),
+                   nccl_candidates(CLUSTER, "all-gather", 2 * root),
+                   nccl_candidates(CLUSTER, "reduce-scatter", 4 * root)):
         assert min(larger, key=larger.__getitem__) == "ring Simple"
     steps = nccl_candidates(CLUSTER, "all-gather", 0)[protocol]
     sent = 2 * block * (CLUSTER.ranks - 1) / CLUSTER.ranks
-    copies = [layers[0].forward_seconds - _time(forward), layers[0].backward_seconds
-              - _time(backward)]
+    copies = one.forward_seconds - _time(forward), one.backward_seconds - _time(backward)
     network = CLUSTER.nics * CLUSTER.between.bandwidth
     reached = sent / (gathers[0] - steps) / network
-    every = [*layers_of * [*forward, *backward], *first, *last]
-    lent = sum(_time([kernel]) for kernel in every if _stands_in(kernel)) / _time(every)
+    every = [*count * [*forward, *backward], *first, *last]
+    lent = sum(_time([kernel]) for kernel in every
+               if not kernels.rate(kernel, CLUSTER.gpu).as_asked) / _time(every)
     others = summary([run for run in published_runs()
                       if run.gpu == "H100" and run.unit != "efficiency"])
     return _filled(f"""\
@@ -89,7 +80,7 @@ stand in: they make {lent:.0%} of all the kernels' time below.
 
 The sum is {1e3 * _time(forward):.2f} ms. Before its forward `fully_shard` copies the gathered
 bytes into the parameters: {1e3 * copies[0]:.2f} ms more. So a block's forward takes
-**{1e3 * layers[0].forward_seconds:.2f} ms**.
+**{1e3 * one.forward_seconds:.2f} ms**.
 
 ## 2. A block's backward
 
@@ -99,7 +90,7 @@ computes its scores again, which makes 2.5 times the FLOPs of forward.
 {_table(backward)}
 
 The sum is {1e3 * _time(backward):.2f} ms, and the copies of weights and gradients take
-{1e3 * copies[1]:.2f} ms: **{1e3 * layers[0].backward_seconds:.2f} ms**.
+{1e3 * copies[1]:.2f} ms: **{1e3 * one.backward_seconds:.2f} ms**.
 
 ## 3. The ends
 
@@ -116,9 +107,8 @@ Their backward:
 With the copies of the root's weights and gradients: {1e3 * ends.forward_seconds:.1f} ms and
 {1e3 * ends.backward_seconds:.1f} ms.
 
-All computing of {layers_of} blocks and the ends: {layers_of} ·
-({1e3 * layers[0].forward_seconds:.2f}
-+ {1e3 * layers[0].backward_seconds:.2f}) + {1e3 * ends.forward_seconds:.1f} +
+All computing of {count} blocks and the ends: {count} · ({1e3 * one.forward_seconds:.2f} +
+{1e3 * one.backward_seconds:.2f}) + {1e3 * ends.forward_seconds:.1f} +
 {1e3 * ends.backward_seconds:.1f} = **{1e3 * computing:.1f} ms**.
 
 ## 4. A block's collectives
@@ -132,8 +122,8 @@ has a flag in every 128 bytes.) Its steps and the call cost {1e6 * steps:.0f} µ
 that gathers and reduce-scatters over such a network were measured to reach, times the 92% that
 NCCL's own tuner takes for LL128. Three sources measured them: 50% of the bandwidth on 32 nodes, 82%
 on 2, and 90% on 4 (that source has 86% on 8, and 65% on 128); the simulator takes the middle, 82%.
-Together **{1e3 * gathers[0]:.2f} ms**. (LL128 leads by only {first_two[1] / first_two[0] - 1:.1%},
-so NCCL may choose another.)
+Together **{1e3 * gathers[0]:.2f} ms**. (LL128 leads by only {second / leads - 1:.1%}, so NCCL may
+choose another.)
 
 The reduce-scatter of its gradients has twice the bytes: **{1e3 * scatters[0]:.2f} ms**. For it, and
 for both of the root, NCCL takes Simple, with all of the bandwidth and slower messages. The root,
@@ -143,11 +133,10 @@ with {root / 1e6:,.0f} million parameters, takes {1e3 * gathers[1]:.2f} ms to ga
 ## 5. What hides behind what
 
 While a block computes, the next one is gathered, and in backward the last one's gradients are
-reduced. Each of them is shorter than the block's computing, so they hide: {2 * layers_of - 1}
-gathers and {layers_of - 1} reduce-scatters, {1e3 * hidden:.1f} ms together. But NCCL's kernels need
-some of the GPU's multiprocessors and of its bandwidth. Beside them computing takes
-{slowdown:.3f} times as long, so hiding costs (1 − 1/{slowdown:.3f}) · {1e3 * hidden:.1f} =
-**{1e3 * slower:.1f} ms**.
+reduced. Each of them is shorter than the block's computing, so they hide: {2 * count - 1} gathers
+and {count - 1} reduce-scatters, {1e3 * hidden:.1f} ms together. But NCCL's kernels need some of the
+GPU's multiprocessors and of its bandwidth. Beside them computing takes {slowdown:.3f} times as
+long, so hiding costs (1 − 1/{slowdown:.3f}) · {1e3 * hidden:.1f} = **{1e3 * slower:.1f} ms**.
 
 Nothing computes yet while the root and the first block are gathered, and nothing computes any more
 while the first block and the root are reduced: {1e3 * gathers[1]:.2f} + {1e3 * gathers[0]:.2f} +
@@ -185,24 +174,20 @@ def _filled(text):
                        for part in text.strip().split("\n\n")) + "\n"
 
 
-def _stands_in(kernel):
-    return not rate(kernel, CLUSTER.gpu).as_asked
+def _time(every):
+    return kernels.seconds(every, CLUSTER.gpu)
 
 
-def _time(kernels):
-    return seconds(kernels, CLUSTER.gpu)
-
-
-def _table(kernels):
+def _table(every):
     """A row for each kernel: what it does, how fast, how long."""
     lines = ["| kernel | work | rate | ms |", "|:--|--:|--:|--:|"]
-    for kernel in kernels:
+    for kernel in every:
         name = kernel.name if kernel.count == 1 else f"{kernel.name}, {kernel.count:g} times"
-        speed = rate(kernel, CLUSTER.gpu).value
-        work, unit = ((f"{kernel.flops / 1e9:,.0f} GFLOP", f"{speed / 1e12:.0f} TFLOP/s")
+        rate = kernels.rate(kernel, CLUSTER.gpu)
+        work, unit = ((f"{kernel.flops / 1e9:,.0f} GFLOP", f"{rate.value / 1e12:.0f} TFLOP/s")
                       if kernel.shape else (f"{kernel.count * kernel.nbytes / 1e6:,.0f} MB",
-                                            f"{speed / 1e12:.2f} TB/s"))
-        unit += " *" if _stands_in(kernel) else ""
+                                            f"{rate.value / 1e12:.2f} TB/s"))
+        unit += "" if rate.as_asked else " *"
         lines.append(f"| {name} | {work} | {unit} | {1e3 * _time([kernel]):.2f} |")
     return "\n".join(lines)
 
