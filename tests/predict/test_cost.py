@@ -1,4 +1,4 @@
-"""The cost of collectives, against what ranks really send; the catalogue, as it was published."""
+"""The cost of collectives, against what ranks really send."""
 
 import functools
 import math
@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from dplab import parallel, run
 from dplab.measure import CallLog
-from dplab.predict import catalogue, cost
+from dplab.predict import cost
 from dplab.predict.cost import Link
 from dplab.spawn.between import calls
 
@@ -106,26 +106,11 @@ def test_every_logged_collective_has_a_usual_algorithm():
         assert [cost.bus_factor(collective, ranks) for ranks in (1, 2)] == [0, 1]
 
 
-M = 1e6
-
-
-@pytest.mark.parametrize(("call", "error", "says"), [
-    (lambda: cost.bytes_sent("ring all-reduce", 0, M), ValueError, "at least 1"),
-    (lambda: cost.messages("ring all-reduce", True), TypeError, "integer"),
-    (lambda: Link("none", 0.0), ValueError, "bandwidth above 0"),
-    (lambda: Link("none", 1.0, -1.0), ValueError, "latency is 0"),
-    (lambda: cost.messages("ring", 2), ValueError, "ring all-reduce"),
-    (lambda: cost.bus_factor("allreduce", 2), ValueError, "all_to_all")])
-def test_what_cannot_be_is_refused_in_words(call, error, says):
-    with pytest.raises(error, match=says):
+@pytest.mark.parametrize(("call", "says"), [
+    (lambda: cost.messages("ring all-reduce", 0), "at least 1"),
+    (lambda: cost.messages("ring", 2), "ring all-reduce"),
+    (lambda: Link("none", 0.0), "bandwidth above 0"),
+    (lambda: Link("none", 1.0, -1.0), "latency is 0")])
+def test_what_cannot_be_is_refused_in_words(call, says):
+    with pytest.raises(ValueError, match=says):
         call()
-
-
-def test_published_numbers_stand_in_their_units():
-    links, gpus = catalogue.LINKS, catalogue.GPUS
-    assert links["NVLink 4"].bandwidth == 450e9 and links["400 Gb/s"].bandwidth == 400e9 / 8
-    sold = {"A100": 80, "H100": 80, "H200": 141, "B200": 180}  # their GB have 2³⁰ bytes
-    assert {name: math.ceil(gpu.memory_bytes / 2**30) for name, gpu in gpus.items()} == sold
-    assert gpus["H100"].memory_bytes == 81_559 * 2**20  # as nvidia-smi shows
-    assert gpus["H100"].ridge_point == pytest.approx(989 / 3.35)
-    assert catalogue.matmul_share(gpus["A100"]) == pytest.approx(271.2 / 312)
