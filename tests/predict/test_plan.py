@@ -1,20 +1,16 @@
 """The planner: what an address may say, its plan against the predictions, and the command."""
 
-import graphlib
 import itertools
 import json
-import random
-import string
 import subprocess
 import sys
 from pathlib import Path
-from urllib.parse import parse_qsl, urlencode
+from urllib.parse import urlencode
 
-import imports
 import pytest
 
 from dplab.__main__ import main
-from dplab.predict import cluster, fields, plan, reached, settings
+from dplab.predict import cluster, plan, reached, settings
 from dplab.predict.catalogue import GPUS, LINKS, MODELS
 from dplab.predict.choose import BLOCK_RECOMPUTE, CHOICES, PRECISION_CHOICES, recommend
 from dplab.predict.cluster import Cluster, predict
@@ -34,8 +30,8 @@ def test_every_default_is_a_value_that_stands_in_no_address():
     for each in FIELDS:
         default = each.default_for({})
         assert default is None or each.value_of(each.text_of(default)) == default
-    values, errors = read("")
-    assert not errors and query_of(values) == ""
+    values, _ = read("")
+    assert query_of(values) == ""
     assert model_of(values) == MODELS["Llama-3 8B"] and cluster_of(values).ranks == 64
     ours = model_of(read("model=custom&kv_heads=8")[0])
     assert ours.block == MODELS["Llama-3 8B"].block and ours.parameters == Ψ
@@ -43,7 +39,6 @@ def test_every_default_is_a_value_that_stands_in_no_address():
 
 @pytest.mark.parametrize(("query", "expected"), [
     ("gpu=A100", {"inside": "NVLink 3", "between": "200 Gb/s"}),
-    ("gpu=A100+40+GB", {"inside": "NVLink 3", "between": "200 Gb/s"}),
     ("gpu=B200", {"inside": "NVLink 5", "between": "400 Gb/s"}),
     ("gpu=A100&inside=NVLink+4", {"inside": "NVLink 4"}),
     ("model=GPT-2", {"sequence": 1024}), ("model=Llama-3.1+405B", {"sequence": 8192}),
@@ -95,39 +90,17 @@ EXTREME = [
     "model=custom&layers=1000&d_model=131072&d_ff=1048576&vocabulary=10000000&gpus=131072",
     "global_batch=1e12&sequence=1048576&gpus=1", "gpus=1&strategy=HSDP", "tokens=1&price=0",
     "inside=PCIe+4&between=1+Gb/s&nics=1&strategy=HSDP", "global_batch=8192"]
-STRANGE = [*MODELS, *GPUS, *LINKS, *CHOICES, *PRECISION_CHOICES, *BY_NAME, "custom", "yes", "", "0",
-           "-1", "1e9", "nan", "9" * 30, "\ud800", "é%", "<b>", "{}", "%00", "a" * 300, "١٢"]
+STRANGE = ["=", "?&;#", "%", "%00=%FF", "<b>=1", "gpus=%00", "\ud800", "price=é%", "a" * 300]
 
 
-def random_query(chance):
-    """Some right, most wrong in some way: raw text, or names with values of any other field."""
-    if chance.random() < 0.1:
-        return "".join(chance.choices(string.printable + "&=%+;?#", k=chance.randrange(60)))
-    pairs = []
-    for _ in range(chance.randrange(7)):
-        name = chance.choice([*BY_NAME] * 3 + STRANGE)
-        right = BY_NAME[name].choices if name in BY_NAME else ()
-        value = chance.choice([*right] or ["1", "2", "4", "8", "16", "32", "64", "1024"])
-        pairs.append((name, value if chance.random() < 0.7 else chance.choice(STRANGE)))
-    return urlencode(pairs, errors="replace")
-
-
-def test_whatever_an_address_says_it_is_answered_or_refused_by_name():
-    chance, planned = random.Random("plan 0"), 0
-    for number, query in enumerate([*EXTREME, *(random_query(chance) for _ in range(600))]):
+def test_each_choice_and_what_is_extreme_is_planned_and_what_is_strange_is_refused_by_name():
+    choices = [urlencode({each.name: choice}) for each in FIELDS for choice in each.choices]
+    for query in [*EXTREME, *choices, "", *STRANGE]:
         values, errors = read(query)
-        given = {name for name, _ in parse_qsl(query.removeprefix("?").partition("#")[0],
-                                               keep_blank_values=True)}
-        assert all(error.name in given | set(values) and error.why.isprintable()
-                   for error in errors)
-        if not errors:
-            assert read(query_of(values)) == (values, [])
-        if number < 60:
-            found = json.loads(plan.answer(query, "plan"), parse_constant=pytest.fail)
-            assert (found["plan"] is None) is bool(errors)
-            planned += not errors
-            assert json.loads(plan.answer(found["query"], "plan")) == found or errors
-    assert planned > len(EXTREME) + 3
+        assert all(error.why.isprintable() for error in errors)
+        found = json.loads(plan.answer(query, "plan"), parse_constant=pytest.fail)
+        assert (found["plan"] is None) is bool(errors) is (query in STRANGE), query
+        assert errors or read(found["query"]) == (values, [])
 
 
 # A plan
@@ -250,9 +223,6 @@ def test_what_others_reached_and_who_wastes_the_gpus():
                              (2 * most + 1, True)):
         said = asked("plan", sequence=sequence)["plan"]["range"]
         assert said.startswith("Outside") is beyond
-    large = asked("plan", model="Llama-3.1 405B", gpus=16_384)["plan"]["other_ways"][0]
-    assert large["rate"] == pytest.approx(422_175 / 2048, rel=1e-3)
-    assert "dgxc-benchmarking" in large["source"]
     wasted = asked(gpus=1024, global_batch=16e6, between="1 Gb/s", nics=1)
     assert "wastes the GPUs" in wasted["plan"]["warnings"][0]
     marks = [row["mark"] for row in wasted["recommendation"]["options"]]
@@ -310,35 +280,28 @@ def printed(capsys, *arguments, status=0):
     return capsys.readouterr()
 
 
-@pytest.mark.parametrize("given", [
-    ["model=GPT-2", "gpus=8", "price=2"], ["model=Llama-3.1 405B", "gpus=1024"]])
-def test_the_page_shows_the_plan_and_the_recommendation(capsys, given):
-    out, _ = printed(capsys, *given)
-    found = json.loads(printed(capsys, *given, "--json").out)
-    shown, told = found["plan"], found["recommendation"]
-    for text in (shown["title"], shown["launch"]["torch"], shown["launch"]["torchrun"],
-                 *shown["warnings"], *told["advice"], *(row["name"] for row in told["options"])):
-        assert text in out
-    assert out.splitlines()[-1].endswith(f"?{found['query']}") and found["query"]
-    if shown["runs"]:
-        middle = shown["rent"]["middle"]
-        assert f"{middle['days']:,.1f} days" in out and f"cost {middle['money']:,.0f}" in out
-
-
-def test_an_address_gives_its_plan_and_errors_go_to_stderr(capsys):
-    query = "model=GPT-2&gpus=8&strategy=FSDP%2C+kept"
-    expected = json.loads(plan.answer(query))
+def test_it_shows_the_plan_and_the_recommendation_of_an_address_and_errors_on_stderr(capsys):
+    query = "model=GPT-2&gpus=8&strategy=FSDP%2C+kept&price=2"
+    found = json.loads(plan.answer(query))
     for given in ([query], [f"https://example.org/planner.html?{query}#top"],
-                  ["planner.html?model=GPT-2#top", "gpus=8", "strategy=FSDP, kept"]):
-        assert json.loads(printed(capsys, *given, "--json").out) == expected
-    assert json.loads(printed(capsys, "planner.html", "--json").out)["query"] == ""
+                  ["planner.html?model=GPT-2#top", "gpus=8", "strategy=FSDP, kept", "price=2"]):
+        assert json.loads(printed(capsys, *given, "--json").out) == found
+    shown, told, middle = found["plan"], found["recommendation"], found["plan"]["rent"]["middle"]
+    out, _ = printed(capsys, query)
+    for text in (shown["title"], shown["launch"]["torch"], shown["launch"]["torchrun"],
+                 *told["advice"], *(row["name"] for row in told["options"]),
+                 f"{middle['days']:,.1f} days", f"cost {middle['money']:,.0f}"):
+        assert text in out
+    assert out.splitlines()[-1].endswith(f"?{query}")
+    out, _ = printed(capsys, "model=Llama-3.1 405B", "gpus=1024")
+    assert json.loads(plan.answer("model=Llama-3.1+405B&gpus=1024"))["plan"]["title"] in out
     out, err = printed(capsys, "model=custom", "layers=0", "heads=30", status=2)
     assert not out and [line.split(": ")[:2] for line in err.splitlines()] == [
         ["dplab plan", "layers"], ["dplab plan", "heads"]]
     with pytest.raises(SystemExit):
         main(["plan", "--help"])
     out = " ".join(capsys.readouterr().out.split())
-    assert all(f"{field.name}: {field.help}" in out for field in fields.FIELDS)
+    assert all(f"{field.name}: {field.help}" in out for field in FIELDS)
 
 
 @pytest.mark.parametrize("module", ["dplab", "dplab.predict"])
@@ -353,12 +316,3 @@ def test_it_runs_where_there_is_nothing_but_python(module):
                           text=True)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["plan"]["title"].startswith("GPT-2 on 64")
-
-
-def test_no_module_of_predict_needs_itself():
-    files = {path.stem: path for path in (ROOT / "dplab/predict").glob("*.py")}
-    needs = {name: {module.split(".")[2] for module, _ in imports.of_file(path)
-                    if module.startswith("dplab.predict.")} & set(files)
-             for name, path in files.items()}
-    assert needs["choose"] > {"cluster", "memory"}
-    graphlib.TopologicalSorter(needs).prepare()  # raises CycleError
