@@ -19,7 +19,6 @@ TRITON = "FlashAttention in Triton"
 def test_a_pace_is_a_percentile_between_the_rates():
     rates = [100, 110, 120, 130, 140, 150, 160, 170, 180, 190, 200]
     assert [at_pace(rates[::-1], pace) for pace in PACES] == [110, 150, 190]
-    assert [at_pace([1, 2], pace) for pace in PACES] == pytest.approx([1.1, 1.5, 1.9])
     assert [at_pace([7.0], pace) for pace in PACES] == [7.0] * 3
 
 
@@ -39,6 +38,7 @@ def test_a_product_has_the_rates_of_those_that_resemble_it():
     assert 700e12 < measured.value < 810.5e12  # cuBLAS 716 and 786, and its neighbours
     assert measured.as_asked and "4096 × 4096 × 4096 on H100" in measured.basis
     assert matmul(H100, 256, 256, 256).value < 60e12
+    assert H100.ridge_point == pytest.approx(989 / 3.35)
     mine = replace(H100, name="mine", bf16_flops=900e12)
     assert matmul(mine, 4096, 4096, 4096).value == pytest.approx(measured.value * 900 / 989)
     lent, far = matmul(GPUS["H200"], 4096, 4096, 4096), matmul(H100, 65_536, 131_072, 16_384)
@@ -65,7 +65,6 @@ def test_what_stands_in_is_said():
     for rate, words in (
             (attention("H100", 96, 2048), "head dimension"),
             (attention("H100", 128, 16384, kernel=TRITON), "measured on A100"),
-            (attention("H100", 128, 2**20), "tokens"),
             (PUBLISHED.memory(H100, "rotary"), "not measured on H100"),
             (PUBLISHED.memory(H100, "rotary", "compiled"), "all compiled kernels")):
         assert not rate.as_asked and words in rate.basis

@@ -2,7 +2,6 @@
 
 import hashlib
 import math
-import re
 import statistics
 
 import pytest
@@ -16,14 +15,6 @@ IN_SCOPE = [row for row in TABLE["runs"] if row["in_scope"]]
 
 
 # The table
-
-
-def test_each_table_has_a_source_that_can_be_found_again():
-    exact = re.compile(r"arXiv:\d{4}\.\d{5}|[\w.-]+/[\w.-]+ [0-9a-f]{7,}, |issue \d+|\w+\.com/\S+")
-    for name, table in TABLE["tables"].items():
-        at = [row.get("at") for row in TABLE["runs"] if row["table"] == name]
-        assert at and (exact.search(table["source"]) or all(at)), name
-        assert 2015 < table["year"] < 2030 and table["network"]
 
 
 def test_no_figure_changes_no_row_leaves_and_none_changes_sides():
@@ -73,13 +64,6 @@ def test_each_unit_says_the_same_speed(unit, more, expected):
     said = published._in_unit(row, 2.0)
     assert said == pytest.approx(expected(published._job(row).model_flops))
     assert published.tokens_per_gpu(row, said) == pytest.approx(8192 / 2)
-
-
-@pytest.mark.parametrize(("name", "rate"), [
-    ("titan-h100-8b-8", 5762), ("oumi-2b-hsdp-16", 74.41 * 2048 / 16),
-    ("smollm3-zero2", 8192 / 0.974), ("gpt-simple-2.8b", 65_000 / 8)])
-def test_tokens_of_a_gpu_by_hand(name, rate):
-    assert published.tokens_per_gpu(ROWS[name], ROWS[name]["published"]) == pytest.approx(rate)
 
 
 def test_a_summary_counts_errors_as_speeds():
@@ -138,8 +122,6 @@ def test_four_fifths_of_held_out_runs_lie_in_the_range_each_source_weighted_alik
     assert statistics.mean(inside) == pytest.approx(wide.held_out) and wide.held_out >= 0.8
     assert wide.high / wide.low <= 2.5 and wide.low < wide.middle < wide.high
     assert (wide.sources, wide.runs) == (len(found), sum(map(len, found.values())))
-    assert wide.middle == pytest.approx(math.exp(statistics.median(
-        statistics.median(each) for each in found.values())))
 
 
 def test_a_source_counts_once_and_fewer_than_three_make_no_range():
