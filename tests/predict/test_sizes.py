@@ -1,13 +1,13 @@
-"""How large a model's tensors, shards, states and activations are, as published and by hand."""
+"""How large a model's tensors, states and activations are, as published and by hand."""
 
 import math
 from decimal import ROUND_DOWN, ROUND_HALF_UP, Decimal
 
 import pytest
 
-from dplab.predict import catalogue, shards
+from dplab.predict import catalogue
 from dplab.predict.activations import activations
-from dplab.predict.memory import PRECISIONS, States, states
+from dplab.predict.memory import PRECISIONS, states
 from dplab.predict.transformer_config import TransformerConfig
 
 LLAMA_8B = catalogue.MODELS["Llama-3 8B"]
@@ -60,35 +60,11 @@ def test_bytes_per_parameter_are_those_that_are_published(precision, alone, fixe
     assert states("ZeRO-1", precision, 8, 1).total == fixed + shared / 8
 
 
-# Shards
-
-UNITS = [[(5, 3), (5,)], [(2, 5), (2,)]]  # 15 + 5 + 10 + 2 elements
-
-
-@pytest.mark.parametrize(("implementation", "whole", "optimizer"), [
-    ("DDP", 32, [(32, 4)] * 3), ("ZeroRedundancyOptimizer", 32, [(15, 1), (10, 1), (7, 2)]),
-    # rows of 5, 5, 2, 2 in pieces of 2, 2, 1, 1: the last rank has none of the last two
-    ("fully_shard", 14, [(14, 4), (14, 4), (4, 4)])])
-def test_shards_that_do_not_divide_by_hand(implementation, whole, optimizer):
-    assert shards.real_states(implementation, "fp32", 3, UNITS) == [
-        States(4 * whole, 4 * whole, 8 * elements + 4 * tensors) for elements, tensors in optimizer]
-    momentum = shards.real_states(implementation, "fp32, SGD with momentum", 3, UNITS)
-    assert [each.optimizer for each in momentum] == [4 * elements for elements, _ in optimizer]
-
-
-@pytest.mark.parametrize(("implementation", "ranks", "elements"), [
-    ("fully_shard", 1, 32), ("fully_shard", 3, 42), ("FullyShardedModel", 3, 33),
-    ("FullyShardedModel", 5, 20 + 15), ("ShardedOptimizer", 5, 35)])
-def test_padding_is_what_equal_shards_need_more(implementation, ranks, elements):
-    assert shards.padded_parameters(implementation, ranks, UNITS) == elements
-
-
 # Activations
 
 GPT = TransformerConfig(2, 24, 4, 96, 50, 16)
 LLAMA = TransformerConfig(2, 24, 4, 40, 50, 16, kv_heads=2, gated=True, biases=False,
                           norm="rmsnorm", learned_positions=False, tied=False)
-SMALL = {"layers": 1, "d_model": 8, "heads": 2, "d_ff": 32, "vocabulary": 9, "context": 4}
 
 
 @pytest.mark.parametrize("model", [GPT, LLAMA], ids=["gpt", "llama"])
@@ -102,16 +78,3 @@ def test_what_is_recomputed_is_not_kept(model):
     assert full.blocks == 2 * 30 * 2 * 24 and none.recomputed == 0
     assert selective.blocks == 2 * 30 * (
         2 * (4 * 24 + model.d_kv + model.d_ff) + 4 * model.heads)
-
-
-@pytest.mark.parametrize(("call", "error", "says"), [
-    (lambda: TransformerConfig(**SMALL | {"heads": 3}), ValueError, "3 heads do not divide"),
-    (lambda: TransformerConfig(**SMALL | {"heads": 4, "kv_heads": 3}), ValueError, "3 kv_heads do"),
-    (lambda: TransformerConfig(**SMALL | {"layers": 0}), ValueError, "layers is at least 1"),
-    (lambda: activations(GPT, 1, 17), ValueError, "positions for 16 tokens, not for 17"),
-    (lambda: activations(GPT, 1, 8, recompute="some"), ValueError, "'none', 'selective', 'full'"),
-    (lambda: states("ZeRO-4", "K = 8", 8, 1), ValueError, "no stage 'ZeRO-4'; there are 'DDP'"),
-    (lambda: shards.real_states("FSDP", "fp32", 2, UNITS), ValueError, "no implementation 'FSDP'")])
-def test_what_cannot_be_is_refused_in_words(call, error, says):
-    with pytest.raises(error, match=says):
-        call()
