@@ -145,15 +145,6 @@ def test_what_does_not_run_says_what_would():
     assert not any("spans" in vars(each) for each in (*never.options, *found.options))
 
 
-@pytest.mark.parametrize(("call", "says"), [
-    (lambda: recommend(LLAMA, NODE, batch=0), "batch is at least 1"),
-    (lambda: recommend(LLAMA, NODE, precision="fp8"), "no precision"),
-    (lambda: settings.in_torch("HSDP", 12), "12 ranks do not fill nodes of 8")])
-def test_refuses_what_cannot_be(call, says):
-    with pytest.raises(ValueError, match=says):
-        call()
-
-
 # Settings to copy
 
 

@@ -88,13 +88,6 @@ def test_computing_beside_sending_takes_longer(seconds, end):
     assert step.end_beside(sending, 2, seconds, 1) == 2 + seconds
 
 
-def test_backward_beside_an_all_reduce_takes_longer():
-    """4 s alone; of the next 4, 1.5 in the 3 s beside the first all-reduce, then 2.5 alone."""
-    layers = [Layer(0, 4, 1, "first"), Layer(0, 4, 1, "last")]
-    found = times(step.ddp_spans(layers, 2, lambda nbytes: 3 * nbytes, bucket_bytes=1, slowdown=2))
-    assert found["backward first"] == [(4, 9.5)] and found["all-reduce 1"] == [(9.5, 12.5)]
-
-
 A, B, ROOT = Layer(2, 4, 6, "A"), Layer(3, 5, 6, "B"), Layer(1, 2, 2, "root")
 
 
@@ -141,15 +134,6 @@ def test_each_collective_slows_what_computes_beside_it():
     assert found["backward A"] == [(21.5, 29.5)]
 
 
-@pytest.mark.parametrize(("call", "says"), [
-    (lambda: Job(SMALL, 1, 128, "ZeRO-9"), "no strategy"),
-    (lambda: replace(H100, pace="hasty"), "no pace 'hasty'"),
-    (lambda: H100.of(12), "12 ranks do not fill nodes of 8")])
-def test_what_cannot_be_is_refused_in_words(call, says):
-    with pytest.raises(ValueError, match=says):
-        call()
-
-
 # A job on a cluster
 
 
@@ -187,16 +171,11 @@ def test_the_first_bucket_has_an_untied_head_and_the_last_the_embedding(tied):
     assert sum(send.nbytes for send in sends) == 2 * model.parameters
 
 
-def test_ddps_pieces_are_of_a_buckets_size_and_lose_nothing():
-    job = Job(MODELS["GPT-2 XL"], 1, 1024, "DDP")
-    pieces, whole = (predict(replace(job, bucket_bytes=size), H100.of(64))
-                     for size in (job.bucket_bytes, 1e12))
-    sends = [span.nbytes for span in pieces.spans if span.lane == COMMUNICATION]
-    assert sum(sends) == pytest.approx(2 * job.model.parameters) and len(sends) > 50
+def test_ddps_pieces_are_of_a_buckets_size():
+    found = predict(Job(MODELS["GPT-2 XL"], 1, 1024, "DDP"), H100.of(64))
+    sends = [span.nbytes for span in found.spans if span.lane == COMMUNICATION]
+    assert sum(sends) == pytest.approx(2 * MODELS["GPT-2 XL"].parameters) and len(sends) > 50
     assert max(sends) <= 2 * 25 * 2**20
-    forward = [next(span.seconds for span in each.spans if span.name == "forward")
-               for each in (pieces, whole)]
-    assert forward[0] == pytest.approx(forward[1])
 
 
 def test_the_groups_of_hybrid_sharding():
@@ -250,13 +229,6 @@ def test_micro_batches_send_once_or_each_time(strategy):
 def test_the_bound_is_what_was_made_slow(change, ranks, bound):
     found = predict(replace(LLAMA, batch=2), replace(H100, **change).of(ranks))
     assert found.bound == bound and min(found.savings.values()) >= 0
-
-
-@pytest.mark.parametrize("strategy", SIMULATED_STRATEGIES)
-def test_a_hundred_thousand_ranks_are_as_many_spans_as_a_thousand(strategy):
-    few, many = (predict(Job(MODELS["Llama-3 70B"], 1, 8192, strategy), H100.of(ranks))
-                 for ranks in (1024, 100_000))
-    assert len(few.spans) == len(many.spans) and 0 < many.mfu < few.mfu < 1
 
 
 def test_where_adding_ranks_stops_paying():
