@@ -1,6 +1,5 @@
 """The cell for Google Colab and Kaggle, where it sets the course up; elsewhere it does nothing."""
 
-import copy
 import json
 import os
 import shutil
@@ -10,8 +9,6 @@ from pathlib import Path
 
 import colab
 import IPython
-import nbformat
-import notebooks
 import pytest
 from sandbox import ROOT
 
@@ -32,19 +29,6 @@ if course:
     course = course.origin
 json.dump([os.getcwd(), course, names], open(report, "w"))
 """
-
-
-def test_the_cell_is_there_once_behind_the_title_if_the_course_has_an_address():
-    for path in PATHS:
-        script = colab.for_colab(notebooks.read(path))
-        assert notebooks.normalise(script) == path.read_text(encoding="utf-8"), (
-            f"{path.name}: python tests/tools/colab.py writes it anew")
-    before = colab.for_colab(notebooks.read(PATHS[0]), is_known=False)
-    after = colab.for_colab(colab.for_colab(copy.deepcopy(before), is_known=True), is_known=True)
-    title, cell, *others = nbformat.reads(notebooks.normalise(after), as_version=4).cells
-    assert [title.id, *(each.id for each in others)] == [each.id for each in before.cells]
-    assert (cell.source, cell.outputs) == (colab.SOURCE, [])
-    assert cell.metadata == {"tags": colab.TAGS, "jupyter": {"source_hidden": True}}
 
 
 @pytest.mark.slow
@@ -76,6 +60,11 @@ def test_it_fetches_and_installs_the_course_there_and_does_nothing_elsewhere(tmp
         assert Path(folder) == tmp_path / "dplab/chapters"
         assert Path(course) == tmp_path / "dplab/dplab/__init__.py"
         assert (Path(folder) / PATHS[0].name).exists()
+    # In the folder above it, the clone's own folder is no package.
+    script = "import dplab.__main__; print(dplab.__file__)"
+    found = subprocess.check_output([tmp_path / "venv/bin/python", "-c", script], cwd=tmp_path,
+                                    env=environment, text=True)
+    assert found.strip() == course and (tmp_path / "venv/bin/dplab").exists()
 
 
 def make_repository(folder):

@@ -13,9 +13,6 @@ from torch.distributed.run import get_args_parser
 
 FOLDER = Path(__file__).resolve().parents[2] / "chapters" / "launch"
 SLURM = FOLDER / "slurm.sh"
-# Of what https://slurm.schedmd.com/sbatch.html knows: all that the script uses.
-SBATCH = {"job-name", "nodes", "ntasks-per-node", "gpus-per-node", "cpus-per-task", "exclusive",
-          "time", "signal", "requeue", "open-mode", "output"}
 # Stand-ins for SLURM's commands and torchrun, which note how they were called.
 COMMANDS = {
     "scontrol": 'case "$1" in show) printf "node-a\\nnode-b\\n" ;; '
@@ -56,10 +53,10 @@ def test_shellcheck_accepts_the_script():
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
-def test_sbatch_knows_the_options_and_they_agree(options):
-    assert options.keys() <= SBATCH and {"requeue"} <= options.keys()
+def test_the_options_for_sbatch_agree(options):
     assert int(options["nodes"]) > 1 and options["ntasks-per-node"] == "1"
     assert options["signal"].startswith("B:USR1@") and options["open-mode"] == "append"
+    assert "requeue" in options
 
 
 def test_one_torchrun_starts_on_each_node(job, options, monkeypatch):
