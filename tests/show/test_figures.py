@@ -9,10 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from pictures import assert_readable
-
-import dplab.parallel
 
 FIGURES = Path(__file__).parents[2] / "figures"
 SCRIPTS = sorted(FIGURES.glob("*.py"))
@@ -87,10 +84,8 @@ def test_the_collectives_pictures_show_what_the_collectives_do(load):
 
 def test_the_pictures_of_a_step_show_real_steps(load):
     module = load("one_step")
-    gradients = np.array(module["GRADIENTS"])
     np.testing.assert_allclose(module["UPDATED"], np.array(module["WEIGHTS"])
-                               - module["LEARNING_RATE"] * gradients.mean(axis=0))
-    assert len({tuple(gradient) for gradient in gradients}) == 4
+                               - module["LEARNING_RATE"] * np.mean(module["GRADIENTS"], axis=0))
 
     module = load("six_stages")
     weights, inputs, targets = (torch.tensor(module[name]) for name in (
@@ -105,26 +100,6 @@ def test_the_pictures_of_a_step_show_real_steps(load):
         np.testing.assert_allclose(module[name], right, err_msg=name)
     assert [stage in module["COLLECTIVES"] for stage in range(6)] == [1, 0, 0, 0, 1, 0]
 
-
-def tensors_in_between():
-    """This rank's tensor before each step of the ring, and at the end."""
-    tensor = torch.full((4,), 10 ** dist.get_rank())
-    states, batch = [], dist.batch_isend_irecv
-
-    def recording_batch(operations):
-        states.append(tensor.tolist())
-        return batch(operations)
-
-    dist.batch_isend_irecv = recording_batch
-    dplab.parallel.ring_all_reduce(tensor)
-    dist.batch_isend_irecv = batch
-    return [*states, tensor.tolist()]
-
-
-def test_the_ring_picture_shows_what_the_ring_does(load):
     module = load("ring_steps")
-    assert [(rank + 1) % 4 for rank in module["WAY"]] == [0, 1, 2, 3, 0, 1]  # from rank 3
-    ran = dplab.run(tensors_in_between, 4, backend="gloo")
-    assert [*zip(*ran, strict=True)] == [
-        tuple([sum(10**rank for rank in parts) for parts in chunks] for chunks in ranks)
-        for ranks in module["STATES"]]
+    assert module["WAY"] == [3, 0, 1, 2, 3, 0]
+    assert module["STATES"][-1] == [4 * [frozenset(range(4))]] * 4
