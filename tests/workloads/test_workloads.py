@@ -12,7 +12,7 @@ from torch.nn import functional as F
 import dplab
 from dplab.measure import EmulatedLink, aligned, split_time
 from dplab.predict.catalogue import MODELS
-from dplab.workloads import large_batch, moved_digits
+from dplab.workloads import moved_digits
 from dplab.workloads.digits import TRAIN_SIZE, accuracy, digits_classifier, load_digits
 from dplab.workloads.slept_steps import Parts, Sizes, Worker, traced_steps
 from dplab.workloads.standard_library import load_source, sample
@@ -130,13 +130,6 @@ def test_rotary_attention_depends_on_the_distance_alone():
 
 
 # --- steps ----------------------------------------------------------------------------------------
-
-def test_the_rate_rises_in_a_line_and_falls_as_a_cosine():
-    rate = [large_batch.learning_rate(progress, 0.1, 0.8, 0.2)
-            for progress in (0, 0.1, 0.2, 0.6, 1)]
-    assert rate == pytest.approx([0.1, 0.45, 0.8, 0.4, 0.0])
-    assert large_batch.learning_rate(0, 0.1, 0.8, 0) == pytest.approx(0.8)
-
 
 SIZES = Sizes(layers=3, forward=0.004, backward=0.010, optimizer=0.005, bucket_bytes=4000,
               batches=7)
