@@ -1,19 +1,15 @@
 """A guess is taken, kept, and shown beside its result; without one, only the result is shown."""
 
 import collections
-from pathlib import Path
 
 import notebooks
-import numpy as np
 import pytest
 import torch
-from kernel import Kernel
 
 import dplab
 from dplab.desk import course, guesses, record
 from dplab.desk.quantities import NotUnderstood, read, written
 
-ROOT = Path(__file__).resolve().parents[2]
 WAYS = ["gather and broadcast", "a tree", "a ring"]
 
 
@@ -46,13 +42,9 @@ def way(answer=None):
 
 @pytest.mark.parametrize(("text", "unit", "value"), [
     (" 7. ", None, 7), ("−3", None, -3), ("1e-7", None, 1e-7), (".5", None, 0.5), ("~5", None, 5),
-    ("10 %", "%", 10), ("10", "%", 10), ("0", "%", 0), ("3 ms", "ms", 3), ("1 byte", "bytes", 1),
-    ("3 kib", "KiB", 3), ("2 times", "times", 2),
-    ("1,500", None, "commas"), ("0,1", None, "0.5"), ("0.1", "%", "0.1 % or 10 %"),
-    ("3 s", "ms", "in ms"), ("3 m", "ms", "in ms"), ("3 MB", "MiB", "in MiB"),
-    ("50 %", "times", "in times"), ("3 ms", None, "alone"), ("", None, "Which number"),
-    ("10-20", "ms", "3 ms"), ("1/8", None, "point"), ("1e999", None, "alone"),
-    ("nan", None, "point")])
+    ("10", "%", 10), ("0", "%", 0), ("1 byte", "bytes", 1), ("3 kib", "KiB", 3),
+    ("1,500", None, "commas"), ("0.1", "%", "0.1 % or 10 %"), ("3 m", "ms", "in ms"),
+    ("3 MB", "MiB", "in MiB"), ("3 ms", None, "alone"), ("1e999", None, "alone")])
 def test_a_number_is_read_as_people_write_it_or_asked_about(text, unit, value):
     if isinstance(value, str):
         with pytest.raises(NotUnderstood, match=value) as asked:
@@ -84,18 +76,15 @@ def test_without_a_guess_the_result_stands_alone_and_a_page_says_how_to_answer(s
 
 @pytest.mark.parametrize(("unit", "answer", "measured", "good", "factor"), [
     ("%", "10 %", 37, False, "3.7 times your guess"),
-    ("%", "20 %", 37, True, "1.9 times your guess"),
     ("%", "50 %", 99, False, "2 times your guess"),  # 49 percentage points
     ("ms", "3000", 1500, True, "2 times the result"),
     ("ms", "3000 ms", 1490, False, "2 times the result"),
     ("times", "2 times", 2.04, True, "within 5 %"),
     (None, "5", 0, False, "5 less than your guess"),
-    (None, "0", 0, True, "exactly right"),
     (None, "-2", -5, False, "2.5 times your guess"),
     ("s", "2", float("nan"), False, "not a finite number"),
     (WAYS, "a ring", "a ring", True, "right"), (WAYS, "A R", "a ring", True, "right"),
     (WAYS, "gather", "a ring", False, "wrong"),
-    ([2, 4, 8], 4, np.int64(4), True, "right"),
     ([2, 4, 8], 4, torch.tensor([4.0], requires_grad=True), True, "right"),
     ({"raised": "an error", "stuck": "a wait"}, "a wait", "raised", False, "wrong")])
 def test_a_guess_beside_its_result(said, unit, answer, measured, good, factor):
@@ -182,32 +171,3 @@ def test_a_result_is_revealed_by_names_that_no_other_cell_changes(key):
     needed = {(cell["id"], name) for cell, defines, uses in cells for name in uses - defines
               if ".reveal(" in cell["source"]}
     assert needed and not [each for each in needed if defined[each[1]] > 1]
-
-
-@pytest.mark.slow
-def test_a_notebook_that_runs_without_answers(home):
-    widget = "application/vnd.jupyter.widget-view+json"
-    with Kernel(DPLAB_HOME=str(home)) as kernel:
-        shown = kernel.run("import dplab\nway = dplab.guess('way', 'Which `way`, a < b?', "
-                           f"choices={WAYS!r})")
-        data, in_place = shown.displays.values()
-        assert "Run this cell again to answer" in in_place["text/html"]
-        assert shown.value == "" and shown.status == "ok"
-        assert "<code>way</code>, a &lt; b?" in data["text/html"]
-        for page in (data["text/html"], data["text/plain"]):
-            assert all(choice in page for choice in WAYS) and "answer=" in page
-        assert widget in data
-        data, _ = kernel.run("way").displays.values()
-        assert widget in data  # in a cell of its own, the question once more
-        [result] = kernel.run("way.reveal('a ring')").displays.values()
-        assert result["text/plain"] == "Result: a ring"
-        assert kernel.run("way._box.result.layout.display").value == "'none'"
-        [in_place] = kernel.run("way._box.field.value = 'a tree'").displays.values()
-        assert "Your guess: a tree" in in_place["text/html"]
-        assert kept("way")["value"] == "a tree" and "good" not in kept("way")
-        assert kernel.run("way._box.result.layout.display").value == ""
-        kernel.run("way._box.result.click()")
-        assert kept("way")["measured"] == "a ring" and kept("way")["good"] is False
-        assert kernel.run("way._box.field.disabled").value == "True"
-        _, result = kernel.run("way.reveal('a ring')").displays.values()
-        assert "Your guess: a tree" in result["text/plain"]
