@@ -109,15 +109,6 @@ def execute(notebook, folder):
     return notebook
 
 
-def swap(notebook, solutions):
-    """A copy with `solutions(slug)` in place of each cell that is tagged `exercise`."""
-    notebook = copy.deepcopy(notebook)
-    for cell in notebook.cells:
-        if "exercise" in cell.metadata.get("tags", []):
-            cell.source = solutions(cell.metadata.dplab.exercise).strip("\n")
-    return notebook
-
-
 def names(source):
     """The names that a cell defines in the notebook, and those of the notebook that it uses."""
     cell = symtable.symtable(TransformerManager().transform_cell(source), "cell", "exec")
