@@ -131,28 +131,6 @@ def test_values_are_those_of_gloo_and_no_collective_ends_before_the_link_allows(
             assert found[name][1] > needed - SLACK, name
 
 
-def three_at_once():
-    """When this rank came and had launched; whether the last was pending, complete; and when."""
-    dist.barrier()
-    time.sleep(0.3 * dist.get_rank())
-    came = time.monotonic()
-    works = [dist.all_reduce(numbers(), async_op=True) for _ in range(3)]
-    launched, pending = time.monotonic(), not works[-1].is_completed()
-    works[-1].wait()
-    return came, launched, pending, all(work.is_completed() for work in works), time.monotonic()
-
-
-@pytest.mark.slow
-def test_collectives_share_the_link_from_the_last_rank_on_and_block_nobody():
-    link = EmulatedLink(bandwidth=1e12, latency=0.1)
-    found = run(three_at_once, 3, link=link)
-    last = max(came for came, *_ in found)
-    assert last - min(came for came, *_ in found) > 0.5
-    for came, launched, pending, complete, end in found:
-        assert launched - came < 0.2 and pending and complete
-        assert end - last > 3 * 4 * 0.1 - SLACK
-
-
 def model_of(rank):
     torch.manual_seed(rank)
     return nn.Sequential(nn.Linear(31, 17), nn.Tanh(), nn.Linear(17, 3))
@@ -196,12 +174,9 @@ def disagrees():
     dist.all_reduce(numbers()[: LENGTH - dist.get_rank()])
 
 
-def test_a_mismatch_is_reported_as_without_it_and_what_cannot_be_emulated_is_refused():
+def test_a_mismatch_is_reported_as_without_it_and_another_backend_is_refused():
     error = failure(disagrees, 2, link=FAST)
     assert error.kind == "mismatched" and "the shapes do not agree" in str(error)
-    for arguments in ((0,), (1e9, -1e-6)):
-        with pytest.raises(ValueError, match=r"bandwidth above 0|latency is 0"):
-            EmulatedLink(*arguments)
     with pytest.raises(ValueError, match="backend='gloo'"):
         FAST.install("nccl")
 
@@ -268,18 +243,21 @@ def test_a_step_has_its_phases_and_one_span_for_each_bucket(wrap, link):
 
 
 def launched_late():
-    """Two all-reduces at once; rank 1 is late with both."""
+    """Two all-reduces at once, rank 1 late with both: whether the second is done at once; spans."""
     dist.barrier()
     with Trace() as trace:
         time.sleep(0.1 * dist.get_rank())
         works = [dist.all_reduce(torch.ones(4), async_op=True) for _ in range(2)]
+        done = works[1].is_completed()
         for work in works:
             work.wait()
-    return sorted(trace.spans, key=lambda span: span.end)
+    return done, sorted(trace.spans, key=lambda span: span.end)
 
 
-def test_a_collective_on_a_link_is_queued_while_another_rank_or_the_link_is_not_ready():
-    early, late = run(launched_late, 2, link=EmulatedLink(1e9, 0.02), backend="gloo")
+def test_a_collective_on_a_link_blocks_nobody_and_is_queued_until_ranks_and_link_are_ready():
+    found = run(launched_late, 2, link=EmulatedLink(1e9, 0.02), backend="gloo")
+    assert not any(done for done, _ in found)
+    early, late = (spans for _, spans in found)
     assert early[0].queued > 0.05  # waits for rank 1
     for first, second in (early, late):  # two messages of 20 ms each, one after the other
         begin = first.start + first.queued
