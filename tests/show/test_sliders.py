@@ -6,7 +6,6 @@ import io
 import re
 import xml.etree.ElementTree as ElementTree
 
-import numpy as np
 import pytest
 from IPython.core.displaypub import CapturingDisplayPublisher
 from IPython.core.interactiveshell import InteractiveShell
@@ -52,22 +51,6 @@ def test_a_notebook_shows_a_picture_with_its_text_alternative_and_colors(outputs
     assert pixels.shape[:2] == pytest.approx((2 * height, 2 * width), abs=2)
     for color in show.RANK_COLORS:
         assert abs(pixels - to_rgb(color)).sum(axis=2).min() < 0.1, color
-
-
-@pytest.mark.slow
-def test_a_browser_shows_the_colors_of_the_theme():
-    from jupyter import chromium
-
-    shown, ground = lines_of_ranks("").display_data()[0]["text/html"], {}
-    with chromium() as browser:
-        for theme in ("true", "false"):  # against that of the system
-            with browser.new_context(color_scheme="dark" if theme == "true" else "light") as one:
-                tab = one.new_page()
-                tab.set_content(f'<body data-jp-theme-light="{theme}">{shown}')
-                tab.wait_for_function("document.images[0].naturalWidth")
-                pixels = image.imread(io.BytesIO(tab.locator("img").screenshot()))
-                ground[theme] = np.median(pixels[..., :3], axis=(0, 1))
-    assert ground["true"].min() > 0.95 and ground["false"].max() < 0.15
 
 
 def test_a_stepper_changes_the_picture_that_is_an_output_of_its_own(outputs):
