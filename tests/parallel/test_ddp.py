@@ -130,21 +130,15 @@ def test_every_rank_starts_as_rank_0():
         assert_all_equal(results, expected, tolerance=0)
 
 
-class Normalised(nn.Sequential):
-    """BatchNorm: float and int64 buffers that every training step changes."""
-
-    def __init__(self, seed):
-        torch.manual_seed(seed)
-        super().__init__(nn.Linear(INPUTS, 13, bias=False), nn.BatchNorm1d(13), nn.ReLU(),
-                         nn.Linear(13, 3))
-
-
 def with_batch_norm(wrap):
     """Trained, with two forwards before a backward at last, and one in eval mode by rank 0 alone.
 
-    What the replica has then, what torch's DDP has, and the elements that broadcasts sent.
+    What the replica has then, what torch's DDP has, and the bytes that broadcasts sent.
     """
-    module, found, sent = Normalised(seed=dist.get_rank()), [], 0
+    torch.manual_seed(dist.get_rank())
+    module = nn.Sequential(nn.Linear(INPUTS, 13, bias=False), nn.BatchNorm1d(13), nn.ReLU(),
+                           nn.Linear(13, 3))
+    found, sent = [], 0
     for kind in (wrap, DistributedDataParallel):
         model = kind(copy.deepcopy(module))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
@@ -201,7 +195,10 @@ def test_strides_may_differ_and_a_sum_may_overflow():
 
 
 def what_is_special(wrap):
-    """A sparse gradient; nothing to average; no_sync() left by an error, and inside another."""
+    """A sparse gradient; nothing to average; no_sync() left by an error, and inside another.
+
+    Where gradients leave during backward, also two backwards without a finish between them.
+    """
     words = wrap(nn.ModuleDict({"words": nn.Embedding(10, 3, sparse=True)}))
     with pytest.raises(NotImplementedError, match=r"'words\.weight'.*sparse=False"):
         words.module["words"](torch.tensor([dist.get_rank()])).sum().backward()
@@ -222,10 +219,14 @@ def what_is_special(wrap):
     (model(torch.ones(1, 1)) * (dist.get_rank() + 1)).sum().backward()
     model.finish_gradient_sync()
     assert model.module.bias.grad.item() == 1.5
+    if isinstance(model, OverlappedDDP):
+        model(torch.ones(1, 1)).sum().backward()
+        with pytest.raises(RuntimeError, match=r"'(weight|bias)' was computed .*no_sync\(\)"):
+            model(torch.ones(1, 1)).sum().backward()
 
 
 @each_wrapper
-def test_sparse_gradients_nothing_at_all_and_the_end_of_no_sync(wrap):
+def test_what_is_special_about_a_backward(wrap):
     run(what_is_special, 2, wrap)
 
 
@@ -283,24 +284,14 @@ def test_one_all_reduce_for_each_bucket_and_gradients_are_views(kind):
         assert found == (2 * [[4 * (9 + 2), 4 * (6 + 3)]], True, 2)  # and a flag for each
 
 
-class Slow(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        time.sleep(0.2)
-        return gradient
-
-
 def launches(kind):
     """Seconds from each all-reduce's launch to the end of backward."""
     module = nn.ModuleList([nn.Linear(6, 6) for _ in range(3)])
     model = kind(module, bucket_mb=4 * 42 / MIB)  # one bucket for each layer
     x = torch.ones(2, 6)
     for layer in module:
-        x = Slow.apply(layer(x))  # backward pauses before each layer's gradients
+        x = layer(x)
+        x.register_hook(lambda _: time.sleep(0.2))  # in backward, before the layer's gradients
     with CallLog() as log:
         x.sum().backward()
         end = time.monotonic()
@@ -346,14 +337,3 @@ def test_ranks_launch_in_one_order_whatever_order_gradients_come_in(kind):
     expected = [(2 * three + two) / 3] * 2 + [2 * three / 3]
     for gradients in run(orders_that_differ, 3, kind):
         torch.testing.assert_close(gradients, expected)
-
-
-def backward_twice():
-    model = OverlappedDDP(nn.Linear(3, 2), bucket_mb=1)
-    model(torch.ones(1, 3)).sum().backward()
-    with pytest.raises(RuntimeError, match=r"'(weight|bias)' was computed a second.*no_sync\(\)"):
-        model(torch.ones(1, 3)).sum().backward()
-
-
-def test_a_gradient_computed_twice_is_named():
-    run(backward_twice, 1)

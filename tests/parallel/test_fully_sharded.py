@@ -69,21 +69,11 @@ class Structured(nn.Module):
         return self.scale * x
 
 
-class FrozenBetween(nn.Sequential):
-    """Frozen units, through which gradients flow on to trainable ones."""
-
-    def __init__(self):
-        super().__init__(*[nn.Linear(6, 6) for _ in range(5)])
-        self[1].requires_grad_(False)
-        self[3].requires_grad_(False)
-
-
 MODELS = {
     "a unit twice": Twice,
     "checkpointing inside": lambda on=True: Checkpointed(True, on),
     "checkpointing around": lambda on=True: Checkpointed(False, on),
     "dicts": Structured,
-    "frozen units": FrozenBetween,
     "no units": lambda: nn.Linear(6, 4),
 }
 
@@ -114,11 +104,11 @@ def test_gradients_are_those_of_the_whole_batch(world_size):
         whole = made(name, **({"on": False} if name.startswith("checkpointing") else {}))
         whole(inputs(12)).square().mean().backward()
         for key, parameter in whole.named_parameters():
-            expected = parameter.grad if parameter.requires_grad else parameter.detach()
-            if expected is not None:  # a unit that never ran has none
+            if parameter.grad is not None:  # which a unit that never ran has not
                 for result in results:
-                    torch.testing.assert_close(result[name][key], expected, rtol=0, atol=1e-13,
-                                               msg=lambda m, at=(name, key): f"{at}: {m}")
+                    torch.testing.assert_close(
+                        result[name][key], parameter.grad, rtol=0, atol=1e-13,
+                        msg=lambda m, at=(name, key): f"{at}: {m}")
 
 
 def use_outside_of_training():
@@ -151,20 +141,9 @@ class Noting(nn.Module):
     """Notes how many gathers have been launched when forward and backward pass by."""
 
     def forward(self, x):
-        return Note.apply(x, self.note)
-
-
-class Note(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, note):
-        ctx.note = note
-        note()
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        ctx.note()
-        return gradient, None
+        self.note()
+        x.register_hook(lambda _: self.note())
+        return x
 
 
 def order_of_gathers():
@@ -188,20 +167,17 @@ def test_the_next_unit_is_on_its_way_while_one_computes():
         assert reduced == sum(sizes)
 
 
-def sizes_by_unit(names):
-    module = Twice()
-    module.beside.weight = module.first.weight
-    units = None if names is None else [getattr(module, name) for name in names]
-    return [[piece.numel() for shard in unit.shards for piece in shard.pieces]
-            for unit in FullyShardedModel(module, units)._units]
+def units_of_modules():
+    """What is tied or belongs to no unit is gathered for the whole step."""
+    for names, expected in ((None, [[36], [6], [36, 6], [36, 6], [6]]),
+                            (["again", "first"], [[36, 36, 6, 6], [36, 6], [6]])):
+        module = Twice()
+        module.beside.weight = module.first.weight
+        units = names and [getattr(module, name) for name in names]
+        sizes = [[piece.numel() for shard in unit.shards for piece in shard.pieces]
+                 for unit in FullyShardedModel(module, units)._units]
+        assert sizes == expected
 
-
-def test_what_is_tied_or_belongs_to_no_unit_is_gathered_for_the_whole_step():
-    assert run(sizes_by_unit, 1, None) == [[[36], [6], [36, 6], [36, 6], [6]]]
-    assert run(sizes_by_unit, 1, ["again", "first"]) == [[[36, 36, 6, 6], [36, 6], [6]]]
-
-
-def wrong_units():
     module = nn.Sequential(nn.Sequential(nn.Linear(2, 2)), nn.Linear(2, 2))
     for units, words in (([nn.Linear(2, 2)], "not a submodule"), ([module], "not a submodule"),
                          ([module[0], module[0][0]], "part of another"),
@@ -210,8 +186,8 @@ def wrong_units():
             FullyShardedModel(module, units)
 
 
-def test_units_that_make_no_sense_are_refused():
-    run(wrong_units, 1)
+def test_which_parameters_make_a_unit_and_which_units_are_refused():
+    run(units_of_modules, 1)
 
 
 # --- the whole state ------------------------------------------------------------------------------

@@ -4,11 +4,12 @@ The models start differently on every rank, and no two inputs are equal.
 """
 
 import copy
+import functools
 
 import pytest
 import torch
 import torch.distributed as dist
-from odd_models import INPUTS, assert_all_equal, batch
+from odd_models import INPUTS, OUTPUTS, Awkward, assert_all_equal, batch
 from ranks import world_sizes
 from torch import nn
 from torch.nn import functional as F
@@ -17,27 +18,14 @@ import dplab
 from dplab.measure import CallLog
 from dplab.parallel import DiLoCo, LocalSGD, StreamingDiLoCo
 
-CLASSES, STEPS = 3, 11
+STEPS = 11
 
 
-class Net(nn.Module):
-    """With BatchNorm's buffers of two kinds, a frozen parameter, a tied and a transposed one."""
+class Net(nn.Sequential):
+    """Parameters of every kind, and BatchNorm's buffers of two kinds."""
 
     def __init__(self, seed):
-        super().__init__()
-        torch.manual_seed(seed)
-        self.encode = nn.Linear(INPUTS, 11)
-        self.encode.bias.requires_grad_(False)
-        self.norm = nn.BatchNorm1d(11)
-        self.middle = nn.Linear(11, 11, bias=False)
-        self.middle.weight = nn.Parameter(torch.randn(11, 11).t() / 4)
-        self.again = self.middle
-        self.head = nn.Linear(11, CLASSES)
-        self.register_buffer("scale", torch.tensor(0.7 + seed))
-
-    def forward(self, x):
-        hidden = torch.tanh(self.norm(self.encode(x)))
-        return self.scale * self.head(torch.tanh(self.again(self.middle(hidden))))
+        super().__init__(Awkward(seed), nn.BatchNorm1d(OUTPUTS).double())
 
 
 class Plain(nn.Sequential):
@@ -45,33 +33,18 @@ class Plain(nn.Sequential):
 
     def __init__(self, seed):
         torch.manual_seed(seed)
-        super().__init__(nn.Linear(INPUTS, 11), nn.Tanh(), nn.Linear(11, CLASSES))
+        super().__init__(nn.Linear(INPUTS, 11), nn.Tanh(), nn.Linear(11, OUTPUTS))
+        self.double()
 
 
 def backward(model, rank, step):
-    x, _ = batch(100 * rank + step, 5)
+    x, y = batch(100 * rank + step, 5)
     model.zero_grad()
-    F.cross_entropy(model(x.float()), x[:, :CLASSES].argmax(1)).backward()
+    F.cross_entropy(model(x), y.argmax(1)).backward()
 
 
-def sgd(parameters):
-    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.02)
-
-
-def adamw(parameters):
-    return torch.optim.AdamW(parameters, lr=0.02)
-
-
-def local(every):
-    return lambda model, optimizer: LocalSGD(model, optimizer, every)
-
-
-def diloco(rate, momentum):
-    return lambda model, optimizer: DiLoCo(model, optimizer, 3, rate, momentum)
-
-
-def streaming(**options):
-    return lambda model, optimizer: StreamingDiLoCo(model, optimizer, **options)
+def inner(model):
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.02)
 
 
 # --- as one process plays them: `meet` changes what all ranks have after a step -------------------
@@ -87,6 +60,7 @@ class Means:
     def __init__(self, every):
         self.every = every
 
+    @torch.no_grad()
     def meet(self, models, step):
         if step % self.every:
             return
@@ -128,6 +102,7 @@ class Fragments:
         self.velocity = [torch.zeros_like(part) for part in self.anchors]
         self.under_way = {}
 
+    @torch.no_grad()
     def meet(self, models, step):
         whole = [nn.utils.parameters_to_vector(model.parameters()) for model in models]
         for half in (0, 1):
@@ -146,13 +121,13 @@ class Fragments:
 
 
 STREAM = {"every": 4, "late": 1, "mix": 0.3}
-CASES = [  # the model, its optimizer, the scheme, and how it is played
-    (Net, sgd, local(1), lambda: Means(1)),
-    (Net, sgd, local(3), lambda: Means(3)),
-    (Net, adamw, local(3), lambda: Means(3)),
-    (Net, adamw, diloco(0.7, 0.9), lambda: OuterSteps(0.7, 0.9)),
-    (Net, adamw, diloco(0.5, 0.0), lambda: OuterSteps(0.5, 0.0)),
-    (Plain, sgd, streaming(**STREAM, fragments=2, outer_learning_rate=0.6, outer_momentum=0.8),
+CASES = [  # the model, the scheme, and how it is played
+    (Net, functools.partial(LocalSGD, every=3), lambda: Means(3)),
+    (Net, functools.partial(DiLoCo, every=3), lambda: OuterSteps(0.7, 0.9)),
+    (Net, functools.partial(DiLoCo, every=3, outer_learning_rate=0.5, outer_momentum=0.0),
+     lambda: OuterSteps(0.5, 0.0)),
+    (Plain, functools.partial(StreamingDiLoCo, **STREAM, fragments=2, outer_learning_rate=0.6,
+                              outer_momentum=0.8),
      lambda: Fragments(**STREAM, rate=0.6, momentum=0.8)),
 ]
 
@@ -160,10 +135,9 @@ CASES = [  # the model, its optimizer, the scheme, and how it is played
 def train_each():
     """By case, the state after each step on this rank; and at the end of a stream."""
     found = []
-    for net, make_optimizer, make_scheme, _ in CASES:
-        model = net(seed=dist.get_rank())
-        scheme = make_scheme(model, make_optimizer(model.parameters()))
-        states = []
+    for net, make_scheme, _ in CASES:
+        model, states = net(seed=dist.get_rank()), []
+        scheme = make_scheme(model, inner(model))
         for step in range(STEPS):
             backward(model, dist.get_rank(), step)
             scheme.step()
@@ -175,38 +149,31 @@ def train_each():
     return found
 
 
-@torch.no_grad()
-def play(scheme, models, step):
-    scheme.meet(models, step)
-    return [copy.deepcopy(model.state_dict()) for model in models]
-
-
 @pytest.mark.slow
 @world_sizes
 def test_each_step_is_what_one_process_computes(world_size):
     of_ranks = zip(*dplab.run(train_each, world_size, backend="gloo"), strict=True)
-    for (net, make_optimizer, _, make_played), found in zip(CASES, of_ranks, strict=True):
-        models, scheme = [net(seed=0) for _ in range(world_size)], make_played()
-        optimizers = [make_optimizer(model.parameters()) for model in models]
+    for (net, _, make_played), found in zip(CASES, of_ranks, strict=True):
+        models, played = [net(seed=0) for _ in range(world_size)], make_played()
+        optimizers = [inner(model) for model in models]
         for step in range(STEPS):
             for rank, model in enumerate(models):
                 backward(model, rank, step)
                 optimizers[rank].step()
-            expected = play(scheme, models, step + 1)
-            for states, wanted in zip(found, expected, strict=True):
-                assert_all_equal([states[step]], wanted, 2e-5)
+            played.meet(models, step + 1)
+            for states, model in zip(found, models, strict=True):
+                assert_all_equal([states[step]], model.state_dict(), 1e-9)
         if net is Plain:
-            expected = play(Means(1), models, 1)
-            for states, wanted in zip(found, expected, strict=True):
-                assert_all_equal([states[STEPS]], wanted, 2e-5)
+            Means(1).meet(models, 1)
+            assert_all_equal([states[STEPS] for states in found], models[0].state_dict(), 1e-9)
 
 
 def what_is_sent():
     """Bytes of parameters, once in H steps; a dtype has a message of its own; rank 0's counters."""
-    size, found = 4 * (INPUTS * 11 + 11 + 11 * CLASSES + CLASSES), []
+    size, found = 8 * (INPUTS * 11 + 11 + 11 * OUTPUTS + OUTPUTS), []
     for every in (1, 4, 16):
         model = Plain(seed=dist.get_rank())
-        trainer = DiLoCo(model, sgd(model.parameters()), every)
+        trainer = DiLoCo(model, inner(model), every)
         with CallLog() as log:
             for step in range(16):
                 backward(model, dist.get_rank(), step)
@@ -216,7 +183,7 @@ def what_is_sent():
 
     model = Plain(seed=0)
     model[2].to(torch.bfloat16)
-    trainer = LocalSGD(model, sgd(model.parameters()), 1)
+    trainer = LocalSGD(model, inner(model), every=1)
     with torch.no_grad(), CallLog() as log:
         for parameter in model.parameters():
             parameter.fill_(dist.get_rank() + 0.5)
@@ -225,15 +192,15 @@ def what_is_sent():
     assert log.count() == 2
 
     model = Net(seed=0)
-    trainer = LocalSGD(model, sgd(model.parameters()), every=4)
-    model.norm.num_batches_tracked.fill_(5 + dist.get_rank())
+    trainer = LocalSGD(model, inner(model), every=4)
+    counter = model[1].num_batches_tracked.fill_(5 + dist.get_rank())
     trainer.average()
-    assert model.norm.num_batches_tracked.item() == 5
+    assert counter.item() == 5
     with pytest.raises(ValueError, match="not every 0"):
-        LocalSGD(model, sgd(model.parameters()), 0)
+        LocalSGD(model, inner(model), every=0)
     for every, fragments, late in ((4, 2, 4), (4, 5, 1), (4, 2, 0)):
         with pytest.raises(ValueError, match="do not fit"):
-            StreamingDiLoCo(model, sgd(model.parameters()), every, fragments, late)
+            StreamingDiLoCo(model, inner(model), every, fragments, late)
 
 
 def test_what_is_sent_and_what_is_refused():

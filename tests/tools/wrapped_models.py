@@ -8,7 +8,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
-from dplab.parallel import FullyShardedModel, ShardedGradientOptimizer, ShardedOptimizer
+from dplab.parallel import FullyShardedModel, ShardedGradientOptimizer
 
 WIDTHS = [7, 11, 5, 3]  # no world size above 1 divides them
 UNITS = [[(wide, narrow), (wide,)] for narrow, wide in itertools.pairwise(WIDTHS)]
@@ -33,14 +33,12 @@ def prepared(implementation, make_optimizer, widths=WIDTHS):
         for layer in model[:-1]:
             fully_shard(layer, **options)
         fully_shard(model, **options)
-    elif implementation in ("DDP", "ZeroRedundancyOptimizer", "ShardedOptimizer"):
+    elif implementation in ("DDP", "ZeroRedundancyOptimizer"):
         model = DistributedDataParallel(model)
     elif implementation == "FullyShardedModel":
         model = FullyShardedModel(model)
     if implementation == "ZeroRedundancyOptimizer":
         return model, ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW)
-    if implementation == "ShardedOptimizer":
-        return model, ShardedOptimizer(model.parameters(), torch.optim.AdamW)
     if implementation == "ShardedGradientOptimizer":
         return model, ShardedGradientOptimizer(model.parameters(), torch.optim.AdamW,
                                                bucket_mb=BUCKET_MB)
