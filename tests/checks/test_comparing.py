@@ -20,7 +20,7 @@ from dplab.checks.compare import (
     wrong_facts,
 )
 from dplab.checks.composition import Held, fewest, made_of, said
-from dplab.checks.trials import other_data, seeded
+from dplab.checks.trials import seeded
 
 TOLERANCE = 1e-5
 A, B, C = torch.tensor([[1.0, 2.0], [3.0, 4.0], [1.2345, 2.3456]])
@@ -210,14 +210,6 @@ CASES = {"weights": (2.0, 10.0, 6.0, 8.0), "half the weights": (1.0, 5.0, 3.0, 4
 def test_the_fewest_terms_that_explain_all_cases_are_found(values, without, found):
     terms = {name: term for name, term in CASES.items() if name != without}
     assert fewest(values, terms) == (found and pytest.approx(found))
-
-
-def test_what_is_drawn_for_a_name_is_its_own_and_other_in_another_series():
-    one, other = seeded("a", 5), seeded("b", 5)
-    with other_data():
-        later = seeded("a", 5)
-    assert torch.equal(seeded("a", 5), one)
-    assert not torch.equal(one, other) and not torch.equal(one, later)
 
 
 # Whether a known mistake is the attempt's
