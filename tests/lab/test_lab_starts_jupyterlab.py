@@ -1,5 +1,6 @@
 """``dplab lab`` from a shell: JupyterLab comes up, is found again, and ends by Ctrl-C."""
 
+import contextlib
 import json
 import os
 import pty
@@ -10,24 +11,19 @@ import subprocess
 import sys
 import urllib.error
 import urllib.request
-import zipfile
-from pathlib import Path
 
 import pytest
 from jupyter import until
 
-ROOT = Path(__file__).resolve().parents[2]
 ADDRESS = re.compile(r"http://127\.0\.0\.1:(\d+)(/lab[^\s?]*)\?token=(\w+)")
 
 
 def ask(port, token, path):
     request = urllib.request.Request(f"http://127.0.0.1:{port}/{path}",
                                      headers={"Authorization": f"token {token}"})
-    try:
-        with urllib.request.urlopen(request, timeout=30) as answer:
-            return answer.read()
-    except urllib.error.URLError:
-        return None
+    with (contextlib.suppress(urllib.error.URLError),
+          urllib.request.urlopen(request, timeout=30) as answer):
+        return answer.read()
 
 
 @pytest.mark.slow
@@ -52,11 +48,9 @@ def test_a_start_with_a_busy_port_a_second_one_and_ctrl_c(tmp_path):
             assert page == (place / "figures/collectives.svg").read_bytes()
             kernels = json.loads(ask(port, token, "api/kernelspecs"))
             assert kernels["kernelspecs"]["python3"]["spec"]["argv"][0] == sys.executable
-            for more, status, said in (([], 0, f"127.0.0.1:{port}/lab"),
-                                       (["--update", "all"], 1, "Close JupyterLab")):
-                again = subprocess.run([*words, *more], cwd=tmp_path, env=environment, text=True,
-                                       capture_output=True, stdin=subprocess.DEVNULL, timeout=60)
-                assert again.returncode == status and said in again.stdout + again.stderr
+            again = subprocess.run(words, cwd=tmp_path, env=environment, text=True,
+                                   capture_output=True, timeout=60)
+            assert again.returncode == 0 and f"127.0.0.1:{port}/lab" in again.stdout
             os.killpg(process.pid, signal.SIGINT)
             until(lambda: "(y/[n])" in log.read_text(), 20, "Ctrl-C asks nothing")
             os.write(keyboard, b"y\n")
@@ -80,47 +74,3 @@ def test_words_after_dplab_load_neither_torch_nor_numpy(tmp_path, arguments, sta
                           text=True, timeout=60, cwd=tmp_path)
     assert done.returncode == status and said in done.stdout + done.stderr
     assert done.stdout.endswith("set()\n")
-
-
-FOREIGN_KERNEL = """
-import json, sys
-from pathlib import Path
-from IPython.core.interactiveshell import InteractiveShell
-
-sys.modules["dplab"] = None  # as in a Python that has no such package
-shell = InteractiveShell.instance(colors="nocolor")
-for path in sorted(Path("chapters").glob("*.ipynb")):
-    first = next(cell for cell in json.loads(path.read_text())["cells"]
-                 if cell["cell_type"] == "code" and cell["id"] != "on-colab")
-    print("chapter", path.stem)
-    shell.run_cell("".join(first["source"]))
-"""
-
-
-@pytest.mark.slow
-def test_in_a_kernel_without_dplab_each_chapter_says_so_in_a_few_lines():
-    done = subprocess.run([sys.executable, "-c", FOREIGN_KERNEL], cwd=ROOT, text=True, timeout=120,
-                          capture_output=True)
-    shown = done.stdout.split("chapter ")[1:]
-    assert len(shown) == len(list((ROOT / "chapters").glob("*.ipynb")))
-    for text in shown:
-        assert "ModuleNotFoundError" in text and "Change Kernel" in text
-        assert len(text.splitlines()) <= 12, text
-
-
-@pytest.mark.slow
-def test_a_clone_called_dplab_is_no_package_in_the_folder_above_it(tmp_path):
-    """As `pip install -e .` puts the package into an environment."""
-    clone, site = tmp_path / "dplab", tmp_path / "site"
-    for name in ("pyproject.toml", "README.md", "dplab/__init__.py", "dplab/needs.py"):
-        (clone / name).parent.mkdir(parents=True, exist_ok=True)
-        (clone / name).write_bytes((ROOT / name).read_bytes())
-    build = f"from setuptools.build_meta import build_editable as build; build({str(tmp_path)!r})"
-    subprocess.run([sys.executable, "-c", build], cwd=clone, check=True, capture_output=True)
-    [wheel] = tmp_path.glob("*.whl")
-    zipfile.ZipFile(wheel).extractall(site)
-    assert "dplab = dplab.__main__:main" in next(site.glob("*/entry_points.txt")).read_text()
-    script = f"import site; site.addsitedir({str(site)!r}); import dplab; print(dplab.__file__)"
-    done = subprocess.run([sys.executable, "-S", "-c", script], cwd=tmp_path, text=True,
-                          capture_output=True, env={**os.environ, "PYTHONPATH": ""}, timeout=60)
-    assert done.stdout.strip() == str(clone / "dplab/__init__.py"), done.stderr

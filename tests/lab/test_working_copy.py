@@ -1,5 +1,6 @@
 """The reader's copy of the course: made, kept, brought up to date, and never poorer by a line."""
 
+import json
 import os
 import re
 import resource
@@ -8,31 +9,98 @@ import subprocess
 import sys
 
 import pytest
-from small_course import (
-    ANSWER,
-    STUB,
-    book,
-    by_id,
-    cell,
-    chapter,
-    commit,
-    edit,
-    make_course,
-    read,
-    sources,
-    text,
-    write,
-)
 
 from dplab.lab import command, jupyterlab
 from dplab.lab.answers import NOTE, answers_in, stubs_in, with_answers
 
 FIRST, THIRD = "chapters/00_start_here.ipynb", "chapters/03_all_reduce.ipynb"
+STUB = '''\
+def total(values):
+    """The sum over all ranks."""
+    raise NotImplementedError("your turn")'''
+ANSWER = """\
+def total(values):
+    # the reader's way
+    return sum(values)"""
+OUTPUT = {"output_type": "stream", "name": "stdout", "text": ["the result gives it away\n"]}
+FILES = {"chapters/data/sweep.json": "[1, 2]\n", "figures/ring.svg": "<svg/>\n",
+         "chapters/03_launch/train.py": "print('train')\n",
+         "README.md": "# Course\n\n[first](chapters/00_start_here.ipynb)\n",
+         "figures/ring.py": "draws ring.svg\n"}
+
+
+def cell(id, source, *, slug=None, kind="code", outputs=()):
+    """A cell as a notebook file has it; with a slug, an exercise's."""
+    metadata = {"tags": ["exercise"], "dplab": {"exercise": slug}} if slug else {}
+    extra = {"outputs": list(outputs), "execution_count": None} if kind == "code" else {}
+    return {"cell_type": kind, "id": id, "metadata": metadata, "source": source, **extra}
+
+
+def book(*cells):
+    return {"cells": [dict(each) for each in cells], "metadata": {}, "nbformat": 4,
+            "nbformat_minor": 5}
+
+
+def chapter(title="All-reduce", slug="total-of-ranks"):
+    """A chapter with prose, a cell of the course, an exercise, a guess and a picture."""
+    return book(
+        cell("question", f"# {title}\n\n![ring](../figures/ring.svg) [all](../README.md)",
+             kind="markdown"),
+        cell("setup", "ranks = 4", outputs=[OUTPUT]),
+        cell("stub-total", STUB, slug=slug),
+        cell("check-total", 'check("total-of-ranks", total)', outputs=[OUTPUT]),
+        cell("guess-bytes", 'dplab.guess("bytes-moved", "How many bytes?", unit="MB")'),
+        cell("last", "print(ranks)"))
+
+
+def sources(notebook):
+    """The text of each cell, as it stands in a file or in memory."""
+    return ["".join(each["source"]) for each in notebook["cells"]]
+
+
+def write(path, content):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(content if isinstance(content, str) else json.dumps(content, indent=1))
+
+
+def read(path):
+    return json.loads(path.read_text())
+
+
+def change(path, id, **parts):
+    """Changes these parts of a cell of a notebook file."""
+    notebook = read(path)
+    next(each for each in notebook["cells"] if each["id"] == id).update(parts)
+    write(path, notebook)
+
+
+def set_source(path, id, source):
+    change(path, id, source=source.splitlines(keepends=True))  # as JupyterLab writes it
+
+
+def answer_in(path):
+    set_source(path, "stub-total", ANSWER)
+
+
+def run_in(path):
+    """What JupyterLab leaves in a notebook that was run and saved."""
+    change(path, "setup", outputs=[OUTPUT | {"text": ["4\n"]}])
+
+
+def commit(course):
+    for words in (["init", "-q"], ["add", "-A"], ["-c", "user.name=a", "-c",
+                  "user.email=a@example.org", "commit", "-qm", "a version"]):
+        subprocess.run(["git", *words], cwd=course, check=True, capture_output=True)
 
 
 @pytest.fixture
 def course(tmp_path, monkeypatch):
-    root = make_course(tmp_path / "a clone")
+    """A small course in a repository."""
+    root = tmp_path / "a clone"
+    for name, content in {FIRST: chapter("Start here", "another-total"), THIRD: chapter(),
+                          **FILES}.items():
+        write(root / name, content)
+    commit(root)
     monkeypatch.setattr(command, "ROOT", root)
     return root
 
@@ -50,20 +118,6 @@ def lab(course, capsys):
 def copy(course, lab):
     lab()
     return course / "my_course"
-
-
-def set_source(path, id, source):
-    edit(path, lambda cells: by_id(cells, id).update(source=source))
-
-
-def answer_in(path):
-    set_source(path, "stub-total", ANSWER)
-
-
-def run_in(path):
-    """What JupyterLab leaves in a notebook that was run and saved."""
-    shown = {"output_type": "stream", "name": "stdout", "text": ["4\n"]}
-    edit(path, lambda cells: by_id(cells, "setup").update(outputs=[shown]))
 
 
 def change_course(course, source="ranks = 8"):
@@ -92,15 +146,13 @@ def test_the_copy_has_what_chapters_need_and_nothing_else(course, lab, with_git)
     """
     for name, page in {"setup.md": "[next](more.md)", "more.md": "# More", "conf.py": "",
                        "assistants.md": "# Rules\n\n[all](../glossary.md)"}.items():
-        (course / "chapters/book").mkdir(exist_ok=True)
-        (course / "chapters/book" / name).write_text(page)
+        write(course / "chapters/book" / name, page)
     (course / "README.md").write_text(
         "[a](chapters/book/setup.md) [b](chapters/book/assistants.md) [c](../outside.md)")
     (course.parent / "outside.md").write_text("not of the course")
     commit(course)
     expected = files(course)
-    (course / "chapters/.ipynb_checkpoints").mkdir()
-    (course / "chapters/.ipynb_checkpoints/x.ipynb").write_text("no notebook")
+    write(course / "chapters/.ipynb_checkpoints/x.ipynb", "no notebook")
     if with_git:
         (course / "chapters/Untitled.ipynb").write_text("no notebook")
         answer_in(course / THIRD)  # in the clone itself: not the course's text
@@ -302,8 +354,8 @@ def test_where_no_copy_can_be_it_says_what_to_do(course, lab, tmp_path, monkeypa
     (["import math", STUB, ANSWER], f"import math\n\n\n{ANSWER}")])
 def test_an_answer_is_what_stands_in_place_of_the_stub(texts, answer):
     """In several cells it becomes one. Where the stub is unknown, an unfinished one is none."""
-    old = book(text("title", "# T"), *(cell(f"c{number}", source, slug="total-of-ranks")
-                                       for number, source in enumerate(texts)), cell("own", "x"))
+    old = book(*(cell(f"c{number}", source, slug="total-of-ranks")
+                 for number, source in enumerate(texts)), cell("own", "x"))
     found = {} if answer is None else {"total-of-ranks": answer}
     assert answers_in(old, {"total-of-ranks": STUB}) == found
     assert answers_in(old, {}) == ({} if answer and "NotImplemented" in answer else found)
