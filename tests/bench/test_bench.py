@@ -3,7 +3,9 @@
 import argparse
 import json
 import os
+import sys
 
+import cloudpickle
 import pytest
 import torch
 import torch.distributed as dist
@@ -13,9 +15,11 @@ import dplab
 from dplab.bench import __main__ as command
 from dplab.bench import gpu, results, sharded, training_step
 from dplab.predict import published, rates, reached
-from dplab.predict.catalogue import GPUS, MODELS, Gpu
+from dplab.predict.catalogue import MODELS, Gpu
 from dplab.predict.transformer_config import TransformerConfig
 
+# Ranks take what they run from here, and load nothing of a GPU's bench.
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
 RANKS, STEPS = 2, 4
 
 
@@ -102,12 +106,11 @@ def test_the_gpu_bench_measures_what_predictions_ask_for(capsys, monkeypatch):
     parser = argparse.ArgumentParser()
     gpu.add_arguments(parser)
     options = parser.parse_args(["--model", "GPT-2", "--sequence", "64", "--eager"])
-    card = "NVIDIA H100 80GB HBM3"
+    card = "of a reader"
     found = gpu.measure(options, CPU, card, 8e10)
     [row] = found["blocks"]
     assert row["slow"] > row["typical"] > row["fast"] and min(row["own"], row["measured"]) > 0
     assert f"{1e3 * row['measured']:.2f}" in capsys.readouterr().out
-    assert found["peaks"]["TFLOP/s"] == GPUS["H100"].bf16_flops / 1e12  # the card has another name
     tables = {table["what"]: table["rows"] for table in found["tables"]}
     for table in found["tables"]:
         assert table["rows"] and table["gpu"] == card
@@ -120,8 +123,7 @@ def test_the_gpu_bench_measures_what_predictions_ask_for(capsys, monkeypatch):
         assert own.memory(mine, operation).as_asked
     assert own.attention(mine, 64, 64).as_asked
     assert own.memory(mine, "optimizer", "foreach").as_asked
-    unknown = gpu.measure(options, CPU, "mine", 8e10)
-    assert unknown["peaks"]["GB/s"] == max(row[-1] for row in unknown["tables"][2]["rows"])
+    assert found["peaks"]["GB/s"] == max(row[-1] for row in tables["memory"])
 
 
 @pytest.mark.gpu

@@ -1,11 +1,10 @@
 """The results in chapters/data: each is what its script makes of it, and each script runs here."""
 
-import gzip
 import json
 import math
 import statistics
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import cloudpickle
 import eight_ranks
@@ -42,13 +41,6 @@ def recorded(name):
     return json.loads((FOLDER / f"{name}.json").read_text(encoding="utf-8"))
 
 
-@pytest.fixture
-def saved(monkeypatch, tmp_path):
-    """A function that gives what a script has saved, and not into the course."""
-    monkeypatch.setattr(results, "FOLDER", tmp_path)
-    return lambda name: json.loads((tmp_path / f"{name}.json").read_text(encoding="utf-8"))
-
-
 @pytest.mark.parametrize("path", sorted(FOLDER.glob("*.json")), ids=lambda path: path.stem)
 def test_committed_results_name_what_made_them(path):
     found = recorded(path.stem)
@@ -57,17 +49,6 @@ def test_committed_results_name_what_made_them(path):
     assert ("dplab.bench gpu" if path.stem.startswith("gpu_nvidia") else
             f"chapters/data/{script.name}") in found["command"]
     assert script.exists() or "dplab.bench" in found["command"]
-
-
-def test_results_come_back_with_the_command_that_made_them(saved, tmp_path):
-    rows = [{"ranks": 2, "µs": 0.5}, {"ranks": 4, "µs": None}]
-    results.save("training", rows=rows, seeds=[0, 1])
-    found = saved("training")
-    assert found.pop("torch").startswith("2.")
-    assert found == {"command": "python chapters/data/training.py", "rows": rows, "seeds": [0, 1]}
-    lines = (tmp_path / "training.json").read_text(encoding="utf-8").splitlines()
-    assert [json.loads(line.rstrip(",")) for line in lines if line.startswith("  {")] == rows
-    assert results.spread([3.0, 1.0, 2.0, 10.0]) == "2.5 (1.0 to 10.0)"
 
 
 def test_zero_stages_are_all_of_deepspeed():
@@ -96,12 +77,13 @@ def test_the_losses_of_the_eight_ranks_are_found_as_they_were_put_in():
 
 
 @pytest.mark.slow
-def test_the_eight_ranks_run_on_this_machine(monkeypatch, saved, capsys):
+def test_the_eight_ranks_run_on_this_machine(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(results, "FOLDER", tmp_path)
     for name in ("STEPS", "REPAIRED_STEPS", "WARM_UP"):
         monkeypatch.setattr(eight_ranks, name, 1)
     eight_ranks.main()
     assert "times as fast" in capsys.readouterr().out
-    file, sizes = saved("eight_ranks"), eight_ranks.SIZES
+    file, sizes = json.loads((tmp_path / "eight_ranks.json").read_text()), eight_ranks.SIZES
     assert file.keys() == recorded("eight_ranks").keys()
     [[alone]], [together] = file["alone"], file["together"]
     assert "communication" not in {lane for _, lane, *_ in alone} and len(together) == 8
@@ -136,49 +118,22 @@ def event(name, category, start, duration, **args):
             "args": args}
 
 
-NCCL = {"Collective name": "allreduce", "In msg nelems": 77}
-TRACE = [  # a step from 10 µs on, and a kernel that was launched before
-    event("aten::mm", "kernel", 12.0, 9.0, correlation=1),
-    event("cudaLaunchKernel", "cuda_runtime", 2.0, 1.0, correlation=1),
-    event("cudaLaunchKernel", "cuda_runtime", 30.0, 2.0, correlation=2),
-    event("cudaLaunchKernel", "cuda_runtime", 40.0, 2.0, correlation=3),
-    event("cudaLaunchKernel", "cuda_runtime", 70.0, 2.0, correlation=4),
-    event("cudaLaunchKernel", "cuda_runtime", 90.0, 2.0, correlation=5),
-    event("gemm", "kernel", 130.0, 40.0, correlation=2),
-    event("gelu", "kernel", 175.0, 25.0, correlation=3),
-    event("gemm", "kernel", 300.0, 50.0, correlation=4),
-    event("ncclDevKernel_AllReduce", "kernel", 310.0, 80.0, correlation=5, **NCCL)]
-
-
 def test_a_trace_in_short():
     """Kernels that lie near each other are one; those launched before the step do not count."""
-    phases = [event("step", "user_annotation", 10.0, 900.0),
-              event("forward", "user_annotation", 20.0, 30.0),
-              event("backward", "user_annotation", 60.0, 50.0)]
-    short = gpu_ranks.in_short(sorted(TRACE + phases, key=lambda each: each["ts"]))
+    phases = [event(name, "user_annotation", start, duration) for name, start, duration in (
+        ("step", 10.0, 900.0), ("forward", 20.0, 30.0), ("backward", 60.0, 50.0))]
+    launches = [event("cudaLaunchKernel", "cuda_runtime", start, 2.0, correlation=number)
+                for number, start in enumerate((2.0, 30.0, 40.0, 70.0, 90.0))]
+    kernels = [event(name, "kernel", start, duration, correlation=number)
+               for number, (name, start, duration) in enumerate((
+                   ("aten::mm", 12.0, 9.0), ("gemm", 130.0, 40.0), ("gelu", 175.0, 25.0),
+                   ("gemm", 300.0, 50.0), ("ncclDevKernel_AllReduce", 310.0, 80.0)))]
+    kernels[-1]["args"] |= {"Collective name": "allreduce", "In msg nelems": 77}
+    short = gpu_ranks.in_short(sorted(phases + launches + kernels, key=lambda each: each["ts"]))
     assert short["compute"] == [["forward", 120.0, 70.0], ["backward", 290.0, 50.0]]
     assert short["collectives"] == [["allreduce", 300.0, 80.0, 80.0, 77]]
     assert short["cpu"] == [["forward", 10.0, 30.0], ["backward", 50.0, 50.0]]
     assert (short["step"], short["kernels"], short["queued"]) == (900.0, 3, 135.0)
-
-
-def test_the_second_step_of_a_published_trace(saved, tmp_path):
-    phases = [event(name, "user_annotation", start, 9.0) for start, name in zip(
-        (12, 22, 62, 102), gpu_step.PHASES, strict=True)]
-    steps = [event(f"ProfilerStep#{number}", "user_annotation", start, 495.0)
-             for number, start in enumerate((-490, 10, 510))]
-    trace = {"traceEvents": [*TRACE, *phases, *steps, event("aten::conv2d", "cpu_op", 25.0, 1.0),
-                             {"ph": "M"}],
-             "distributedInfo": {"nccl_version": "2.17.1", "world_size": 2},
-             "deviceProperties": [{"name": "A100"}]}
-    (tmp_path / "trace.gz").write_bytes(gzip.compress(json.dumps(trace).encode()))
-    gpu_step.main(tmp_path / "trace.gz")
-    file = saved("gpu_step")
-    assert file.keys() == recorded("gpu_step").keys() and file["ranks"] == 2
-    assert file["collectives"] == [[], [[80.0, 300.0, 80.0, "allreduce", 77]], []]
-    assert file["kernels"] == [[20, 120, 40], [30, 165, 25], [60, 290, 50]]
-    assert file["cpu"] == [["zero_grad", 2, 11], ["buffers", 12, 15], ["forward", 15, 21],
-                           ["backward", 52, 61], ["optimizer", 92, 101]]
 
 
 # Chapter 07's training
@@ -249,19 +204,6 @@ def test_seeds_side_by_side_are_ordinary_runs_on_two_ranks(monkeypatch, optimize
     assert losses[1] == pytest.approx(loss, rel=1e-3)
     assert errors[1] == pytest.approx(error, abs=3e-3)
     assert abs(losses[0] - losses[1]) > 4e-3 * loss  # so one seed is not taken for the other
-
-
-@pytest.mark.slow
-def test_steps_to_the_targets_end_there_or_are_given_up(monkeypatch):
-    monkeypatch.setattr(training, "TARGETS", (2.2, 2.0))
-    found = training._steps(256, 0.01, [0], 10**6)
-    runs, losses = training._Runs("Adam", [0]), []
-    for _ in range(found[2.0][0]):
-        runs.step(256, 0.01)
-        losses.append(runs.test(samples=1024)[1][0])
-    for target, [steps] in found.items():
-        assert losses[steps - 1] < target and min(losses[: int(0.9 * steps)]) >= target
-    assert training._steps(256, 0.01, [0], found[2.2][0])[2.0] == [None]
 
 
 # Chapter 13's schemes: one process plays all ranks, and here real ones do the same
@@ -364,17 +306,13 @@ def test_stale_gradients_are_those_of_a_server_that_takes_turns():
 
 
 def test_accumulated_batches_are_one_larger_batch():
-    weights = unsent.trained(DIGITS, unsent.Scheme(ranks=1, batches=2), RATE, 3, [SEED])[0, 0]
-    model = DIGITS.model(SEED)
-    optimizer, schedule = DIGITS.optimizer(model.parameters(), RATE, 3)
-    for step in range(3):
-        optimizer.zero_grad()
-        inputs, targets = map(torch.cat, zip(*(DIGITS.batch(SEED, 2 * step + number, 0)
-                                               for number in (1, 2)), strict=True))
-        F.cross_entropy(model(inputs), targets).backward()
-        optimizer.step()
-        schedule.step()
-    torch.testing.assert_close(weights, parameters_to_vector(model.parameters()).detach())
+    def batch(seed, step, rank):
+        parts = (DIGITS.batch(seed, number, rank) for number in (2 * step - 1, 2 * step))
+        return tuple(map(torch.cat, zip(*parts, strict=True)))
+
+    torch.testing.assert_close(*(
+        unsent.trained(task, unsent.Scheme(ranks=1, batches=batches), RATE, 3, [SEED])
+        for task, batches in ((DIGITS, 2), (replace(DIGITS, batch=batch), 1))))
 
 
 def test_the_searches_are_those_that_the_script_makes(monkeypatch):
