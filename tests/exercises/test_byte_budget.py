@@ -24,10 +24,13 @@ class Often:
         self.optimizer.step()
         self.done += 1
         if self.done % self.every == 0 or self.done == self.steps:
-            with torch.no_grad():
-                weights = parameters_to_vector(self.fragment()) / dist.get_world_size()
-                dist.all_reduce(weights)
-                vector_to_parameters(weights, self.fragment())
+            self.meet()
+
+    @torch.no_grad()
+    def meet(self):
+        weights = parameters_to_vector(self.fragment()) / dist.get_world_size()
+        dist.all_reduce(weights)
+        vector_to_parameters(weights, self.fragment())
 
     def fragment(self):
         return self.parameters
@@ -41,20 +44,16 @@ class InFragments(Often):
         return self.parameters if last else self.parameters[self.done // self.every % 4::4]
 
 
-class OfRank0:
-    """All ranks train, and only rank 0's weights count."""
+class OfRank0(Often):
+    """All ranks train, and at the end only rank 0's weights count."""
 
-    def __init__(self, model, optimizer, steps):
-        self.parameters, self.optimizer, self.left = list(model.parameters()), optimizer, steps
+    every = 10_000
 
-    def step(self):
-        self.optimizer.step()
-        self.left -= 1
-        if self.left == 0:
-            with torch.no_grad():
-                weights = parameters_to_vector(self.parameters)
-                dist.broadcast(weights, src=0)
-                vector_to_parameters(weights, self.parameters)
+    @torch.no_grad()
+    def meet(self):
+        weights = parameters_to_vector(self.parameters)
+        dist.broadcast(weights, src=0)
+        vector_to_parameters(weights, self.parameters)
 
 
 def test_another_scheme_passes_and_gets_its_place(monkeypatch):
