@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.benchmark import Timer
 
 import dplab
 from dplab import dryrun
@@ -114,6 +113,8 @@ def layer_shapes(model, tokens: int) -> dict[tuple[int, ...], None]:
 
 def seconds_of(call: Callable) -> float:
     """The median time of calls one after another, for `LEAST` seconds, after three."""
+    from torch.utils.benchmark import Timer  # loads compilers, which ranks do without
+
     for _ in range(3):
         call()
     timer = Timer("call()", globals={"call": call}, num_threads=torch.get_num_threads())
