@@ -1,7 +1,9 @@
 """Rates of kernels on this GPU, and a real block's time and memory beside the prediction."""
 
 import re
+import statistics
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -21,7 +23,7 @@ from dplab.predict.pace import PACES
 from dplab.predict.rates import PUBLISHED, Rates
 from dplab.workloads.transformer import Block, Transformer, rotated, rotation_table
 
-LEAST = 0.2  # seconds of each measurement
+LEAST = 0.2  # seconds of each measurement, at least
 random = partial(torch.randn, dtype=torch.bfloat16)
 BACKENDS = {"FlashAttention-2": SDPBackend.FLASH_ATTENTION, "cuDNN": SDPBackend.CUDNN_ATTENTION}
 COLUMNS = {
@@ -112,13 +114,24 @@ def layer_shapes(model, tokens: int) -> dict[tuple[int, ...], None]:
 
 
 def seconds_of(call: Callable) -> float:
-    """The median time of calls one after another, for `LEAST` seconds, after three."""
-    from torch.utils.benchmark import Timer  # loads compilers, which ranks do without
-
+    """The median of ten rounds of calls one after another, for `LEAST` seconds, after three."""
     for _ in range(3):
         call()
-    timer = Timer("call()", globals={"call": call}, num_threads=torch.get_num_threads())
-    return timer.blocked_autorange(min_run_time=LEAST).median
+    calls = 1
+    while round_seconds(call, calls) < LEAST / 10:
+        calls *= 2
+    return statistics.median(round_seconds(call, calls) for _ in range(10)) / calls
+
+
+def round_seconds(call: Callable, calls: int) -> float:
+    """From the first call to the end of the last one's kernels."""
+    wait = torch.cuda.synchronize if torch.cuda.is_available() else int
+    wait()
+    begun = time.perf_counter()
+    for _ in range(calls):
+        call()
+    wait()
+    return time.perf_counter() - begun
 
 
 def short(value: float) -> float:
