@@ -31,8 +31,12 @@ def folder() -> Path:
 
 def entries(kind: str) -> dict[str, dict]:
     """All that is kept of this kind, by slug."""
-    with contextlib.suppress(OSError), _locked() as kept:
-        return kept[kind]
+    with contextlib.suppress(OSError):
+        kept = _load()
+        if _is_ours(kept):
+            return kept.get(kind, {})
+        with _locked():
+            pass  # that sets it aside
     return {}
 
 
@@ -55,6 +59,11 @@ def forget(kind: str, slug: str) -> bool:
             _write(kept)
             return True
     return False
+
+
+def _is_ours(kept):
+    """Whether there is nothing yet, or the record of this version of the course."""
+    return not kept or kept.get("edition") == EDITION
 
 
 def _load():
@@ -90,7 +99,7 @@ def _locked():
     with open(folder() / "lock", "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         kept = _load()
-        if kept and kept.get("edition") != EDITION:
+        if not _is_ours(kept):
             _set_aside()
             kept = {}
         yield {kind: kept.get(kind, {}) for kind in KINDS}

@@ -17,7 +17,8 @@ def note(slug="global-mean", kind="exercises", **entry):
     return record.update(kind, slug, lambda kept: kept.update(entry))
 
 
-def test_entries_are_kept_by_kind_and_slug():
+def test_entries_are_kept_by_kind_and_slug(home):
+    assert record.entries("exercises") == {} and not list(home.iterdir())  # it leaves nothing
     assert note(tries=1) and note(kind="guesses", answer="10 %") and note(hints=2)
     assert record.entries("exercises") == {"global-mean": {"tries": 1, "hints": 2}}
     assert record.entries("guesses") == {"global-mean": {"answer": "10 %"}}
