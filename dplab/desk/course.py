@@ -75,13 +75,13 @@ def folder() -> Path | None:
 
 @functools.cache
 def code_cells(chapter: Key) -> list[dict]:
-    """The code cells of the course's own notebook, each ``source`` one text; [] where it is not
-    here.
+    """The code cells of the course's own notebook, each ``source`` one text, without outputs; []
+    where it is not here.
     """
     chapters = folder()
     path = notebooks(chapters).get(chapter) if chapters else None
     cells = json.loads(path.read_text(encoding="utf-8"))["cells"] if path else []
-    return [cell | {"source": "".join(cell["source"])} for cell in cells
+    return [{**cell, "source": "".join(cell["source"]), "outputs": []} for cell in cells
             if cell["cell_type"] == "code"]
 
 
