@@ -164,11 +164,11 @@ class Readings:
 
     @property
     def least_unhidden(self) -> float:
-        """The share of the link's time in which a rank computes nothing, of all ranks and steps
-        the least. On a busy machine threads wake late; the link's own times do not depend on it.
+        """The share of the link's time in which a rank computes nothing: of all ranks the least,
+        and of the steps the median, since a busy machine may hold a rank up in any of them.
         """
-        return min(kinds["exposed"] / self.link_seconds
-                   for step in self.steps for kinds in split_time(LINK.carried(step)))
+        return statistics.median(min(kinds["exposed"] for kinds in split_time(LINK.carried(step)))
+                                 for step in self.steps) / self.link_seconds
 
     @property
     def differing(self) -> int | None:
@@ -231,9 +231,10 @@ def link_alone(readings):
     least = readings.least_unhidden  # with one bucket of six at the end, a sixth
     link = f"At its own speed the link works for {ms(readings.link_seconds)} in each step."
     if least > 0.45:
-        return True, (f"{link} In each step, and on each rank, {100 * least:.0f} % of that time or "
-                      "more is beside no computing.")
-    return False, f"{link} In one, a rank computes for {100 * (1 - least):.0f} % of that time."
+        return True, (f"{link} In half of the steps or more, on each rank, {100 * least:.0f} % of "
+                      "that time or more is beside no computing.")
+    return False, (f"{link} In half of the steps or more, a rank computes for "
+                   f"{100 * (1 - least):.0f} % of that time or more.")
 
 
 def all_compute_longer(readings):
@@ -420,8 +421,8 @@ class SlowJob(SickJob):
         print("Median over the steps")
         self._print_seconds([*split_time(readings.steps[0])[0]])
         print(f"at its own speed the link works for {ms(readings.link_seconds)} of a step; "
-              f"computing hides at most {100 * (1 - readings.least_unhidden):.0f} % of that, in "
-              "each step and on each rank\n"
+              f"the rank whose computing hides most of that hides "
+              f"{100 * (1 - readings.least_unhidden):.0f} %\n"
               f"one rank alone computes for {ms(readings.alone_computes)}")
 
     def _print_seconds(self, kinds, *rows):

@@ -124,7 +124,7 @@ def test_a_torn_checkpoint_and_a_dead_rank_cost_steps_and_change_no_loss(data, w
     part.write_bytes(part.read_bytes()[:-1])
     (torn / "unfinished-00000010").mkdir()  # as a save leaves it that was cut off
     process = started(data, torn, "--steps", "100000", ranks=2, restarts=1)
-    first = follow(process, "step 14:")
+    first = follow(process, "step 14: loss")
     assert f"step-00000010 is torn ({part.name} has" in first and "from step 9" in first
     assert "step-00000009: steps was 10 and is 100000." in first
     assert losses(first)[0] == expected[-1]  # to the last bit
@@ -133,7 +133,7 @@ def test_a_torn_checkpoint_and_a_dead_rank_cost_steps_and_change_no_loss(data, w
     again = follow(process, r".*from step")
     start = int(re.search(r"from step (\d+)", again)[1])
     assert start in (9, 12) and " was " not in again  # the last save may not have been done
-    again = losses(follow(process, "step 18:"))
+    again = losses(follow(process, "step 18: loss"))
     assert [step for step, *_ in again] == [*range(start + 1, 19)]
     assert {*losses(first)} >= {each for each in again if each[0] <= 14}
     ranks = ranks_of(process)
@@ -149,7 +149,7 @@ def test_on_other_ranks_it_takes_the_same_samples_and_told_to_stop_it_saves(data
     other = copied(folder, tmp_path / "other", until=9)
     process = started(data, other, "--steps", "100000", "--save-every", "100000", "--keep", "1",
                       "--strategy", "hsdp", ranks=3)
-    printed = follow(process, "step 10:")
+    printed = follow(process, "step 10: loss")
     process.send_signal(signal.SIGUSR1)
     printed += ended(process, status=1)  # torchrun's own, after a signal
     assert_same_step_but_for_rounding(losses(printed)[0], expected[-1])

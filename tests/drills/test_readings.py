@@ -159,9 +159,11 @@ def test_honest_repairs_of_a_job_that_stands_still_are_accepted_and_no_others(
 @pytest.mark.parametrize(("hidden", "fits"), [(0.75, False), (0.25, True)])
 def test_of_hidden_traffic_the_answer_says_how_much_is_hidden(hidden, fits):
     seconds = slow_jobs.LINK.seconds("all_reduce", 2, 22_000)
-    step = [Span("backward", COMPUTE, 0, hidden * seconds),
-            Span("all_reduce", COMMUNICATION, 0, seconds, 22_000, 0)]
-    rank = slow_jobs.Recording([step] * (slow_jobs.SKIPPED + 1), [], 0, 0, True)
+    usual, held_up = ([Span("backward", COMPUTE, 0, computed * seconds),
+                       Span("all_reduce", COMMUNICATION, 0, seconds, 22_000, 0)]
+                      for computed in (hidden, 1))
+    steps = [usual] * (slow_jobs.SKIPPED + 1) + [held_up, usual]
+    rank = slow_jobs.Recording(steps, [], 0, 0, True)
     found, sentence = slow_jobs.link_alone(slow_jobs.Readings([rank, rank], rank))
     assert (found, re.search(r"(\d+) %", sentence)[1]) == (fits, "75"), sentence
 
