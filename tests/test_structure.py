@@ -2,6 +2,7 @@
 
 import contextlib
 import fnmatch
+import graphlib
 import re
 import subprocess
 import sys
@@ -101,6 +102,14 @@ def test_who_imports_whom_is_in_the_table():
              for module, where in imports_of(part) if not is_allowed(part, module)]
     assert not wrong
     assert {owner(path) for path in FILES} <= set(MAY_IMPORT)
+
+
+def test_no_imports_go_in_a_circle():
+    files = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in FILES}
+    imported = {name: {part for module, _ in imports.of_file(path)
+                       for part in (module, module.rpartition(".")[0]) if part in files}
+                for name, path in files.items()}
+    graphlib.TopologicalSorter(imported).prepare()
 
 
 def test_no_two_files_of_dplab_share_a_name():

@@ -1,35 +1,15 @@
 """What a reader calls: arguments checked here, the step run in a process of its own."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import nn
 
+from dplab.dryrun.fake_step import Setup, dry_run
 from dplab.dryrun.findings import DryRun
 from dplab.dryrun.units import POLICIES
 from dplab.predict.checks import one_of, whole
 from dplab.predict.transformer_config import TransformerConfig
-
-
-@dataclass(frozen=True)
-class Setup:
-    """What to run: ``strategy``, "fully_shard", "DDP" or "ZeRO-1", and the arguments of these."""
-
-    strategy: str
-    model: TransformerConfig | Callable[[], nn.Module]
-    world_size: int
-    batch: int = 1
-    sequence: int | None = None
-    precision: str = "mixed"
-    checkpointing: bool = False
-    optimizer: Callable = torch.optim.AdamW
-    inputs: Callable | None = None
-    full: bool = True
-    units: str | int | type | tuple[type, ...] | Callable = "blocks"
-    reshard_after_forward: bool | None = None
-    shard_ranks: int | None = None
-    bucket_views: bool = False
 
 
 def fully_shard(model: TransformerConfig | Callable[[], nn.Module], world_size: int, *,
@@ -113,7 +93,6 @@ def _run(setup):
             raise TypeError("a model of your own needs inputs, a function that makes its arguments")
 
     from dplab import run
-    from dplab.dryrun.fake_step import dry_run
 
     result = run(dry_run, 1, setup, backend="gloo", timeout=24 * 3600)[0]
     if isinstance(result, Exception):
