@@ -257,7 +257,7 @@ def outer_optimizer(anchor, outer):
 SCHEMES = {
     "one rank alone": Scheme(ranks=1),
     "synchronous": Synchronous(),
-    "synchronous, full overlap": Synchronous(),  # the same, in less time
+    "synchronous, ideal overlap": Synchronous(),  # the same, in less time
     "synchronous, 2 batches a step": Synchronous(batches=2),
     "synchronous, 4 batches a step": Synchronous(batches=4),
     "asynchronous": Asynchronous(ranks=1),
@@ -279,7 +279,7 @@ SEARCHED = {
     "language, 2240 steps": ["one rank alone", "streaming local SGD, H = 16"],
     "language, 2112 steps": ["local SGD, H = 64"],
     "language, 1840 steps": ["local SGD, H = 16"],
-    "language, 663 steps": ["synchronous, full overlap"],
+    "language, 663 steps": ["synchronous, ideal overlap"],
     "language, 417 steps": ["synchronous, 2 batches a step"],
     "language, 304 steps": ["synchronous, 4 batches a step"],
 }
