@@ -24,7 +24,7 @@ from dplab.workloads.scheme_tasks import DIGITS, LANGUAGE, RANKS, Task
 
 # In the time of 512 synchronous steps on a slow line: as many steps as that leaves to each scheme.
 IN_EQUAL_TIME = {f"language, {steps} steps": replace(LANGUAGE, steps=steps)
-                 for steps in (2240, 2112, 1840, 663, 417, 304)}
+                 for steps in (2240, 2112, 1840, 1040, 711, 663, 417, 304)}
 TASKS = {"digits": DIGITS, "language": LANGUAGE, **IN_EQUAL_TIME}
 SEEDS = range(3)
 FRAGMENTS, LATE, MIX = 4, 4, 0.5  # of streaming DiLoCo
@@ -153,12 +153,21 @@ class Synchronous(Scheme):
         return all_reduced(4 * size)
 
 
+@dataclass(frozen=True)
 class Int8(Scheme):
     """Whole numbers so small that their sum over the ranks fits into 8 bits."""
 
-    def before_a_step(self, gradients, state):
-        unit = gradients.abs().amax((1, 2), keepdim=True) / (127 // self.ranks)
-        gradients.copy_((gradients / unit).round().sum(1, keepdim=True) * unit / self.ranks)
+    keeps: bool = False  # what rounding leaves
+
+    def begin(self, weights):
+        return torch.zeros_like(weights)
+
+    def before_a_step(self, gradients, residual):
+        whole = gradients + residual if self.keeps else gradients
+        unit = whole.abs().amax((1, 2), keepdim=True) / (127 // self.ranks)
+        sent = (whole / unit).round() * unit
+        residual.copy_(whole - sent)
+        gradients.copy_(mean(sent))
 
     def sent(self, size, steps):
         return all_reduced(size + 4)
@@ -257,11 +266,13 @@ def outer_optimizer(anchor, outer):
 SCHEMES = {
     "one rank alone": Scheme(ranks=1),
     "synchronous": Synchronous(),
-    "synchronous, ideal overlap": Synchronous(),  # the same, in less time
+    "synchronous, ideal overlap": Synchronous(),  # the same, in less time, as below
     "synchronous, 2 batches a step": Synchronous(batches=2),
     "synchronous, 4 batches a step": Synchronous(batches=4),
     "asynchronous": Asynchronous(ranks=1),
     "int8": Int8(),
+    "int8, rest kept": Int8(keeps=True),
+    "int8, rest kept, ideal overlap": Int8(keeps=True),
     "top 1 %, rest kept": TopK(),
     "top 1 %, rest dropped": TopK(keeps=False),
     "local SGD, H = 16": DiLoCo(outer=(1.0, 0.0)),
@@ -273,12 +284,14 @@ SCHEMES = {
 SEARCHED = {
     "digits": ["synchronous", "int8", "top 1 %, rest kept", "top 1 %, rest dropped",
                "asynchronous"],
-    "language": ["one rank alone", "synchronous", "top 1 %, rest kept", "top 1 %, rest dropped",
-                 "local SGD, H = 16", "local SGD, H = 64", "DiLoCo, H = 16",
-                 "streaming local SGD, H = 16"],
+    "language": ["one rank alone", "synchronous", "int8", "int8, rest kept", "top 1 %, rest kept",
+                 "top 1 %, rest dropped", "local SGD, H = 16", "local SGD, H = 64",
+                 "DiLoCo, H = 16", "streaming local SGD, H = 16"],
     "language, 2240 steps": ["one rank alone", "streaming local SGD, H = 16"],
     "language, 2112 steps": ["local SGD, H = 64"],
     "language, 1840 steps": ["local SGD, H = 16"],
+    "language, 1040 steps": ["int8, rest kept, ideal overlap"],
+    "language, 711 steps": ["int8, rest kept"],
     "language, 663 steps": ["synchronous, ideal overlap"],
     "language, 417 steps": ["synchronous, 2 batches a step"],
     "language, 304 steps": ["synchronous, 4 batches a step"],

@@ -228,12 +228,21 @@ class Averaged:
 
 
 class Int8(Averaged):
+    keeps, residual = False, 0.0
+
     def average(self, gradient):
-        unit = gradient.abs().max() / (127 // dist.get_world_size())
+        whole = gradient + self.residual
+        unit = whole.abs().max() / (127 // dist.get_world_size())
         dist.all_reduce(unit, op=dist.ReduceOp.MAX)
-        numbers = (gradient / unit).round().to(torch.int8)
+        numbers = (whole / unit).round().to(torch.int8)
+        if self.keeps:
+            self.residual = whole - numbers * unit
         dist.all_reduce(numbers)
         return numbers * unit / dist.get_world_size()
+
+
+class Int8Kept(Int8):
+    keeps = True
 
 
 class TopK(Averaged):
@@ -252,6 +261,7 @@ class TopKDropped(TopK):
 PAIRS = {  # as it is played, and on real ranks
     "synchronous": (unsent.Synchronous(), Averaged),
     "int8": (unsent.Int8(), Int8),
+    "int8, kept": (unsent.Int8(keeps=True), Int8Kept),
     "top k, kept": (unsent.TopK(), TopK),
     "top k, dropped": (unsent.TopK(keeps=False), TopKDropped),
     "local": (unsent.DiLoCo(every=5, outer=(1.0, 0.0)),
