@@ -129,7 +129,7 @@ class PredictShardedStep(Calculation):
         Slip("With one ahead you gather more than one ahead: all gathers leave at the beginning. "
              "Each waits until the layer before it begins.",
              {"max(free, begin) + half": "free + half"}),
-        Slip("With one ahead you take the longer of all computing and all communication, as if a "
+        Slip("With one ahead you take computing and communication as two wholes, as if a "
              "collective could hide behind any layer. It hides only behind what computes between "
              "its launch and the moment when its result is needed. So follow the step layer by "
              "layer.",
