@@ -7,8 +7,7 @@ models are initialised in earnest. Then the optimizer's state is made, and one s
 import gc
 import time
 import traceback
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -22,6 +21,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from dplab.dryrun.events import blocks_to_trace, lengthened, replay
 from dplab.dryrun.findings import DryRun, UnsupportedOperator
 from dplab.dryrun.instruments import FakeTensors, StepTimeline
+from dplab.dryrun.setup import Setup
 from dplab.dryrun.units import UnknownUnits, blocks_of, checkpointed, shard, units_of
 from dplab.predict import shards
 from dplab.predict.memory import States
@@ -32,26 +32,6 @@ from dplab.workloads.transformer import Transformer
 _VALUES_NEEDED = (fake_tensor.DataDependentOutputException,
                   fake_tensor.DynamicOutputShapeException,
                   fake_tensor.UnsupportedOperatorException)
-
-
-@dataclass(frozen=True)
-class Setup:
-    """What to run: ``strategy``, "fully_shard", "DDP" or "ZeRO-1", and the arguments of these."""
-
-    strategy: str
-    model: TransformerConfig | Callable[[], nn.Module]
-    world_size: int
-    batch: int = 1
-    sequence: int | None = None
-    precision: str = "mixed"
-    checkpointing: bool = False
-    optimizer: Callable = torch.optim.AdamW
-    inputs: Callable | None = None
-    full: bool = True
-    units: str | int | type | tuple[type, ...] | Callable = "blocks"
-    reshard_after_forward: bool | None = None
-    shard_ranks: int | None = None
-    bucket_views: bool = False
 
 
 def dry_run(setup: Setup) -> DryRun | Exception:

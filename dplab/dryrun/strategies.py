@@ -5,8 +5,8 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from dplab.dryrun.fake_step import Setup, dry_run
 from dplab.dryrun.findings import DryRun
+from dplab.dryrun.setup import Setup
 from dplab.dryrun.units import POLICIES
 from dplab.predict.checks import one_of, whole
 from dplab.predict.transformer_config import TransformerConfig
@@ -93,6 +93,7 @@ def _run(setup):
             raise TypeError("a model of your own needs inputs, a function that makes its arguments")
 
     from dplab import run
+    from dplab.dryrun.fake_step import dry_run
 
     result = run(dry_run, 1, setup, backend="gloo", timeout=24 * 3600)[0]
     if isinstance(result, Exception):

@@ -8,6 +8,8 @@ from torch.distributed import fsdp
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 
+from dplab.dryrun.setup import Setup
+
 Wrapped = nn.Module | list[nn.Module]
 POLICIES = ("blocks", "root")
 
@@ -71,8 +73,8 @@ def checkpointed(model: nn.Module, blocks: Sequence[nn.Module],
         else wrapper_of.get(unit, unit) for unit in units]
 
 
-def shard(model: nn.Module, units: Sequence[Wrapped], setup) -> None:
-    """Wraps each unit, and then the model, as a `fake_step.Setup` says."""
+def shard(model: nn.Module, units: Sequence[Wrapped], setup: Setup) -> None:
+    """Wraps each unit, and then the model."""
     policy = fsdp.MixedPrecisionPolicy()
     if setup.precision == "mixed":
         policy = fsdp.MixedPrecisionPolicy(torch.bfloat16, torch.float32)

@@ -15,7 +15,8 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from dplab import RankError, dryrun, run
-from dplab.dryrun.fake_step import Setup, dry_run
+from dplab.dryrun.fake_step import dry_run
+from dplab.dryrun.setup import Setup
 from dplab.measure import CallLog, MemoryTimeline, state_bytes
 from dplab.predict import shards
 from dplab.predict.activations import activations

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from dplab import dryrun, run
-from dplab.dryrun.fake_step import Setup, dry_run
+from dplab.dryrun.fake_step import dry_run
+from dplab.dryrun.setup import Setup
 from dplab.predict import choose, memory
 from dplab.predict.catalogue import GPUS, LINKS, MODELS
 from dplab.predict.job import Cluster
