@@ -154,28 +154,8 @@ class Synchronous(Scheme):
 
 
 @dataclass(frozen=True)
-class Int8(Scheme):
-    """Whole numbers so small that their sum over the ranks fits into 8 bits."""
-
-    keeps: bool = False  # what rounding leaves
-
-    def begin(self, weights):
-        return torch.zeros_like(weights)
-
-    def before_a_step(self, gradients, residual):
-        whole = gradients + residual if self.keeps else gradients
-        unit = whole.abs().amax((1, 2), keepdim=True) / (127 // self.ranks)
-        sent = (whole / unit).round() * unit
-        residual.copy_(whole - sent)
-        gradients.copy_(mean(sent))
-
-    def sent(self, size, steps):
-        return all_reduced(size + 4)
-
-
-@dataclass(frozen=True)
-class TopK(Scheme):
-    """Each rank's largest elements, one in a hundred, with their places in 8 bytes."""
+class Compressed(Scheme):
+    """Each rank sends a part of its gradients, and keeps the rest for the next step, or not."""
 
     keeps: bool = True
 
@@ -184,10 +164,32 @@ class TopK(Scheme):
 
     def before_a_step(self, gradients, residual):
         whole = gradients + residual if self.keeps else gradients
+        part = self.part(whole)
+        residual.copy_(whole - part)
+        gradients.copy_(mean(part))
+
+    def part(self, whole):
+        """What the ranks send of it."""
+        raise NotImplementedError
+
+
+class Int8(Compressed):
+    """Whole numbers so small that their sum over the ranks fits into 8 bits."""
+
+    def part(self, whole):
+        unit = whole.abs().amax((1, 2), keepdim=True) / (127 // self.ranks)
+        return (whole / unit).round() * unit
+
+    def sent(self, size, steps):
+        return all_reduced(size + 4)
+
+
+class TopK(Compressed):
+    """Each rank's largest elements, one in a hundred, with their places in 8 bytes."""
+
+    def part(self, whole):
         places = whole.abs().topk(whole.shape[-1] // 100).indices
-        sent = torch.zeros_like(whole).scatter(2, places, whole.gather(2, places))
-        residual.copy_(whole - sent)
-        gradients.copy_(mean(sent))
+        return torch.zeros_like(whole).scatter(2, places, whole.gather(2, places))
 
     def sent(self, size, steps):
         part = (4 + 8) * (size // 100)
@@ -266,13 +268,13 @@ def outer_optimizer(anchor, outer):
 SCHEMES = {
     "one rank alone": Scheme(ranks=1),
     "synchronous": Synchronous(),
-    "synchronous, ideal overlap": Synchronous(),  # the same, in less time, as below
+    "synchronous, ideal overlap": Synchronous(),  # the same, in less time
     "synchronous, 2 batches a step": Synchronous(batches=2),
     "synchronous, 4 batches a step": Synchronous(batches=4),
     "asynchronous": Asynchronous(ranks=1),
-    "int8": Int8(),
-    "int8, rest kept": Int8(keeps=True),
-    "int8, rest kept, ideal overlap": Int8(keeps=True),
+    "int8": Int8(keeps=False),
+    "int8, rest kept": Int8(),
+    "int8, rest kept, ideal overlap": Int8(),  # likewise
     "top 1 %, rest kept": TopK(),
     "top 1 %, rest dropped": TopK(keeps=False),
     "local SGD, H = 16": DiLoCo(outer=(1.0, 0.0)),

@@ -260,8 +260,8 @@ class TopKDropped(TopK):
 
 PAIRS = {  # as it is played, and on real ranks
     "synchronous": (unsent.Synchronous(), Averaged),
-    "int8": (unsent.Int8(), Int8),
-    "int8, kept": (unsent.Int8(keeps=True), Int8Kept),
+    "int8": (unsent.Int8(keeps=False), Int8),
+    "int8, kept": (unsent.Int8(), Int8Kept),
     "top k, kept": (unsent.TopK(), TopK),
     "top k, dropped": (unsent.TopK(keeps=False), TopKDropped),
     "local": (unsent.DiLoCo(every=5, outer=(1.0, 0.0)),
