@@ -125,13 +125,18 @@ def seconds_of(call: Callable) -> float:
 
 def round_seconds(call: Callable, calls: int) -> float:
     """From the first call to the end of the last one's kernels."""
-    wait = torch.cuda.synchronize if torch.cuda.is_available() else int
-    wait()
+    finish_kernels()
     begun = time.perf_counter()
     for _ in range(calls):
         call()
-    wait()
+    finish_kernels()
     return time.perf_counter() - begun
+
+
+def finish_kernels() -> None:
+    """Waits for the GPU; without one, a call's work is done when it returns."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
 
 
 def short(value: float) -> float:

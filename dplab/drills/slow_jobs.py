@@ -421,7 +421,7 @@ class SlowJob(SickJob):
         print("Median over the steps")
         self._print_seconds([*split_time(readings.steps[0])[0]])
         print(f"at its own speed the link works for {ms(readings.link_seconds)} of a step; "
-              f"the rank whose computing hides most of that hides "
+              "the rank whose computing hides most of that hides "
               f"{100 * (1 - readings.least_unhidden):.0f} %\n"
               f"one rank alone computes for {ms(readings.alone_computes)}")
 

@@ -1,6 +1,7 @@
 """Reads what a file of Python or a chapter imports, by statement and by attribute."""
 
 import ast
+import functools
 import re
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import dplab
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@functools.cache
 def of_file(path):
     """All imports of one file, those inside functions too: (module with the name taken, where)."""
     name = path.relative_to(ROOT)
